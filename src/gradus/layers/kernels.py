@@ -1,0 +1,286 @@
+"""Attention in three ways of one result (Vaswani et al. 2017, section 3.2.1): softmax(q kᵀ · scale + bias) v.
+
+All kernels have one signature:
+
+    kernel(q, k, v, *, mask=None, bias=None, causal=False, scale=None, dropout=0.0) -> (out, weights | None)
+
+    q        (batch, n_heads, q_len, head_dim)
+    k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads: query head i reads key head i // (n_heads / n_kv_heads)
+    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len)
+    bias     added to the scaled scores; broadcastable likewise
+    causal   a query looks at no later key; only where q_len == k_len (otherwise give a mask)
+    scale    None: head_dim ** -0.5
+    dropout  probability with which a weight is dropped now (0 when evaluating)
+    out      (batch, n_heads, q_len, head_dim). A query that may look nowhere gives zeros, and no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gradus.errors import UserError, did_you_mean
+
+
+def naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len, k_len)."""
+    k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    allowed = _allowed(q, k, mask, causal)
+    scores = (q * _scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)  # not -inf: softmax of nothing would be NaN
+    weights = scores.softmax(dim=-1)
+    if mask is not None:
+        weights = weights.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+    return F.dropout(weights, dropout).to(v.dtype) @ v, weights
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, None]:
+    """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
+
+    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its backward pass
+    is slow there: up to about 512 tokens `naive` trains faster.
+    """
+    extra, blind = None, None
+    if mask is not None or bias is not None:
+        extra = _allowed(q, k, mask, causal)
+        if mask is not None:  # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
+            blind = ~extra.any(dim=-1, keepdim=True)
+            extra = extra | blind
+        if bias is not None:
+            extra = bias.to(q.dtype) if extra is None else bias.to(q.dtype).masked_fill(~extra, float("-inf"))
+        extra = extra[(None,) * (4 - extra.dim())]
+        causal = False
+    assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+    grouped = q.device.type == "cpu" or (extra is None and q.dtype != torch.float32)  # elsewhere only flash shares keys
+    if not grouped:
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out if blind is None else out.masked_fill(blind, 0.0), None
+
+
+@torch.compiler.disable  # a compiler would unroll the chunks and keep their buffers
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    chunk: int = 256,
+) -> tuple[Tensor, None]:
+    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which makes
+    each chunk's weights again (and draws its dropout again from the generator's saved state)."""
+    assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    n_kv_heads = k.shape[1]
+    group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
+    mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
+    out = _Chunked.apply(group, k, v, mask, bias, causal, _scale(q, scale), dropout, chunk)
+    return out.flatten(1, 2), None
+
+
+class _Chunked(torch.autograd.Function):
+    """Softmax attention by chunks of queries. For a chunk with scores S = scale · q kᵀ + bias and output gradient dO:
+
+        forward     P = softmax(S)           out = (P ∘ D) v         D = dropout's mask / (1 - dropout), or 1
+        backward    P = exp(S - lse)         dv += (P ∘ D)ᵀ dO       lse = log Σ exp(S), kept from the forward pass
+                    dS = P ∘ ((dO vᵀ) ∘ D - Σ dO ∘ out)              (Dao et al. 2022, appendix B.2)
+                    dq = scale · dS k        dk += scale · dSᵀ q     dbias = dS summed over the broadcast dimensions
+
+    q: (batch, n_kv_heads, group, q_len, head_dim); k, v: (batch, n_kv_heads, k_len, head_dim);
+    mask, bias: broadcastable to (batch, n_kv_heads, group, q_len, k_len).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, bias, causal, scale, dropout, chunk):
+        ctx.settings = causal, scale, dropout, chunk
+        ctx.rng_state = _rng_state(q.device) if dropout else None
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(*q.shape[:-1], 1, dtype=_wide(q.dtype))
+        with _no_autocast(q.device):
+            for rows, cols in _chunks(q.shape[3], k.shape[2], chunk, causal):
+                out[..., rows, :], lse[..., rows, :] = _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout)
+        ctx.save_for_backward(q, k, v, mask, bias, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, mask, bias, out, lse = ctx.saved_tensors
+        causal, scale, dropout, chunk = ctx.settings
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (k, v))
+        dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
+        with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
+            for rows, cols in _chunks(q.shape[3], k.shape[2], chunk, causal):
+                saved = out[..., rows, :], lse[..., rows, :], grad[..., rows, :]
+                dq[..., rows, :] = _backward_chunk(q, k, v, mask, bias, *saved, dk, dv, dbias, rows, cols, causal, scale, dropout)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None, None, None, None
+
+
+def _chunks(q_len: int, k_len: int, chunk: int, causal: bool):
+    """The rows of each chunk, and the columns that any of them may look at."""
+    for start in range(0, q_len, chunk):
+        stop = min(start + chunk, q_len)
+        yield slice(start, stop), slice(0, stop if causal else k_len)
+
+
+def _chunk_scores(q, k, mask, bias, rows, cols, causal, scale):
+    """(batch, n_kv_heads, group, chunk, columns), -inf where a query may not look."""
+    rows_q = (q[..., rows, :] * scale).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim): a group shares its keys
+    scores = (rows_q @ k[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1)).to(_wide(q.dtype))
+    if bias is not None:
+        scores += _window(bias, rows, cols)
+    if mask is not None:
+        scores.masked_fill_(~_window(mask, rows, cols), float("-inf"))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start + 1)
+        scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+def _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout):
+    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale)
+    top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)  # finite also for a row that may look nowhere
+    p.sub_(top).exp_()
+    total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)  # its largest term is 1, unless the row may look nowhere: 0 / 1 then
+    if dropout:
+        p.masked_fill_(_dropped(p, dropout), 0.0)
+    out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, cols]).unflatten(2, (q.shape[2], -1))
+    return out / (total * (1 - dropout)), top + total.log()
+
+
+def _backward_chunk(q, k, v, mask, bias, out, lse, grad, dk, dv, dbias, rows, cols, causal, scale, dropout):
+    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale).sub_(lse).exp_().to(v.dtype)
+    dropped = _dropped(p, dropout) if dropout else None
+    delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
+    grad = (grad / (1 - dropout) if dropout else grad).to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
+    ds = (grad @ v[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1))
+    if dropped is not None:
+        ds.masked_fill_(dropped, 0.0)
+    ds.sub_(delta).mul_(p)
+    if dropped is not None:
+        p.masked_fill_(dropped, 0.0)
+    _add_product(dv[:, :, cols], p.flatten(2, 3).transpose(-2, -1), grad)
+    if dbias is not None:
+        part = _window(dbias, rows, cols)
+        part += ds.sum_to_size(part.shape)
+    ds = ds.flatten(2, 3)
+    _add_product(dk[:, :, cols], ds.transpose(-2, -1), (q[..., rows, :] * scale).flatten(2, 3))
+    return (ds @ k[:, :, cols]).mul_(scale).unflatten(2, (q.shape[2], -1))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; without a buffer for the product where the dtypes allow it."""
+    if total.dtype == b.dtype:
+        total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    else:
+        total += a @ b
+
+
+def _dropped(p: Tensor, dropout: float) -> Tensor:
+    return torch.empty(p.shape, dtype=torch.bool, device=p.device).bernoulli_(dropout)
+
+
+def _window(x: Tensor, rows: slice, cols: slice) -> Tensor:
+    """The part of a mask or bias, whose last two dimensions may be 1, that belongs to a chunk."""
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., cols]
+
+
+def _split_heads(x: Tensor, n_kv_heads: int) -> Tensor:
+    """A mask or bias as (batch | 1, n_kv_heads | 1, group | 1, q_len | 1, k_len | 1)."""
+    x = x[(None,) * (4 - x.dim())]
+    return x.unsqueeze(2) if x.shape[1] == 1 else x.unflatten(1, (n_kv_heads, -1))
+
+
+def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    if not causal:
+        return mask
+    assert q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+    earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+    return earlier if mask is None else mask & earlier
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _no_autocast(device: torch.device):
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+
+
+def _rng_state(device: torch.device) -> Tensor | None:
+    if device.type == "meta":
+        return None
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+class _rng_restored:
+    """Within it, random numbers come from a saved state; afterwards they go on as if nothing had been drawn."""
+
+    def __init__(self, device: torch.device, state: Tensor | None):
+        self.device, self.state = device, state
+
+    def _set(self, state: Tensor) -> None:
+        torch.set_rng_state(state) if self.device.type == "cpu" else torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def __enter__(self):
+        if self.state is not None:
+            self.now = _rng_state(self.device)
+            self._set(self.state)
+
+    def __exit__(self, *_):
+        if self.state is not None:
+            self._set(self.now)
+
+
+KERNELS = {"naive": naive, "chunked": chunked, "sdpa": sdpa}
+
+
+def get_kernel(name: str, chunk: int = 256) -> Callable:
+    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another name."""
+    if name not in KERNELS:
+        raise UserError(f"layout.attention={name}: no such attention kernel.{did_you_mean(name, KERNELS)}")
+    return functools.partial(chunked, chunk=chunk) if name == "chunked" else KERNELS[name]

@@ -1,0 +1,68 @@
+"""Images as sequences of patches."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.errors import UserError, did_you_mean
+
+How = Literal["convolution", "unfold", "rearrange"]
+WAYS = ("convolution", "unfold", "rearrange")
+
+
+def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
+    """Cut images into patches, row by row.
+
+    images: (batch, channels, height, width), both sides multiples of patch_size.
+    Returns (batch, n_patches, channels · patch_size · patch_size): within a patch channel, then row, then column.
+    how: unfold and rearrange (a reshape) are two ways to the same; convolution is a third one, with the identity as its kernel.
+    """
+    batch, channels, height, width = images.shape
+    p = patch_size
+    if height % p or width % p:
+        raise UserError(f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change patch_size")
+    if how == "rearrange":
+        grid = images.reshape(batch, channels, height // p, p, width // p, p)
+        return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
+    if how == "unfold":
+        return F.unfold(images, p, stride=p).transpose(1, 2)
+    if how == "convolution":
+        identity = torch.eye(channels * p * p, dtype=images.dtype, device=images.device).view(-1, channels, p, p)
+        return F.conv2d(images, identity, stride=p).flatten(2).transpose(1, 2)
+    raise UserError(f"patches={how}: no such way.{did_you_mean(how, WAYS)}")
+
+
+class Patches(nn.Module):
+    """A linear embedding of each patch of an image (Dosovitskiy et al. 2021, equation 1), in one of three ways of one result and
+    one parameter layout: weight (d_model, channels, patch_size, patch_size), bias (d_model,)."""
+
+    def __init__(self, image_size: int, patch_size: int, n_channels: int, d_model: int, how: How = "convolution"):
+        super().__init__()
+        if how not in WAYS:
+            raise UserError(f"patches={how}: no such way.{did_you_mean(how, WAYS)}")
+        self.image_size, self.patch_size, self.how = image_size, patch_size, how
+        self.n_patches = (image_size // patch_size) ** 2
+        self.weight = nn.Parameter(torch.empty(d_model, n_channels, patch_size, patch_size))
+        self.bias = nn.Parameter(torch.empty(d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Conv2d and nn.Linear do."""
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, n_patches, d_model). Raises UserError for images of another size."""
+        wanted = (self.weight.shape[1], self.image_size, self.image_size)
+        if tuple(images.shape[1:]) != wanted:
+            given, wanted = (" × ".join(map(str, shape)) for shape in (images.shape[1:], wanted))
+            raise UserError(f"images of {given} (channels × height × width) given to a model for {wanted}; resize them or change model.image_size")
+        if self.how == "convolution":
+            return F.conv2d(images, self.weight, self.bias, stride=self.patch_size).flatten(2).transpose(1, 2)
+        return F.linear(extract(images, self.patch_size, self.how), self.weight.flatten(1), self.bias)

@@ -1,0 +1,1 @@
+"""Measuring: operations, memory, and where a step spends both."""

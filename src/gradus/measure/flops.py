@@ -1,0 +1,144 @@
+"""Floating-point operations, and the peaks to set them against.
+
+Convention: one multiply-add is two operations. *Model* operations are those of the paper's formulas: attention's full matrix (causal
+kernels do about half of it), no recomputation, no padding (Chowdhery et al. 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from gradus import models
+from gradus.parallel.apply import use_kernel
+
+if TYPE_CHECKING:
+    from gradus.tasks.base import Task
+    from gradus.train.session import Session
+
+
+def _cpu_attention(q, k, v, *_, out_shape=None, **__) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _cpu_attention_backward(grad, q, k, v, *_, out_shape=None, **__) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+# PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}
+
+
+def count_flops(function: Callable[[], Any]) -> int:
+    """The operations of matrix products, convolutions and attention that `function()` does, backward passes in it included.
+
+    All that is done counts: also what checkpointing computes again, and the scores that a fused attention's backward pass computes
+    again (naive attention keeps them). A causal kernel counts in full. Works on real, fake and meta tensors.
+    """
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+# ---------------------------------------------------------------- of a run
+
+
+def for_run(session: Session) -> tuple[float | None, float | None]:
+    """(model operations of a training step a token, the device's peak in operations a second). Tokens as in `n_tokens`: without padding.
+
+    Both None, and nothing is counted, where the peak of this device at this precision is not known.
+    """
+    peak = peak_flops(session)
+    return (None, None) if peak is None else (flops_per_token(session.task), peak)
+
+
+def flops_per_token(task: Task) -> float:
+    """Forward and backward pass over the task's training samples, counted on meta tensors: nothing is computed.
+
+    Samples of one length need one; ragged ones are counted at the middles of four equal parts of the sorted lengths, each alone.
+    """
+    data = task.splits["train"]
+    lengths = getattr(data, "lengths", None)
+    chosen = np.array([0])
+    if lengths is not None:
+        lengths = np.asarray(lengths)
+        lengths = lengths.sum(-1) if lengths.ndim > 1 else lengths
+        if lengths.min() < lengths.max():
+            chosen = np.argsort(lengths, kind="stable")[(2 * np.arange(4) + 1) * len(lengths) // 8]
+    if getattr(task.recipe.data, "pad", None) == "max_length":  # padding is no work of the model
+        task = copy.copy(task)
+        task.recipe = task.recipe.model_copy(update={"data": task.recipe.data.model_copy(update={"pad": "longest"})})
+
+    model = models.build(task.recipe.model, device="meta")
+    use_kernel(model, "naive", 0)
+    operations = tokens = 0
+    for i in chosen:
+        sample = data[int(i)]
+        if task.prepare is not None:
+            sample = task.prepare(sample, np.random.Generator(np.random.PCG64(0)))
+        batch = task.to_device(task.collate([sample]), torch.device("cpu"))
+        tokens += batch["n_tokens"]
+        operations += count_flops(lambda batch=to_meta(batch): sum(task.losses(model, batch).values()).backward())
+    return operations / tokens
+
+
+def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch without values. How many places a selection holds is a value, so it becomes a tuple of indices, whose shapes say it."""
+    batch = dict(batch)
+    if isinstance(batch.get("select"), Tensor):
+        batch["select"] = tuple(part.to("meta") for part in batch["select"].nonzero(as_tuple=True))
+    return {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+# ---------------------------------------------------------------- peaks
+
+# Dense peaks in TFLOP/s: fp32 without tensor cores, tf32, bf16, fp16 (consumer cards: with fp32 accumulation). Where a card has no such
+# unit, or its figure is not sure, there is none. Vendors' data sheets; names as the driver gives them, whole: a partition (MIG), a laptop's
+# or a cut-down card has another peak and another name.
+PEAKS: dict[str, dict[str, float]] = {
+    r"Tesla V100-SXM2-(16|32)GB": {"fp32": 15.7, "fp16": 125},
+    r"Tesla V100-PCIE-(16|32)GB": {"fp16": 112},
+    r"(NVIDIA )?Tesla T4|NVIDIA T4": {"fp32": 8.1, "fp16": 65},
+    r"(NVIDIA )?A100-(SXM4|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
+    r"NVIDIA A10G": {"fp32": 31.5, "bf16": 70, "fp16": 70},
+    r"NVIDIA A40": {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
+    r"NVIDIA L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
+    r"NVIDIA L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
+    r"NVIDIA H100 80GB HBM3": {"fp32": 67, "tf32": 494, "bf16": 989, "fp16": 989},  # SXM
+    r"NVIDIA H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
+    r"NVIDIA H100 NVL": {"fp32": 60, "tf32": 418, "bf16": 835, "fp16": 835},
+    r"NVIDIA H200": {"fp32": 67, "tf32": 494, "bf16": 989, "fp16": 989},
+    r"NVIDIA B200": {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250},
+    r"NVIDIA GeForce RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
+    r"NVIDIA GeForce RTX 4090": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
+    r"NVIDIA GeForce RTX 5090": {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5},
+}
+
+
+def known_peak(device_name: str, numbers: str) -> float | None:
+    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not known, never guessed."""
+    for pattern, peaks in PEAKS.items():
+        if re.fullmatch(pattern, device_name):
+            return peaks[numbers] * 1e12 if numbers in peaks else None
+    return None
+
+
+def peak_flops(session: Session) -> float | None:
+    """The peak of the session's device in the numbers that its matrix products are computed in; None where it is not known."""
+    if session.device.type != "cuda":
+        return None
+    layout = session.recipe.layout
+    numbers = layout.precision.removeprefix("pure_")
+    if numbers == "fp32" and layout.tf32:
+        numbers = "tf32"
+    return known_peak(torch.cuda.get_device_name(session.device), numbers)

@@ -1,0 +1,80 @@
+"""Where the memory goes: what the model's state holds, and the peak of any piece of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARK = "gradus/"  # how ranges that `Timeline` shall find are named
+
+
+def component_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Bytes of `weights` (buffers too), `gradients` and `optimizer` state as they are now; what is shared counts once."""
+    weights = [*model.parameters(), *model.buffers()]
+    state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return {"weights": _bytes(weights), "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None), "optimizer": _bytes(state)}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the memory behind tensors: two that share it count once."""
+    behind = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(behind.values())
+
+
+class Timeline:
+    """On a CPU: every allocation within `with Timeline() as timeline:`, and its release, in bytes of tensor memory since the start.
+
+    PyTorch keeps no count of a CPU's memory, but its profiler sees every change. Name places on the time line with `mark(name)`.
+    """
+
+    def __enter__(self) -> Timeline:
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        with torch.profiler.record_function(MARK + name):
+            pass
+
+    def __exit__(self, *error: Any) -> None:
+        self.profile.__exit__(*error)
+        events = self.profile.profiler.kineto_results.events()
+        self.changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU)
+        self.marks = sorted((e.start_ns(), e.name().removeprefix(MARK)) for e in events if e.name().startswith(MARK))
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """(name of the mark that ends a phase, bytes allocated there, peak bytes since the mark before); "end" closes the last."""
+        rows, now, peak, changes = [], 0, 0, iter([*self.changes, (float("inf"), 0)])
+        at, change = next(changes)
+        for until, name in [*self.marks, (float("inf"), "end")]:
+            while at < until:
+                now += change
+                peak = max(peak, now)
+                at, change = next(changes)
+            rows.append((name, now, peak))
+            peak = now
+        return rows
+
+
+def peak_of(function: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int, int]:
+    """(allocated before, allocated after, peak) in bytes of tensor memory while `function()` runs; what it returns is let go.
+
+    On CUDA by the allocator's own count. On a CPU before is 0 and the others count from there: what `function()` itself allocates
+    and releases (releases of older memory are not seen).
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return before, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    with Timeline() as timeline:
+        function()
+        timeline.mark("after")
+    _, after, peak = timeline.phases()[0]
+    return 0, after, peak

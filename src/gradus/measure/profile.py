@@ -1,0 +1,236 @@
+"""Where a training step spends its time and memory, measured on the very step that trains, with real batches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from gradus.errors import UserError
+from gradus.measure.memory import Timeline, component_bytes
+from gradus.parallel.apply import apply
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row
+from gradus.train.loop import Trainer
+from gradus.train.schedule import learning_rate
+from gradus.train.session import Session, open_session
+
+WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
+
+
+def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
+    """Take real steps of the recipe and yield lines: first the memory picture, then torch.profiler's top operations.
+
+    Memory: what is allocated (on CUDA also reserved) and its peak after building, and after the forward pass, the backward pass and
+    the optimizer's step of the first step and of the second, which finds the optimizer's state there; then by component.
+    Time: `repeat` cycles of 1 step not looked at, 1 to warm up, 3 recorded, with shapes and memory.
+    Writes trace.json (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
+    Raises UserError for what the recipe, the data or the disk do not allow.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "top.txt").touch()
+    except OSError as e:
+        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
+    session = open_session(recipe)
+    trainer, picture, rows = memory_picture(session, folder)
+    try:
+        where = f"{session.recipe.name}, {session.recipe.layout.precision} on {session.device}"
+        yield f"memory of {where}, MB:"
+        yield from picture
+        (folder / "memory.jsonl").write_text("".join(row.json() + "\n" for row in rows))
+        operations = time_operations(trainer, folder, repeat)
+    finally:
+        trainer.loader.close()
+    top = [f"top {TOP} operations of {ACTIVE} steps of {where}, by their own time:", *operations]
+    (folder / "top.txt").write_text("\n".join(top) + "\n")
+    yield ""
+    yield from top
+    yield ""
+    yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
+
+
+def take_step(trainer: Trainer, steps: Iterator[Any]) -> None:
+    """One optimizer step as in training, on the next batch."""
+    r, p = trainer.recipe, trainer.progress
+    p.step += 1
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = learning_rate(r.schedule, r.optimizer.lr, p.step, trainer.last_step, r.model.d_model)
+    trainer.step(next(steps).micro_batches)
+
+
+def endless(trainer: Trainer) -> Iterator[Any]:
+    """The loader's steps, one epoch after the other."""
+    epoch = 0
+    while True:
+        yield from trainer.loader.steps(epoch)
+        epoch += 1
+
+
+# ---------------------------------------------------------------- memory
+
+
+class CudaTimeline:
+    """The allocator's own count at each mark, and its peak since the mark before."""
+
+    def __enter__(self) -> CudaTimeline:
+        self.rows: list[tuple[str, int, int]] = []
+        self.reserved: dict[str, int] = {}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def mark(self, name: str) -> None:
+        torch.cuda.synchronize()
+        self.rows.append((name, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+        self.reserved[name] = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        return self.rows
+
+
+@contextlib.contextmanager
+def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, the trainer's step marks where its passes begin and end."""
+    task, precision = trainer.task, trainer.precision
+    own = {(task, "losses"): task.losses, (precision, "backward"): precision.backward, (precision, "step"): precision.step}
+
+    def losses(model, batch):
+        mark("ready")
+        sums = own[task, "losses"](model, batch)
+        mark("forward")
+        return sums
+
+    def backward(loss):
+        own[precision, "backward"](loss)
+        mark("backward")
+
+    def step(optimizer, bad):
+        own[precision, "step"](optimizer, bad)
+        mark("step")
+
+    for (owner, name), replacement in zip(own, (losses, backward, step)):
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for owner, name in own:
+            delattr(owner, name)  # the class's own is there again
+
+
+def memory_picture(session: Session, folder: Path) -> tuple[Trainer, list[str], list[Row]]:
+    """(the trainer after two steps, a table, the same as rows). Bytes of tensor memory; on a CPU counted from before the model was
+    built, on CUDA whatever the allocator holds."""
+    cuda = session.device.type == "cuda"
+    if session.device.type == "mps":
+        raise UserError("layout.device=mps: its memory cannot be followed. Profile with layout.device=cpu.")
+    timeline = CudaTimeline() if cuda else Timeline()
+    with timeline:
+        model = session.build()
+        apply(model, session.recipe.layout)
+        model.train()
+        trainer = Trainer(session.recipe, session.task, model, folder, session.device, precision=session.precision)
+        timeline.mark("building")
+        held = {}
+        steps = endless(trainer)
+        for number in (1, 2):
+            def mark(name: str, number: int = number) -> None:
+                timeline.mark(f"step {number}: {name}")
+                if name == "backward":
+                    held["gradients"] = component_bytes(model)["gradients"]
+
+            with between(trainer, mark):
+                take_step(trainer, steps)
+            timeline.mark(f"step {number}: cleared")
+    held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
+
+    # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
+    phases = timeline.phases()
+    last = {name: (allocated, peak) for name, allocated, peak in phases}
+    peaks: dict[str, int] = {}
+    for name, _, peak in phases:
+        peaks[name] = max(peaks.get(name, 0), peak)
+    held["activations"] = last["step 2: forward"][0] - last["step 2: ready"][0]
+    held["peak"] = max(peaks.values())
+    held = {name: held[name] for name in ("weights", "gradients", "optimizer", "activations", "peak")}
+
+    shown = ["building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))]
+    lines = [f"  {'after':20} {'allocated':>12} {'peak':>12}" + (f" {'reserved':>12}" if cuda else "")]
+    rows = []
+    conditions = {"recipe": session.recipe.name, "device": str(session.device), "precision": session.recipe.layout.precision, "torch": torch.__version__}
+    for name in shown:
+        numbers = {"allocated": last[name][0], "peak": peaks[name]} | ({"reserved": timeline.reserved[name]} if cuda else {})
+        lines.append(f"  {name:20}" + "".join(f" {megabytes(n):>12}" for n in numbers.values()))
+        phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
+        rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
+    said = {
+        "weights": "", "gradients": "after the backward pass", "optimizer": "its state",
+        "activations": "kept for the backward pass, by one micro-batch", "peak": "the highest of all",
+    }  # fmt: skip
+    lines += ["", f"  {'component':20} {'MB':>12}"]
+    lines += [f"  {name:20} {megabytes(n):>12}  {said[name]}".rstrip() for name, n in held.items()]
+    rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n in held.items()]
+    return trainer, lines, rows
+
+
+def megabytes(n: int) -> str:
+    return f"{n / 1e6:,.2f}"
+
+
+# ---------------------------------------------------------------- time
+
+
+def time_operations(trainer: Trainer, folder: Path, repeat: int) -> list[str]:
+    """Profile steps, write the traces, and return the table of the operations that take longest themselves."""
+    cuda = trainer.device.type == "cuda"
+    written: list[Path] = []
+
+    def keep(found: torch.profiler.profile) -> None:
+        path = folder / ("trace.json" if not written else f"trace-{len(written) + 1}.json")
+        try:
+            found.export_chrome_trace(str(path))
+            json_whole(path)
+        except (OSError, RuntimeError) as e:
+            raise UserError(f"{path}: the trace could not be written ({e}). Free some space or give another --to.") from None
+        written.append(path)
+
+    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    steps = endless(trainer)
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True) as found:
+        for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
+            take_step(trainer, steps)
+            found.step()
+    return table(found, cuda)
+
+
+def json_whole(path: Path) -> None:
+    """Raises OSError for a trace that was cut short (the profiler does not look whether the disk took it all)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            json.load(file)
+    except ValueError:
+        raise OSError("cut short") from None
+
+
+def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
+    """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory they took."""
+    time = "self_device_time_total" if cuda else "self_cpu_time_total"
+    memory = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
+    events = [e for e in found.key_averages() if not e.key.startswith("ProfilerStep")]
+    total = sum(getattr(e, time) for e in events) or 1
+    lines = [f"  {'operation':56} {'ms':>10} {'share':>7} {'calls':>7} {'MB':>11}"]
+    for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:
+        spent = getattr(e, time)
+        name = e.key if len(e.key) <= 56 else e.key[:55] + "…"
+        lines.append(f"  {name:56} {spent / 1e3:10.2f} {spent / total:7.1%} {e.count:7} {getattr(e, memory) / 1e6:11.2f}")
+    return lines

@@ -1,0 +1,233 @@
+"""The six families: build one from its configuration, load and save it in the Hugging Face layout, count it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from gradus.errors import UserError, did_you_mean, need
+from gradus.models import weights
+from gradus.recipe import schema
+
+if TYPE_CHECKING:  # a configuration is read without torch
+    import torch
+    from torch import nn
+
+CLASSES = {"seq2seq": "Seq2Seq", "bert": "Bert", "gpt": "GPT", "t5": "T5", "llama": "Llama", "vit": "ViT"}
+
+
+def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.Module:
+    """A model with the initialisation of its paper, drawn from torch's global generator. On "meta" nothing is allocated.
+
+    Raises UserError where the configuration is not complete, e.g. without vocab_size.
+    """
+    import torch
+
+    with torch.device(device):
+        return getattr(import_module(f"{__name__}.{config.family}"), CLASSES[config.family])(config)
+
+
+def count(config: schema.ModelConfig) -> dict[str, int]:
+    """Parameters by component, each shared one once, and their `total`. Allocates nothing.
+
+    embeddings: tokens, types, positions (T5's relative ones too), patches, class token. attention, feedforward, norms: as named,
+    wherever they are. head: everything else, which reads the last norm's output (pooler, classifier, an output projection of its own).
+    """
+    from torch import nn
+
+    from gradus.layers import Attention, FeedForward, GatedFeedForward, Patches
+
+    model = build(config, device="meta")
+    modules = dict(model.named_modules())
+
+    def component(name: str) -> str:
+        parts = name.split(".")[:-1]
+        path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]  # from the model's child down to the owner
+        if any(isinstance(m, Attention) for m in path):
+            return "attention"
+        if any(isinstance(m, FeedForward | GatedFeedForward) for m in path):
+            return "feedforward"
+        if path and isinstance(path[-1], nn.LayerNorm | nn.RMSNorm):
+            return "norms"
+        return "embeddings" if not path or any(isinstance(m, nn.Embedding | Patches) for m in path) else "head"
+
+    counts = dict.fromkeys(("embeddings", "attention", "feedforward", "norms", "head"), 0)
+    for name, parameter in model.named_parameters():
+        counts[component(name)] += parameter.numel()
+    return {**counts, "total": sum(counts.values())}
+
+
+# ---------------------------------------------------------------- where weights lie
+
+
+def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
+    """The local file or folder that holds a model: a llama2.c .bin, a folder in the Hugging Face or Meta layout, the best or else
+    the newest checkpoint of a Gradus run, or the local copy of a hub name (weights_too=False: of its config.json alone).
+
+    Raises UserError where there is none.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        if path.suffix != ".bin":
+            raise UserError(f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too")
+        return path
+    if not path.exists():
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name_or_path)) and not str(name_or_path).startswith("."):
+            return _from_hub(str(name_or_path), weights_too)
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, beside) if beside else ''}")
+    if (path / "config.json").is_file() or (path / "params.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        steps = [p for p in (path / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+        best = path / "checkpoints" / "best"
+        for checkpoint in [best, *sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)]:
+            if (checkpoint / "config.json").is_file():
+                return checkpoint
+        raise UserError(f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder")
+    holds = weights.some(sorted(p.name for p in path.iterdir())) or "nothing"
+    raise UserError(f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; it holds {holds}")
+
+
+def _from_hub(name: str, weights_too: bool) -> Path:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    hub = need("huggingface_hub", "hf", f"{name}: not a local folder, and reading it from the hub")
+    description = ["*.json", "*.txt", "*.model"]
+    patterns = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"]] if weights_too else [["config.json"]]
+    try:
+        for allowed in patterns:
+            folder = Path(hub.snapshot_download(name, allow_patterns=allowed, local_files_only=offline))
+            if not weights_too or any(folder.glob("*.safetensors")):
+                break
+    except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
+        if offline:
+            raise UserError(
+                f"{name}: no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1). "
+                "Where there is internet run `gradus fetch RECIPE --to DIR`, then give the folder"
+            ) from None
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise UserError(f"{name}: no such folder, and the hub does not give it ({reason}). Check the name, or `gradus fetch` it elsewhere") from None
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name}: the local copy of the hub has no config.json. `gradus fetch` it where there is internet, then give the folder")
+    return folder
+
+
+def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
+    """(configuration, tensors under Hugging Face's names; none of them unless weights_too)."""
+    if path.is_file():
+        from gradus.models.weights import llama2c
+
+        return llama2c.read(path, weights_too)
+    if (path / "params.json").is_file() and not (path / "config.json").is_file():
+        from gradus.models.weights import meta_llama
+
+        with _one_line(path / "params.json"):
+            return meta_llama.read(path)
+    return _read_config(path / "config.json"), weights.read_tensors(path) if weights_too else {}
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def _read_config(file: Path) -> schema.ModelConfig:
+    hf = weights.read_json(file)
+    ours = hf.pop("gradus", {})
+    with _one_line(file):
+        config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
+    return _override(config, ours, file)
+
+
+def _write_config(config: schema.ModelConfig) -> dict:
+    """As Hugging Face writes it; what it has no words for (a training length, a way to cut patches) stands under `gradus`."""
+    table = weights.rules_of(config.family)
+    hf = table.config_to_hf(config)
+    understood = table.config_from_hf(dict(hf))
+    ours = config.model_dump(mode="json", exclude={"preset", "init"})
+    extra = {k: v for k, v in ours.items() if v != understood.model_dump(mode="json")[k]}
+    return {**hf, "gradus": extra} if extra else hf
+
+
+def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object) -> schema.ModelConfig:
+    if not fields:
+        return config
+    known = type(config).model_fields
+    for key in fields:
+        if key not in known or key in ("family", "preset", "init"):
+            raise UserError(f"{where}: {key} is no field of a {config.family} model.{did_you_mean(key, set(known) - {'family', 'preset', 'init'})}")
+    with _one_line(where):
+        return type(config)(**{**config.model_dump(), **fields})
+
+
+@contextmanager
+def _one_line(where: object) -> Iterator[None]:
+    """What a configuration lacks or contradicts, as a UserError."""
+    try:
+        yield
+    except ValidationError as e:
+        problems = [": ".join(filter(None, (".".join(map(str, p["loc"])), p["msg"].removeprefix("Value error, ")))) for p in e.errors()]
+        raise UserError(f"{where}: {'; '.join(problems)}") from None
+    except KeyError as e:
+        raise UserError(f"{where}: {e.args[0]} is not in it, and the model cannot be built without it") from None
+
+
+def config_of(name_or_path: str | Path) -> schema.ModelConfig:
+    """The configuration that lies beside weights, without reading them. Raises UserError as `load`."""
+    return _open(locate(name_or_path, weights_too=False), weights_too=False)[0]
+
+
+# ---------------------------------------------------------------- load and save
+
+
+def load(name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None, **overrides: Any) -> nn.Module:
+    """A model with weights read from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or newest
+    checkpoint), a llama2.c .bin, or the Hugging Face hub. On the CPU, in training mode, as `build` gives it.
+
+    strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly initialised and
+    extra ones out; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless given; "auto" is that of the first
+    stored tensor. overrides replace fields of the configuration (dropout=0.0, head="classification", n_classes=2, ...).
+
+    One tensor at a time is held beside the model. Raises UserError for anything absent, damaged, refused or that does not fit.
+    """
+    import torch
+
+    path = locate(name_or_path)
+    config, tensors = _open(path, weights_too=True)
+    config = _override(config, overrides, "load")
+    model = build(config, device="meta")
+    found, report = weights.match(model, tensors, strict, path)
+    if dtype == "auto":
+        dtype = next((tensors[name].read().dtype for name in found), None)
+    elif isinstance(dtype, str):
+        names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+        if dtype not in names:
+            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*names, 'auto'])}")
+        dtype = getattr(torch, dtype)
+    dtype = dtype or torch.float32
+    # Only what the file does not fill needs an initialisation.
+    model = build(config).to(dtype) if report.new else weights.materialise(model, dtype)
+    weights.fill(model, found, tensors, path)
+    model.load_report = report
+    return model
+
+
+def load_weights(model: nn.Module, name_or_path: str | Path, strict: bool = True) -> weights.LoadReport:
+    """Copy weights into a model that is there already (any device and dtype). Errors as in `load`."""
+    path = locate(name_or_path)
+    _, tensors = _open(path, weights_too=True)
+    return weights.from_hf(model, tensors, strict, path)
+
+
+def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
+    """Write config.json and safetensors as Hugging Face does, in shards above max_shard_bytes, each stored tensor once.
+
+    Holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises UserError where the disk refuses.
+    """
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    weights.write(weights.to_hf(model), {**_write_config(model.config), "dtype": dtype}, folder, max_shard_bytes)

@@ -1,0 +1,117 @@
+"""Decoding, token by token, for decoders (GPT, Llama) and encoder-decoders (the original Transformer, T5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradus.errors import UserError
+
+Choose = Callable[[Tensor], Tensor]  # logits (batch, vocab) -> ids (batch,)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row: (batch, vocab) -> (batch,)."""
+    return logits.argmax(-1)
+
+
+def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0) -> Choose:
+    """Draw from the distribution, cut to the `top_k` likeliest tokens and to the fewest that hold `top_p` of the mass
+    (Fan et al. 2018; Holtzman et al. 2020, section 3.1). temperature 0 is greedy. Raises UserError for a value out of range."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise UserError(f"temperature={temperature}: must be 0 (greedy) or a positive number.")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k={top_k}: must be at least 1.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p={top_p}: must be above 0 and at most 1.")
+    if temperature == 0:
+        if top_k is not None or top_p is not None:
+            raise UserError("top_k and top_p have no effect at temperature 0, which is greedy. Set a temperature, e.g. 0.8.")
+        return greedy
+    generators: dict[str, torch.Generator] = {}
+
+    def choose(logits: Tensor) -> Tensor:
+        place = str(logits.device)
+        if place not in generators:
+            generators[place] = torch.Generator(logits.device).manual_seed(seed)
+        logits = logits.float() / temperature
+        if top_k is not None and top_k < logits.shape[-1]:
+            floor = logits.topk(top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < floor, float("-inf"))
+        if top_p is not None and top_p < 1.0:
+            ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= top_p  # the first token always stays
+            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), float("-inf"))
+        return torch.multinomial(logits.softmax(-1), 1, generator=generators[place])[:, 0]
+
+    return choose
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ids (batch, longest), lengths (batch,)) of rows of unequal length."""
+    assert rows and all(len(r) for r in rows), "every row needs a token to start from"
+    lengths = torch.tensor([len(r) for r in rows], device=device)
+    ids = torch.full((len(rows), int(max(len(r) for r in rows))), pad, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return ids.to(device), lengths
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a row that
+    has ended yields `pad_id`.
+
+    Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of
+    unequal length. `cache=False` computes everything again for every token: slower, the same tokens.
+    """
+    if max_new < 1:
+        return
+    device = next(model.parameters()).device
+    ids, lengths = pad_right(prompts, pad_id, device)
+    batch, longest = ids.shape
+    if sources is None:
+        forward = model
+    else:
+        source, source_lengths = pad_right(sources, pad_id, device)
+        keep = torch.arange(source.shape[1], device=device) < source_lengths[:, None]  # (batch, source)
+        memory = model.encode(source, keep)  # (batch, source, d_model)
+
+        def forward(target: Tensor, **kwargs) -> Tensor:
+            return model.decode(target, memory, keep, **kwargs)
+
+    store = model.new_cache(batch, longest + max_new - 1) if cache else None  # the last token needs no slot
+    rows = torch.arange(batch, device=device)
+    done = torch.zeros(batch, dtype=torch.bool, device=device)
+    new = None
+    for n in range(max_new):
+        if store is not None and new is not None:  # decode: one token a row, at its own place
+            logits = forward(new[:, None], positions=(lengths - 1)[:, None], cache=store)[:, -1]  # (batch, vocab)
+        else:  # prefill, or everything again
+            last = torch.zeros_like(ids, dtype=torch.bool)
+            last[rows, lengths - 1] = True
+            positions = torch.arange(ids.shape[1], device=device).expand(batch, -1)
+            logits = forward(ids, positions=positions, select=last, **({"cache": store} if store is not None else {}))  # (batch, vocab)
+        new = torch.where(done, pad_id, choose(logits))
+        yield new
+        if eos_id is not None:
+            done |= new == eos_id
+            if bool(done.all()):
+                return
+        if store is None:
+            ids = torch.cat((ids, torch.full_like(ids[:, :1], pad_id)), 1) if int(lengths.max()) == ids.shape[1] else ids
+            ids[rows, lengths] = new
+        lengths = lengths + 1
+
+
+def complete(model: nn.Module, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs) -> list[list[int]]:
+    """The new tokens of every row, without the end token (see `generate`)."""
+    steps = [new.tolist() for new in generate(model, prompts, eos_id=eos_id, **kwargs)]
+    rows = [list(row) for row in zip(*steps)] if steps else [[] for _ in prompts]
+    return [row[: row.index(eos_id)] if eos_id is not None and eos_id in row else row for row in rows]

@@ -1,0 +1,118 @@
+"""Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder, pre-norm with
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradus.errors import UserError
+from gradus.layers import Attention, Block, Cache, GatedFeedForward, rotary_table
+from gradus.models.gpt import looks
+from gradus.recipe.schema import LlamaConfig
+
+
+class LlamaBlock(Block):
+    """Norm, attention, residual; norm, feed-forward, residual."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, bias=False, dropout=config.dropout)
+        self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        causal: bool = True,
+        cache=None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions)
+        return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
+
+
+class Llama(nn.Module):
+    """The published models have no dropout; `config.dropout` is that of the attention weights.
+
+    Raises UserError when the size of the vocabulary is not known.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_output:
+            self.head.weight = self.token_embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every matrix from a normal of 0.02, norms 1. (The papers do not say; this is Hugging Face's.)"""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def new_cache(self, batch: int, max_len: int) -> Cache:
+        """Room for the keys and values of `max_len` tokens a row."""
+        c, weight = self.config, self.token_embedding.weight
+        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        keep: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The last hidden states, after the final norm: (batch, seq, d_model).
+
+        ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache ends.
+        segments: integers (batch, seq); a token looks only at earlier ones of its own segment. keep: boolean (batch, seq), False
+        where no token may look (padding on the right needs none: all looks are backwards). cache: from `new_cache`.
+        Raises UserError when the sequence is longer than `config.seq_len`, or for segments or keep together with a cache.
+        """
+        c = self.config
+        if cache is None:
+            mask = looks(segments, keep)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+            length = ids.shape[1]
+        else:
+            if segments is not None or keep is not None:
+                raise UserError("with a cache, prompts are padded on the right and not packed: give positions, not segments or keep")
+            positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
+            mask = cache.mask(positions)  # (batch, 1, seq, slots)
+            length = cache.length
+        if length > c.seq_len:
+            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={c.seq_len}; cut it or raise model.seq_len")
+        rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)  # 2 × (batch or 1, 1, seq, head_dim)
+        x = self.token_embedding(ids)  # (batch, seq, d_model)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotary, mask, cache is None, None if cache is None else cache.layers[i], positions)
+        return self.norm(x)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        keep: Tensor | None = None,
+        select: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean (batch, seq),
+        is True. Other arguments and errors as in `hidden`."""
+        x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
+        return self.head(x if select is None else x[select])

@@ -1,0 +1,79 @@
+"""The Vision Transformer (Dosovitskiy et al. 2021): an image is a sequence of patches; sizes g and G of Zhai et al. 2022.
+
+Pre-norm blocks, learned positions in one dimension, GELU. `pool="class_token"` classifies by a learned token put before the patches
+(section 3.1); `pool="mean"` has no such token and averages the patches' states after the final norm (Zhai et al. 2022, section 3.2).
+Dropout follows appendix B.1: after every dense layer except the one to q, k, v, and directly after the positions are added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradus.layers import Attention, Block, FeedForward, Patches
+from gradus.recipe.schema import ViTConfig
+
+
+class ViTBlock(Block):
+    """Attention, then feed-forward, each on normed input and with a residual (equations 2 and 3)."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config.d_model, config.n_heads)
+        self.feedforward_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.feedforward = FeedForward(config.d_model, config.d_ff, "gelu", dropout=config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))  # (batch, n_tokens, d_model)
+        return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+
+
+class ViT(nn.Module):
+    """The encoder and a linear classifier; without `config.n_classes` there is no classifier, and the pooled features come out."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.config = config
+        self.patches = Patches(config.image_size, config.patch_size, config.n_channels, config.d_model, config.patches)
+        has_token = config.pool == "class_token"
+        self.class_token = nn.Parameter(torch.empty(1, 1, config.d_model)) if has_token else None
+        self.positions = nn.Parameter(torch.empty(1, self.patches.n_patches + has_token, config.d_model))
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.n_classes) if config.n_classes else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices and positions truncated normal of standard deviation 0.02; biases, class token and the classifier 0
+        (the classifier as in section 3.2), so that the first scores are all equal."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | Patches):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
+
+    def features(self, images: Tensor) -> Tensor:
+        """images (batch, n_channels, image_size, image_size) -> states after the final norm (batch, n_tokens, d_model); the class
+        token, if there is one, comes first. Raises UserError for images of another size."""
+        x = self.patches(images)  # (batch, n_patches, d_model)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1)  # (batch, n_patches + 1, d_model)
+        x = self.dropout(x + self.positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images (batch, n_channels, image_size, image_size) -> scores (batch, n_classes), or without a classifier (batch, d_model)."""
+        x = self.features(images)
+        pooled = x.mean(dim=1) if self.class_token is None else x[:, 0]  # (batch, d_model)
+        return pooled if self.head is None else self.head(pooled)

@@ -1,0 +1,367 @@
+"""Weights in and out: one table of rules a family, and the machinery that reads, checks and writes.
+
+`weights/<family>.py` says how a family's tensors are called and stored by Hugging Face:
+    MODEL_TYPES            values of `model_type` in config.json that it reads (listed in FAMILIES below too)
+    config_from_hf(hf)     their config.json as our config; config_to_hf(config) the reverse
+    rules(config)          a Rule for every tensor of theirs, under every name it may have: a tied tensor has one rule a name;
+                           the first is written, any of them is read
+    prefixes(keys)         optional: the prefix ("bert.", "model.", ...) that some of these keys carry, or "". It is taken off the
+                           file's keys and off the rules' alike, so a bare body and a body inside a model with a head both match
+    ignorable(key)         optional: True for buffers such as position_ids, which hold nothing learned
+
+Nothing is unpickled freely: safetensors are memory-mapped, `.bin` and `.pth` are read with weights_only or refused.
+Files are written aside and renamed, config.json last: a folder without config.json is not whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradus.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:  # a configuration is read without torch
+    import torch
+    from torch import Tensor, nn
+
+FAMILIES = {  # model_type → family, so that one module is imported and not six
+    "bert": "bert",
+    "gpt2": "gpt",
+    "llama": "llama",
+    "t5": "t5",
+    "vit": "vit",
+    "gradus-vit": "vit",
+    "marian": "seq2seq",
+    "pegasus": "seq2seq",
+    "gradus-seq2seq": "seq2seq",
+}
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`theirs` becomes `ours` by to_ours(tensor) (a tuple of tensors where `ours` is a tuple, as for a fused q, k, v) and comes
+    back by to_theirs(*tensors). `ours` are names of the model's state_dict. to_theirs must also work on the meta device: the shape
+    expected in a file is that of to_theirs' result."""
+
+    ours: str | tuple[str, ...]
+    theirs: str
+    to_ours: Callable[..., Any] = identity
+    to_theirs: Callable[..., Any] = identity
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a file: its shape is known, its values are read when asked for."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class LoadReport:
+    """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused` those of
+    the file that have no place, `reshaped` those of the head whose size differs (also in `new`)."""
+
+    new: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+
+
+def family_of(hf: dict, where: object) -> str:
+    """The family that reads this config.json. Raises UserError for a model_type that no family reads."""
+    kind = hf.get("model_type")
+    if kind is None:
+        raise UserError(f"{where}: no model_type, so it is not known which family this is.{did_you_mean('', FAMILIES)}")
+    if kind not in FAMILIES:
+        raise UserError(f"{where}: model_type={kind} is none of Gradus' families.{did_you_mean(kind, FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def rules_of(family: str):
+    """The module weights/<family>.py."""
+    return import_module(f"{__name__}.{family}")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_tensors(path: str | Path) -> dict[str, Stored]:
+    """The tensors of a file (.safetensors, .bin, .pth, .pt) or a folder (model.safetensors or pytorch_model.bin, whole or in
+    shards with an index). Headers only: values are read one by one.
+
+    Raises UserError for a damaged file, one that weights_only refuses, or a folder without weights.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _read_file(path)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return _read_file(path / name)
+        if (path / f"{name}.index.json").is_file():
+            return _read_shards(path / f"{name}.index.json")
+    raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json")
+
+
+def _read_file(file: Path) -> dict[str, Stored]:
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle = safe_open(file, framework="pt")
+            names = list(handle.keys())
+            return {name: Stored(tuple(handle.get_slice(name).get_shape()), partial(handle.get_tensor, name)) for name in names}
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{file}: not a whole safetensors file ({e}). Copy or download it again") from None
+    state = unpickle(file)
+    return {name: Stored(tuple(tensor.shape), partial(identity, tensor)) for name, tensor in state.items()}
+
+
+def _read_shards(index: Path) -> dict[str, Stored]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: no weight_map. Copy or download it again")
+    tensors: dict[str, Stored] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (index.parent / name).is_file():
+            raise UserError(f"{index.parent / name}: this shard is missing ({index.name} names it). Copy or download it")
+        tensors |= _read_file(index.parent / name)
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise UserError(f"{index}: {some(absent)} in none of its shards. Copy or download the folder again")
+    return tensors
+
+
+def unpickle(file: Path) -> dict[str, Tensor]:
+    """A flat dictionary of tensors from a .bin, .pt or .pth, memory-mapped where the format allows.
+
+    Raises UserError where weights_only refuses the file, or it is damaged or holds anything but tensors.
+    """
+    import torch
+
+    with open(file, "rb") as f:
+        start = f.read(2)
+    try:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as e:
+            if "mmap can only be used" not in str(e):
+                raise
+            state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as e:
+        if isinstance(e, pickle.UnpicklingError) and start[:1] in (b"P", b"\x80"):
+            raise UserError(
+                f"{file}: refused: this pickle holds more than tensors and could run any code. "
+                "Convert it where you trust its author: safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
+            ) from None
+        raise UserError(f"{file}: not a PyTorch file, or not a whole one. Copy or download it again") from None
+    other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if isinstance(state, dict) else ["(the whole)"]
+    if other:
+        raise UserError(f"{file}: not a flat dictionary of tensors: {some(other)}. Save model.state_dict() alone, best as safetensors")
+    return state
+
+
+def read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as e:
+        raise UserError(f"{file}: not readable as JSON ({e})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return content
+
+
+# ---------------------------------------------------------------- theirs → ours
+
+
+def from_hf(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool = True, where: object = "weights") -> LoadReport:
+    """Copy tensors under Hugging Face's names into a built model.
+
+    strict: every tensor of the model must be there, and none more. Otherwise the report says which were not.
+    Raises UserError that names the missing, extra and misshapen tensors (misshapen ones always, but for a head when not strict).
+    """
+    found, report = match(model, tensors, strict, where)
+    fill(model, found, tensors, where)
+    return report
+
+
+def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool, where: object) -> tuple[dict[str, Rule], LoadReport]:
+    """Which rule takes which tensor, from names and shapes alone (the model may be on the meta device). Raises as from_hf."""
+    import torch
+
+    table = rules_of(model.config.family)
+    rules = table.rules(model.config)
+    prefixes = getattr(table, "prefixes", lambda keys: "")
+    ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
+    wanted = prefixes([rule.theirs for rule in rules])
+    given = prefixes(list(tensors))
+    by_name = {rule.theirs.removeprefix(wanted): rule for rule in rules}
+    assert len(by_name) == len(rules), "two rules for one tensor"
+
+    found: dict[str, Rule] = {}
+    unused, misshapen, reshaped, wrong = [], [], [], []
+    there: set[int] = set()  # our tensors that have one of theirs, of whatever shape
+    for name, tensor in tensors.items():
+        rule = by_name.get(name.removeprefix(given))
+        if rule is None:
+            if not getattr(table, "ignorable", lambda key: False)(name):
+                unused.append(name)
+            continue
+        shape = tuple(rule.to_theirs(*(torch.empty(ours[n].shape, device="meta") for n in rule.names)).shape)
+        if shape == tuple(tensor.shape):
+            found[name] = rule
+        elif not strict and all(in_head(n) for n in rule.names):
+            reshaped.append(name)
+            continue
+        else:
+            wrong.append(rule)
+            misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
+        there.update(id(ours[n]) for n in rule.names)
+    new = [name for name, p in model.named_parameters() if id(p) not in there]
+    if misshapen or (strict and (new or unused)):
+        called = {id(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
+        missing = list(dict.fromkeys(called[id(ours[n])] for n in new)) if strict else []
+        extra = unused if strict else []
+        problems = [f"{what} {some(names)}" for what, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen)) if names]
+        hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
+        way_out = "" if hopeless else ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
+        raise UserError(f"{where}: not the {model.config.family} that its configuration describes: {'; '.join(problems)}{way_out}")
+    if not found:
+        raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {some(list(tensors)) or 'nothing'}")
+    return found, LoadReport(new, unused, reshaped)
+
+
+def in_head(ours: str) -> bool:
+    return ours.split(".")[0] in ("head", "classifier")
+
+
+def fill(model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Tensor | Stored], where: object) -> None:
+    """Copy the tensors that `match` found, one at a time and in the order of the file."""
+    import torch
+
+    ours = model.state_dict(keep_vars=True)
+    filled: dict[int, str] = {}
+    with torch.no_grad():
+        for name, rule in found.items():
+            tensor = tensors[name]
+            parts = rule.to_ours(tensor.read() if isinstance(tensor, Stored) else tensor)
+            for our, part in zip(rule.names, parts if isinstance(parts, tuple) else (parts,), strict=True):
+                target = ours[our]
+                if id(target) not in filled:
+                    target.copy_(part)
+                    filled[id(target)] = name
+                elif not torch.equal(target, part.to(target)):
+                    raise UserError(f"{where}: {name} and {filled[id(target)]} differ, but the model ties them. Load with tie_output=False")
+
+
+def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give a model on the meta device memory of its own, without values. Tied tensors stay tied (Module.to_empty unties them)."""
+    import torch
+    from torch import nn
+
+    assert not any(True for _ in model.buffers()), "a buffer would be left without values: compute it in forward"
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
+                module._parameters[name] = made[id(p)]
+    return model
+
+
+# ---------------------------------------------------------------- ours → theirs
+
+
+def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors under Hugging Face's names, one at a time, each stored tensor once."""
+    ours = model.state_dict(keep_vars=True)
+    written: set[int] = set()
+    for rule in rules_of(model.config.family).rules(model.config):
+        parts = [ours[name] for name in rule.names]
+        if not all(id(part) in written for part in parts):
+            written.update(id(part) for part in parts)
+            yield rule.theirs, rule.to_theirs(*(part.detach() for part in parts))
+    forgotten = [name for name, tensor in ours.items() if id(tensor) not in written]
+    assert not forgotten, f"no rule for {forgotten}"
+
+
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
+    """Write config.json and the tensors, in shards of at most max_shard_bytes (a larger single tensor has a shard of its own).
+
+    Holds one shard at a time. Everything is written aside first; then old weights go, the new ones are renamed into place, and
+    config.json comes last. Raises UserError where the disk refuses.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    aside = folder / ".writing"
+    shards: list[list[str]] = []
+    total = 0
+    shard: dict[str, Tensor] = {}
+    held = 0
+
+    def flush() -> None:
+        save_file(shard, aside / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
+        aside.mkdir()
+        for name, tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if shard and held + size > max_shard_bytes:
+                flush()
+                held = 0
+            shard[name] = tensor.cpu().contiguous()
+            held += size
+            total += size
+        flush()
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)] if len(shards) > 1 else ["model.safetensors"]
+        moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
+        if len(shards) > 1:
+            weight_map = {tensor: name for name, shard_names in zip(names, shards, strict=True) for tensor in shard_names}
+            (aside / "index").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+            moves.append((aside / "index", folder / "model.safetensors.index.json"))
+        (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
+        moves.append((aside / "config", folder / "config.json"))
+        for source, _ in moves:
+            with open(source, "rb") as f:
+                os.fsync(f.fileno())
+        (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
+        for old in folder.iterdir():
+            if WEIGHT_FILES.fullmatch(old.name):
+                old.unlink()
+        for source, target in moves:
+            os.replace(source, target)
+        aside.rmdir()
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{folder}: cannot write the weights ({e}). Free space there or choose another folder") from None
+
+
+def some(names: list[str]) -> str:
+    """Up to five of them, and how many there are in all."""
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

@@ -1,0 +1,119 @@
+"""Meta's own layout of Llama: params.json and consolidated.00.pth, consolidated.01.pth, ... (llama and llama-models repositories).
+
+Each shard holds one rank's part of every tensor-parallel matrix. Queries and keys rotate neighbouring channels (Su et al. 2021);
+ours, like Hugging Face's, rotate channel i with channel i + head_dim/2, so their rows are put in another order.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradus.errors import UserError, did_you_mean
+from gradus.models.weights import Stored, read_json, some, unpickle
+from gradus.recipe.schema import LlamaConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Meta's name within a layer → (Hugging Face's, the dimension that is split over shards; None: every shard has the whole)
+LAYER = {
+    "attention.wq.weight": ("self_attn.q_proj.weight", 0),
+    "attention.wk.weight": ("self_attn.k_proj.weight", 0),
+    "attention.wv.weight": ("self_attn.v_proj.weight", 0),
+    "attention.wo.weight": ("self_attn.o_proj.weight", 1),
+    "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
+    "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
+    "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
+    "attention_norm.weight": ("input_layernorm.weight", None),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
+}
+TOP = {"norm.weight": ("model.norm.weight", None), "output.weight": ("lm_head.weight", 0)}
+PARAMS = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
+          "max_seq_len", "max_batch_size"}  # fmt: skip
+
+
+def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
+    """(configuration, tensors under Hugging Face's names). Shards are memory-mapped and merged one tensor at a time.
+
+    Raises UserError for parameters of a model that is not a plain Llama, and for shards that are missing, refused or do not fit.
+    """
+    params = read_json(folder / "params.json")
+    for key in params:
+        if key not in PARAMS:
+            raise UserError(f"{folder / 'params.json'}: {key} is not supported by family llama.{did_you_mean(key, PARAMS)}")
+    files = sorted(folder.glob("consolidated.*.pth"))
+    if not files:
+        raise UserError(f"{folder}: params.json but no consolidated.*.pth beside it. Copy them here")
+    absent = [name for name in (f"consolidated.{i:02}.pth" for i in range(len(files))) if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"{folder}: {some(absent)} missing between {files[0].name} and {files[-1].name}. Copy all of its shards")
+    shards = [unpickle(file) for file in files]
+    for file, shard in zip(files, shards, strict=True):
+        if shard.keys() != shards[0].keys():
+            raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {some(sorted(shard.keys() ^ shards[0].keys()))}")
+    config = _config(params, shards, folder / "params.json")
+    tensors = {}
+    for name in shards[0]:
+        if name != "rope.freqs":
+            stored = _merged(name, [shard[name] for shard in shards], config, folder)
+            tensors[stored[0]] = stored[1]
+    return config, tensors
+
+
+def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> LlamaConfig:
+    import torch
+
+    first = shards[0]
+    for key in ("tok_embeddings.weight", *(() if len(shards) == 1 else ("output.weight",))):
+        if key not in first:
+            raise UserError(f"{where.parent}: no {key} in its shards; they are not a whole Llama")
+    # One shard may carry the embedding twice (3.2 is tied); whether it does is nowhere else written.
+    output = first.get("output.weight")
+    tied = output is None or (output.shape == first["tok_embeddings.weight"].shape and torch.equal(output, first["tok_embeddings.weight"]))
+    rows = len(first["tok_embeddings.weight"]) if output is None else sum(len(shard["output.weight"]) for shard in shards)
+    vocab_size = params.get("vocab_size", -1)
+    scaled = params.get("use_scaled_rope", False)
+    return LlamaConfig(
+        vocab_size=rows if vocab_size == -1 else vocab_size,  # Llama 1 and 2 leave it to the tokenizer
+        n_layers=params["n_layers"],
+        d_model=params["dim"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads"),
+        multiple_of=params.get("multiple_of", 256),
+        ffn_multiplier=params.get("ffn_dim_multiplier") or 1.0,
+        seq_len=params.get("max_seq_len") or (131072 if scaled else 8192 if rows == 128256 else 4096),
+        rope_theta=params.get("rope_theta", 10_000.0),
+        # The factor is not in params.json: 8 in Llama 3.1, 32 in 3.2, whose text models are the tied ones.
+        rope_scaling=RopeScaling(factor=32.0 if tied else 8.0) if scaled else None,
+        tie_output=tied,
+        norm_eps=params.get("norm_eps", 1e-5),
+    )
+
+
+def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) -> tuple[str, Stored]:
+    from gradus.layers import interleaved_to_halves
+
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if name == "tok_embeddings.weight":  # Llama 1 and 2 split the width, Llama 3 the vocabulary
+        theirs, dim = "model.embed_tokens.weight", 0 if parts[0].shape[-1] == config.d_model else 1
+    elif name in TOP:
+        theirs, dim = TOP[name]
+    elif layer and layer[2] in LAYER:
+        theirs, dim = LAYER[layer[2]]
+        theirs = f"model.layers.{layer[1]}.{theirs}"
+    else:
+        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, parts and ['tok_embeddings.weight', *TOP, *LAYER])}")
+    heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}.get(layer[2]) if layer else None
+
+    def read() -> Tensor:
+        import torch
+
+        whole = parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)
+        return interleaved_to_halves(whole, heads) if heads else whole
+
+    shape = list(parts[0].shape)
+    if dim is not None:
+        shape[dim] = sum(part.shape[dim] for part in parts)
+    return theirs, Stored(tuple(shape), read)

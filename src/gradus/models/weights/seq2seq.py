@@ -1,0 +1,161 @@
+"""The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the paper's post-norm,
+PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding; both have positions as all sin, then all cos.
+What neither can express is saved with model_type gradus-seq2seq: our configuration, with tensors named as in those two."""
+
+from __future__ import annotations
+
+import warnings
+
+from gradus.errors import UserError, did_you_mean
+from gradus.models.weights import Rule
+from gradus.recipe.schema import Seq2SeqConfig
+
+MODEL_TYPES = ("marian", "pegasus", "gradus-seq2seq")
+
+ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
+NORM_EPS = 1e-5  # theirs is no field
+
+
+def config_from_hf(hf: dict) -> Seq2SeqConfig:
+    """Raises UserError naming the field of a feature that Gradus' original Transformer has not.
+
+    `dropout` is ours everywhere. Published Marian models were stored with lower attention_dropout and activation_dropout;
+    where they differ a warning says so, for it matters in training only.
+    """
+    kind = hf["model_type"]
+    architecture = (hf.get("architectures") or [ARCHITECTURES[kind]])[0]
+    if architecture != ARCHITECTURES[kind]:
+        raise _unsupported("architectures", architecture, did_you_mean(architecture, [ARCHITECTURES[kind]]))
+    if kind == "gradus-seq2seq":
+        return Seq2SeqConfig(**{k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype")})
+    activation = hf.get("activation_function", "gelu")
+    if activation not in ACTIVATIONS:
+        raise _unsupported("activation_function", activation, did_you_mean(activation, ACTIVATIONS))
+    if not hf.get("scale_embedding", False):
+        raise _unsupported("scale_embedding", "false", " It multiplies embeddings by the root of d_model.")
+    for ours in ("attention_heads", "ffn_dim"):
+        if hf[f"encoder_{ours}"] != hf[f"decoder_{ours}"]:
+            raise _unsupported(f"decoder_{ours}", hf[f"decoder_{ours}"], f" It has the encoder's in both stacks: {hf[f'encoder_{ours}']}.")
+    for name in ("encoder_layerdrop", "decoder_layerdrop"):
+        if hf.get(name):
+            raise _unsupported(name, hf[name], " Set it to 0 there.")
+    share = kind == "pegasus" or hf.get("share_encoder_decoder_embeddings", True)
+    tie = hf.get("tie_word_embeddings", True)
+    if share and not tie:
+        raise _unsupported("tie_word_embeddings", "false", " With it false, transformers unties the shared embeddings too.")
+    dropout = hf.get("dropout", 0.1)
+    other = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout") if hf.get(name, 0.0) != dropout}
+    if other:
+        given = ", ".join(f"{name}={value}" for name, value in other.items())
+        warnings.warn(f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere", stacklevel=2)
+    n_layers, n_decoder_layers = hf["encoder_layers"], hf["decoder_layers"]
+    vocab_size, target_vocab_size = hf["vocab_size"], hf.get("decoder_vocab_size")
+    return Seq2SeqConfig(
+        vocab_size=vocab_size,
+        target_vocab_size=None if share or target_vocab_size == vocab_size else target_vocab_size,
+        n_layers=n_layers,
+        n_decoder_layers=None if n_decoder_layers == n_layers else n_decoder_layers,
+        d_model=hf["d_model"],
+        n_heads=hf["encoder_attention_heads"],
+        d_ff=hf["encoder_ffn_dim"],
+        seq_len=hf["max_position_embeddings"],
+        dropout=dropout,
+        norm_first=kind == "pegasus",
+        share_embeddings=share,
+        tie_output=tie,
+        output_bias=True,
+        positions="halves",
+        activation=ACTIVATIONS[activation],
+        norm_eps=NORM_EPS,
+    )
+
+
+def _unsupported(field: str, value: object, way_out: str) -> UserError:
+    return UserError(f"config.json: {field}={value} is not supported by family seq2seq.{way_out}")
+
+
+def config_to_hf(config: Seq2SeqConfig) -> dict:
+    """As Marian or Pegasus where one of them computes the same, else our own.
+
+    The ids that transformers' own generation starts, pads and ends with belong to a tokenizer, so they are not set here
+    (decoder_start_token_id has to be a number: 0).
+    """
+    kind = model_type(config)
+    head = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+    if kind == "gradus-seq2seq":
+        return {**head, **config.model_dump(mode="json", exclude={"preset", "init"})}
+    hf = {
+        **head,
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
+        "d_model": config.d_model,
+        "encoder_layers": config.n_layers,
+        "decoder_layers": config.n_decoder_layers or config.n_layers,
+        "encoder_attention_heads": config.n_heads,
+        "decoder_attention_heads": config.n_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "max_position_embeddings": config.seq_len,
+        "activation_function": config.activation,
+        "dropout": config.dropout,
+        "attention_dropout": config.dropout,
+        "activation_dropout": config.dropout,
+        "scale_embedding": True,
+        "tie_word_embeddings": config.tie_output,
+        "decoder_start_token_id": 0,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "forced_eos_token_id")),
+    }
+    if kind == "marian":
+        hf["share_encoder_decoder_embeddings"] = config.share_embeddings
+        hf["decoder_vocab_size"] = config.target_vocab_size or config.vocab_size
+    return hf
+
+
+def model_type(config: Seq2SeqConfig) -> str:
+    """Which of MODEL_TYPES computes what this configuration says."""
+    if config.positions == "halves" and config.norm_eps == NORM_EPS:
+        if config.norm_first and config.share_embeddings and config.tie_output:
+            return "pegasus"
+        if not config.norm_first and (config.tie_output or not config.share_embeddings):
+            return "marian"
+    return "gradus-seq2seq"
+
+
+def rules(config: Seq2SeqConfig) -> list[Rule]:
+    source, target = "source_embedding.tokens.weight", "target_embedding.tokens.weight"
+    table = [Rule(source, "model.shared.weight")] if config.share_embeddings else []
+    table += [
+        Rule(source, "model.encoder.embed_tokens.weight"),
+        Rule(target, "model.decoder.embed_tokens.weight"),
+        Rule("head.weight", "lm_head.weight"),
+    ]
+    if config.output_bias:
+        table.append(Rule("head.bias", "final_logits_bias", lambda bias: bias.squeeze(0), lambda bias: bias.unsqueeze(0)))
+    for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
+        if config.norm_first:
+            table += _layer(f"{stack}.norm", f"model.{stack}.layer_norm")
+        for i in range(n_layers):
+            ours, theirs = f"{stack}.blocks.{i}", f"model.{stack}.layers.{i}"
+            table += _attention(f"{ours}.attention", f"{theirs}.self_attn")
+            if stack == "decoder":
+                table += _attention(f"{ours}.cross", f"{theirs}.encoder_attn")
+            table += _layer(f"{ours}.feedforward.up", f"{theirs}.fc1")
+            table += _layer(f"{ours}.feedforward.down", f"{theirs}.fc2")
+            table += _layer(f"{ours}.feedforward_norm", f"{theirs}.final_layer_norm")
+    return table
+
+
+def _layer(ours: str, theirs: str) -> list[Rule]:
+    return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
+
+
+def _attention(ours: str, theirs: str) -> list[Rule]:
+    parts = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+    table = [rule for our, their in parts.items() for rule in _layer(f"{ours}.{our}", f"{theirs}.{their}")]
+    return table + _layer(f"{ours}_norm", f"{theirs}_layer_norm")
+
+
+def ignorable(key: str) -> bool:
+    """The table of sinusoidal positions, and the output bias, a buffer that transformers writes as zeros where we have none."""
+    return key in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight", "final_logits_bias")

@@ -1,0 +1,100 @@
+"""T5's tensors and config.json as Hugging Face's T5ForConditionalGeneration has them, v1.0 and v1.1."""
+
+from __future__ import annotations
+
+from gradus.errors import UserError, did_you_mean
+from gradus.models.weights import Rule
+from gradus.recipe.schema import T5Config
+
+MODEL_TYPES = ("t5",)
+
+ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")  # the second is the first's former name
+FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
+
+
+def config_from_hf(hf: dict) -> T5Config:
+    """Raises UserError naming the field of a feature that Gradus' T5 has not.
+
+    transformers 5 ties every T5 by its configuration and writes `scale_decoder_outputs=false` where it was read as untied; a
+    head of its own then still lies in the file. So that field, where it is there, says what `tie_word_embeddings` said before.
+    """
+    architecture = (hf.get("architectures") or ARCHITECTURES)[0]
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"config.json: architectures={architecture} is not supported by family t5.{did_you_mean(architecture, ARCHITECTURES)}")
+    feedforward = hf.get("feed_forward_proj", "relu")
+    if feedforward not in FEEDFORWARDS:
+        raise UserError(f"config.json: feed_forward_proj={feedforward} is not supported by family t5.{did_you_mean(feedforward, FEEDFORWARDS)}")
+    if hf.get("decoder_start_token_id") not in (None, 0):
+        raise UserError(f"config.json: decoder_start_token_id={hf['decoder_start_token_id']} is not supported by family t5 (only 0, the padding, is)")
+    n_layers = hf.get("num_layers", 6)
+    n_decoder_layers = hf.get("num_decoder_layers")
+    return T5Config(
+        vocab_size=hf.get("vocab_size", 32128),
+        n_layers=n_layers,
+        n_decoder_layers=None if n_decoder_layers == n_layers else n_decoder_layers,
+        d_model=hf.get("d_model", 512),
+        n_heads=hf.get("num_heads", 8),
+        d_head=hf.get("d_kv", 64),
+        d_ff=hf.get("d_ff", 2048),
+        dropout=hf.get("dropout_rate", 0.1),
+        gated=FEEDFORWARDS[feedforward],
+        tie_output=hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings", True)),
+        n_buckets=hf.get("relative_attention_num_buckets", 32),
+        max_distance=hf.get("relative_attention_max_distance", 128),
+        norm_eps=hf.get("layer_norm_epsilon", 1e-6),
+    )
+
+
+def config_to_hf(config: T5Config) -> dict:
+    return {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
+        "num_layers": config.n_layers,
+        "num_decoder_layers": config.n_decoder_layers or config.n_layers,
+        "d_model": config.d_model,
+        "num_heads": config.n_heads,
+        "d_kv": config.d_head,
+        "d_ff": config.d_ff,
+        "dropout_rate": config.dropout,
+        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+        "tie_word_embeddings": config.tie_output,
+        "relative_attention_num_buckets": config.n_buckets,
+        "relative_attention_max_distance": config.max_distance,
+        "layer_norm_epsilon": config.norm_eps,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
+
+
+def rules(config: T5Config) -> list[Rule]:
+    table = [Rule("embedding.weight", f"{name}.weight") for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+    table.append(Rule("head.weight", "lm_head.weight"))  # when tied: the same tensor as shared.weight, so written once
+    for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
+        table += [
+            Rule(f"{stack}.relative_bias.table.weight", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+            Rule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
+        ]
+        for i in range(n_layers):
+            ours, theirs = f"{stack}.blocks.{i}", f"{stack}.block.{i}.layer"
+            table += _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
+            if stack == "decoder":
+                table += _attention(f"{ours}.cross", f"{theirs}.1", "EncDecAttention")
+            last = f"{theirs}.{2 if stack == 'decoder' else 1}"
+            parts = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if config.gated else {"up": "wi", "down": "wo"}
+            table += [Rule(f"{ours}.feedforward.{our}.weight", f"{last}.DenseReluDense.{their}.weight") for our, their in parts.items()]
+            table.append(Rule(f"{ours}.feedforward_norm.weight", f"{last}.layer_norm.weight"))
+    return table
+
+
+def _attention(ours: str, theirs: str, name: str) -> list[Rule]:
+    parts = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out": "o"}
+    table = [Rule(f"{ours}.{our}.weight", f"{theirs}.{name}.{their}.weight") for our, their in parts.items()]
+    return [*table, Rule(f"{ours}_norm.weight", f"{theirs}.layer_norm.weight")]
+
+
+def ignorable(key: str) -> bool:
+    """An early converter of checkpoints wrote a relative bias for the cross-attention, which has none."""
+    return key == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"

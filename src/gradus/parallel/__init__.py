@@ -1,0 +1,1 @@
+"""How a model runs: techniques applied from outside, in one documented order."""

@@ -1,0 +1,368 @@
+"""Hugging Face TrainingArguments in a JSON file, in this recipe's words.
+
+The file holds an object "TrainingArgs" of names and values. Only what it names is taken over: an argument that is left out keeps the
+recipe's value, not Hugging Face's default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from gradus.errors import UserError, did_you_mean
+
+KEY = "TrainingArgs"
+
+# Names that say the same as a key of ours, whatever their value.
+SAME = {
+    "output_dir": "log.dir",
+    "num_train_epochs": "train.epochs",
+    "learning_rate": "optimizer.lr",
+    "adam_epsilon": "optimizer.eps",
+    "weight_decay": "optimizer.weight_decay",
+    "per_device_eval_batch_size": "evaluate.batch",
+    "eval_on_start": "evaluate.at_start",
+    "label_smoothing_factor": "task.label_smoothing",
+    "seed": "train.seed",
+    "save_total_limit": "train.keep",
+    "dataloader_num_workers": "data.workers",
+    "dataloader_pin_memory": "data.pin",
+    "tf32": "layout.tf32",
+}
+
+# Names without a counterpart: what to do instead.
+ADVICE = {
+    "adafactor": "there is no Adafactor. Use optimizer.name=adamw",
+    "auto_find_batch_size": "set layout.micro_batch to what fits; the batch of a step stays as it is",
+    "batch_eval_metrics": "metrics are always summed batch by batch",
+    "data_seed": "the data's order comes from train.seed",
+    "dataloader_drop_last": "the last, smaller batch is always kept and weighs what it holds",
+    "ddp_find_unused_parameters": "this run is one process",
+    "deepspeed": "this run is one process. Save memory with layout.checkpointing, layout.micro_batch or layout.precision",
+    "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
+    "do_eval": "the verb says what is done: gradus train, evaluate, predict",
+    "do_predict": "the verb says what is done: gradus train, evaluate, predict",
+    "do_train": "the verb says what is done: gradus train, evaluate, predict",
+    "eval_accumulation_steps": "metrics are always summed batch by batch",
+    "eval_delay": "the first evaluation is after evaluate.every steps, or after the first epoch",
+    "fsdp": "this run is one process. Save memory with layout.checkpointing, layout.micro_batch or layout.precision",
+    "full_determinism": "a seed gives the same run on the same machine as it is",
+    "greater_is_better": "known of every metric; choose one with evaluate.best=valid/loss, for example",
+    "ignore_data_skip": "a resumed run goes on with the very next sample",
+    "load_best_model_at_end": "the best checkpoint is kept below checkpoints/best; evaluate.best chooses its metric",
+    "local_rank": "this run is one process",
+    "logging_dir": "everything a run writes is in its folder, log.dir",
+    "logging_first_step": "every row is in metrics.jsonl, from step log.every on",
+    "metric_for_best_model": "choose it with evaluate.best=valid/loss or evaluate.best=valid/accuracy, for example",
+    "overwrite_output_dir": "a run never overwrites another; give another log.dir, or none",
+    "push_to_hub": "nothing is uploaded",
+    "remove_unused_columns": "columns that are not named in data are never read",
+    "resume_from_checkpoint": "give the run's folder with --resume",
+    "run_name": "name the run with name=...",
+}
+
+# All that TrainingArguments of transformers 4 and 5 know besides, to tell a name without counterpart from a misspelt one.
+WITHOUT_COUNTERPART = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices bf16_full_eval dataloader_in_order
+dataloader_multiprocessing_context ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph ddp_timeout debug enable_jit_checkpoint
+eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval fp16_opt_level fsdp_config fsdp_min_num_params
+fsdp_transformer_layer_cls_to_wrap gradient_checkpointing_kwargs half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision
+hub_strategy hub_token include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen include_tokens_per_second jit_mode_eval
+label_names length_column_name liger_kernel_config log_level log_level_replica log_on_each_node logging_nan_inf_filter lr_scheduler_kwargs
+mp_parameters neftune_noise_alpha optim_args optim_target_modules parallelism_config past_index prediction_loss_only project push_to_hub_model_id
+push_to_hub_organization push_to_hub_token ray_scope restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors
+sharded_ddp skip_memory_metrics split_batches torch_compile_backend torch_empty_cache_steps torchdynamo tpu_metrics_debug tpu_num_cores
+trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_ipex use_legacy_prediction_loop use_liger_kernel use_mps_device
+""".split()  # noqa: SIM905
+
+# Names that `_Mapping` knows, besides those of SAME.
+MAPPED = """
+adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy evaluation_strategy fp16
+gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda
+optim per_device_train_batch_size report_to save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio
+warmup_steps
+""".split()  # noqa: SIM905
+
+
+def from_training_args(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """What a file of TrainingArguments asks for: dotted keys of a recipe with their values, and a line for everything in the file that
+    is not taken over as it stands. The values go into `load(recipe, **overrides)`.
+
+    Raises UserError in one line for a file that is not JSON or has no "TrainingArgs", and for a value that cannot be worked with.
+    """
+    arguments, notes = _read(Path(path))
+    mapping = _Mapping(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
+    mapping.run()
+    return mapping.ours, notes
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [k for k, _ in pairs]
+        twice = [k for i, k in enumerate(keys) if k in keys[:i]]
+        if twice:
+            raise UserError(f"{path}: {twice[0]}: given twice. Keep one.")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.expanduser().read_text(encoding="utf-8"), object_pairs_hook=once)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Give the JSON file that holds {KEY}.") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}.") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}).") from None
+    except json.JSONDecodeError as e:
+        raise UserError(f"{path}: line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}.") from None
+    if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
+        near = did_you_mean(KEY, content) if isinstance(content, dict) and KEY not in content else ""
+        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, such as {{"{KEY}": {{"learning_rate": 5e-5}}}}.{near}')
+    return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
+
+
+class _Mapping:
+    """Takes the arguments one group after another; what is left has no counterpart."""
+
+    def __init__(self, where: str, arguments: dict[str, Any], notes: list[str]):
+        self.where, self.left, self.notes = where, dict(arguments), notes
+        self.ours: dict[str, Any] = {}
+
+    def run(self) -> None:
+        for name, key in SAME.items():
+            if name in self.left:
+                self.ours[key] = self.left.pop(name)
+        self.length()
+        self.batch()
+        self.optimizer()
+        self.schedule()
+        self.precision()
+        self.evaluation()
+        self.logging_and_saving()
+        self.data_and_layout()
+        for name, value in self.left.items():
+            if name in ADVICE:
+                self.note(name, value, ADVICE[name])
+            elif name in WITHOUT_COUNTERPART:
+                self.note(name, value, "it has no counterpart here and is not taken over. Take it out of the file, or run without it")
+            else:
+                near = did_you_mean(name, [*SAME, *MAPPED, *ADVICE, *WITHOUT_COUNTERPART])
+                hint = near if "Did you mean" in near else " See the names of transformers.TrainingArguments."
+                self.note(name, value, f"not a name of TrainingArguments.{hint}")
+
+    # ---- taking
+
+    def take(self, name: str, default: Any = None) -> Any:
+        return self.left.pop(name, default)
+
+    def number(self, name: str, default: float | None = None, whole: bool = False) -> Any:
+        value = self.take(name, default)
+        try:
+            number = None if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = None
+        if value is not None and (number is None or not math.isfinite(number) or (whole and number != int(number))):
+            raise UserError(f"{self.where}: {KEY}.{name}: expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
+        return number if number is None or not whole else int(number)
+
+    def flag(self, name: str) -> bool | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{self.where}: {KEY}.{name}: expected true or false, got {json.dumps(value)}.")
+        return value
+
+    def word(self, name: str) -> str | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, str | bool):
+            raise UserError(f"{self.where}: {KEY}.{name}: expected a word in quotes, got {json.dumps(value)}.")
+        return "no" if value is False else value
+
+    def note(self, name: str, value: Any, text: str) -> None:
+        self.notes.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}: {text}")
+
+    # ---- groups
+
+    def length(self) -> None:
+        self.steps = self.number("max_steps", whole=True)
+        if self.steps is not None and self.steps > 0:
+            epochs = self.ours.pop("train.epochs", None)
+            if epochs is not None:
+                self.note("num_train_epochs", epochs, f"max_steps={self.steps} holds instead, as with Hugging Face")
+            self.ours["train.steps"] = self.steps
+        else:
+            self.steps = None  # -1: no limit
+
+    def batch(self) -> None:
+        batch, accumulation = self.number("per_device_train_batch_size", whole=True), self.number("gradient_accumulation_steps", whole=True)
+        if batch is None:
+            if accumulation is not None and accumulation != 1:
+                self.note(
+                    "gradient_accumulation_steps", accumulation, "it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"
+                )
+            return
+        self.ours["batch.samples"] = batch * (accumulation or 1)
+        self.ours["layout.micro_batch"] = batch
+        self.notes.append(
+            f"per_device_train_batch_size={batch}: a step sees batch.samples={self.ours['batch.samples']} over all devices together, "
+            f"{batch} at a time (layout.micro_batch)"
+        )
+
+    def optimizer(self) -> None:
+        optim = self.word("optim")
+        if optim is not None:
+            if optim.startswith(("adamw_torch", "adamw_hf")) and not optim.endswith("bit"):
+                self.ours["optimizer.name"] = "adamw"
+            elif optim == "sgd":
+                self.ours["optimizer.name"] = "sgd"
+            else:
+                self.note("optim", optim, "not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)")
+        betas = [self.number("adam_beta1"), self.number("adam_beta2")]
+        if betas != [None, None]:
+            self.ours["optimizer.betas"] = [0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1]]
+        if self.ours.get("optimizer.name") == "sgd":
+            for key, name in (("optimizer.betas", "adam_beta1, adam_beta2"), ("optimizer.eps", "adam_epsilon")):
+                if key in self.ours:
+                    self.note(name, self.ours.pop(key), "it has no effect with optim=sgd")
+        clip = self.number("max_grad_norm")
+        if clip is not None:
+            self.ours["train.clip_norm"] = clip or None  # 0: no clipping
+
+    def schedule(self) -> None:
+        name = self.word("lr_scheduler_type")
+        steps, ratio = self.number("warmup_steps"), self.number("warmup_ratio")
+        if name in ("linear", "cosine"):
+            self.ours |= {"schedule.name": name, "schedule.final": 0.0}
+        elif name in ("constant", "constant_with_warmup"):
+            self.ours |= {"schedule.name": "constant"} | ({"schedule.warmup_steps": 0} if name == "constant" else {})
+        elif name is not None:
+            self.note(
+                "lr_scheduler_type",
+                name,
+                "not to be had here; the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)",
+            )
+        if name == "constant" and (steps or ratio):
+            self.notes.append("warmup_steps, warmup_ratio: no effect with lr_scheduler_type=constant. Use constant_with_warmup")
+            return
+        if steps is not None and 0 < steps < 1:  # transformers 5: a fraction of all steps
+            ratio, steps = steps, None
+        if steps:
+            if ratio:
+                self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
+            self.ours["schedule.warmup_steps"] = steps if steps != int(steps) else int(steps)
+        elif ratio and self.steps:
+            self.ours["schedule.warmup_steps"] = math.ceil(ratio * self.steps)
+        elif ratio:
+            self.note("warmup_ratio", ratio, "the number of steps depends on the data. Set schedule.warmup_steps, or max_steps")
+        elif steps is not None or ratio is not None:
+            self.ours["schedule.warmup_steps"] = 0
+
+    def precision(self) -> None:
+        fp16, bf16 = self.flag("fp16"), self.flag("bf16")
+        if fp16 and bf16:
+            raise UserError(f"{self.where}: {KEY}.fp16 and {KEY}.bf16 are both true. Keep one.")
+        if fp16 is not None or bf16 is not None:
+            self.ours["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+    def every(self, name: str, value: float | None, key: str, default: int | None = None) -> None:
+        """A number of steps, or below 1 a fraction of all steps."""
+        if value is not None and 0 < value < 1:
+            if self.steps is None:
+                self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
+                return
+            value = math.ceil(value * self.steps)
+        value = default if value is None else value
+        if value is not None:
+            self.ours[key] = int(value) if value == int(value) else value
+
+    def evaluation(self) -> None:
+        new, old = self.word("eval_strategy"), self.word("evaluation_strategy")
+        name, strategy = ("evaluation_strategy", old) if new is None and old is not None else ("eval_strategy", new)
+        steps, logging = self.number("eval_steps"), self.left.get("logging_steps")
+        if strategy == "epoch":
+            self.ours["evaluate.every"] = None
+        elif strategy == "steps":
+            logging = logging if isinstance(logging, int | float) else None
+            self.every("eval_steps", steps if steps is not None else logging, "evaluate.every", 500)
+            steps = None
+        elif strategy == "no":
+            self.note(
+                name,
+                strategy,
+                "the model is always evaluated at the end, and by this recipe as evaluate.every says. Set evaluate.every=1000000 for the end only",
+            )
+        elif strategy is not None:
+            self.note(name, strategy, "expected epoch, steps or no. Set evaluate.every")
+        if steps is not None:
+            self.note("eval_steps", steps, f"no effect without {name}=steps. Set evaluate.every")
+
+    def logging_and_saving(self) -> None:
+        strategy, steps = self.word("logging_strategy"), self.number("logging_steps")
+        if strategy in (None, "steps"):
+            if strategy or steps is not None:
+                self.every("logging_steps", steps, "log.every", 500)
+        else:
+            self.note("logging_strategy", strategy, "a row is written to metrics.jsonl and shown every log.every steps")
+            if steps is not None:
+                self.note("logging_steps", steps, f"no effect with logging_strategy={strategy}")
+        strategy, steps = self.word("save_strategy"), self.number("save_steps")
+        if strategy == "no":
+            self.ours["train.checkpoint_every"] = None
+            self.note("save_strategy", strategy, "the last and the best checkpoint are kept; none is written in between")
+        elif strategy in (None, "steps"):
+            if strategy or steps is not None:
+                self.every("save_steps", steps, "train.checkpoint_every", 500)
+            steps = None
+        elif strategy == "best":
+            self.note("save_strategy", strategy, "the best checkpoint is always kept; evaluate.best chooses its metric")
+        else:
+            self.note(
+                "save_strategy", strategy, "the last and the best checkpoint are kept. Set train.checkpoint_every to a number of steps for more"
+            )
+        if steps is not None:
+            self.note("save_steps", steps, f"no effect with save_strategy={strategy}")
+        self.report()
+
+    def report(self) -> None:
+        named = self.take("report_to")
+        if named is None:
+            return
+        listed = named if isinstance(named, list) else [named]
+        listed = ["tensorboard", "wandb"] if listed == ["all"] else [] if listed == ["none"] else listed
+        self.ours["log.tensorboard"] = "tensorboard" in listed
+        self.ours["log.wandb"] = str(self.left.pop("project", "huggingface")) if "wandb" in listed else None
+        for other in listed:
+            if other not in ("tensorboard", "wandb"):
+                self.note(
+                    "report_to",
+                    other,
+                    "not to be had here. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written",
+                )
+
+    def data_and_layout(self) -> None:
+        for name, key in (("dataloader_prefetch_factor", "data.prefetch"), ("dataloader_persistent_workers", "data.persistent")):
+            value = self.take(name)
+            if value is not None and str(self.ours.get("data.workers", 0)) == "0":
+                self.note(name, value, "no effect without dataloader_num_workers")
+            elif value is not None:
+                self.ours[key] = value
+        grouped, strategy = self.flag("group_by_length"), self.word("train_sampling_strategy")
+        if grouped or strategy == "group_by_length":
+            self.ours["data.pad"] = "bucket"
+        elif grouped is not None:
+            self.note("group_by_length", grouped, "padding is as data.pad of the recipe says; data.pad=longest does not group by length")
+        elif strategy is not None:
+            self.note("train_sampling_strategy", strategy, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
+        checkpointing = self.flag("gradient_checkpointing")
+        if checkpointing is not None:
+            self.ours["layout.checkpointing"] = "full" if checkpointing else "none"
+        compiled, mode = self.flag("torch_compile"), self.word("torch_compile_mode")
+        if compiled is not None or mode is not None:  # Hugging Face compiles where only the mode is named
+            self.ours["layout.compile"] = (mode or "default") if compiled or compiled is None else "none"
+            if compiled is False and mode:
+                self.note("torch_compile_mode", mode, "no effect with torch_compile=false")
+        cpu = [self.flag(name) for name in ("use_cpu", "no_cuda")]
+        if True in cpu:
+            self.ours["layout.device"] = "cpu"
+        elif False in cpu:
+            self.ours["layout.device"] = "auto"

@@ -1,0 +1,36 @@
+"""What to learn from which data: one file a task, from batch to loss and metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradus.recipe.schema import Recipe
+    from gradus.tasks.base import Task
+
+
+def open_task(recipe: Recipe, tokenizers: dict | None = None) -> Task:
+    """The recipe's task with its data opened. `tokenizers` (by place below a checkpoint) replace those the recipe would make."""
+    from gradus.tasks.causal_lm import CausalLM
+    from gradus.tasks.classification import ImageClassification, TextClassification
+    from gradus.tasks.masked_lm import MaskedLM
+    from gradus.tasks.span_corruption import SpanCorruption
+    from gradus.tasks.translation import Copy, Translation
+
+    kinds = {"copy": Copy, "translation": Translation, "causal_lm": CausalLM, "masked_lm": MaskedLM, "span_corruption": SpanCorruption}
+    images = recipe.data.kind == "images"
+    kind = kinds.get(recipe.task.name) or (ImageClassification if images else TextClassification)
+    return kind(recipe, tokenizers)
+
+
+def load_tokenizers(checkpoint: Path) -> dict | None:
+    """The tokenizers saved with a checkpoint, or None where it has none."""
+    from gradus.data import tokenizers
+
+    found = {}
+    for place in ("", "target"):
+        folder = checkpoint / place
+        if any((folder / name).exists() for name in tokenizers.FILES):
+            found[place] = tokenizers.load(folder)
+    return found or None

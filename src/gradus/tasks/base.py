@@ -1,0 +1,88 @@
+"""What a task is: data → batches → losses and metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus.data.loader import Plan
+from gradus.recipe.schema import ModelConfig, Recipe
+
+Batch = dict[str, Any]  # tensors, and the ints `counts` (kind of target -> how many) and `n_tokens`
+
+
+class Task:
+    """Turns a recipe's data into batches, and batches into sums of losses and metrics.
+
+    A loss is a *sum* over targets; the trainer divides by the global count that `collate` put into `batch["counts"]`.
+    """
+
+    best = "loss"  # the metric whose best checkpoint is kept
+    loss_unit = "nats/token"
+    counts_tokens = True  # speed is told in tokens (else in samples)
+    units = {"loss": "nats/token", "perplexity": "", "accuracy": "", "bits_per_byte": "bits/byte", "exact_match": "", "bleu": "BLEU"}
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.splits: dict[str, Any] = {}  # train, valid, perhaps test
+        self.tokenizers: dict[str, Any] = {}  # place below a checkpoint -> tokenizer ("" the first, "target" the second)
+
+    @staticmethod
+    def higher_is_better(metric: str) -> bool:
+        return metric in ("accuracy", "exact_match", "bleu")
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        """The model's configuration with what only the data knows (vocabulary, classes). Raises UserError where they clash."""
+        return model
+
+    def plan(self, split: str, samples: int | None, tokens: int | None) -> Plan:
+        """The order of a split: shuffled (and bucketed) for training, every sample once and in order otherwise."""
+        data, training = self.splits[split], split == "train"
+        lengths = getattr(data, "lengths", None)
+        bucket = getattr(self.recipe.data, "pad", None) == "bucket" and lengths is not None
+        return Plan(
+            len(data), self.recipe.train.seed, batch_samples=samples, batch_tokens=tokens,
+            lengths=lengths if bucket or tokens else None, bucket=bucket, shuffle=training,
+        )  # fmt: skip
+
+    prepare = None  # (sample, rng) -> sample, for training
+    prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        raise NotImplementedError
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Kind of target -> loss summed over this batch's targets, fp32 scalar."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        """Metric -> (sum, count) over this batch."""
+        raise NotImplementedError
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Metrics that follow from the means, such as perplexity."""
+        return means
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        """Lines that show what the model does on `n` validation samples."""
+        return []
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes), targets (n,)."""
+    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100)
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def truncate(ids: np.ndarray, room: int) -> np.ndarray:
+    return ids if len(ids) <= room else ids[:room]

@@ -1,0 +1,79 @@
+"""Predict the next token (GPT, Llama)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus.data.collate import IGNORE
+from gradus.models.decoding import complete, sampler
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
+from gradus.tasks.sources import fit_vocabulary, open_running_text
+
+
+class CausalLM(Task):
+    """Next-token prediction over windows of running text."""
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        super().__init__(recipe)
+        self.seq_len = recipe.data.max_len or recipe.model.seq_len
+        self.tokenizers, self.splits, self.sizes = open_running_text(recipe, tokenizers, self.seq_len)
+        self.tokenizer = self.tokenizers[""]
+        self.label_smoothing = recipe.task.label_smoothing
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        return fit_vocabulary(model, self.tokenizer)
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        longest = max(len(s["ids"]) for s in samples) - 1
+        n = len(samples)
+        ids, labels = np.zeros((n, longest), np.int64), np.full((n, longest), IGNORE, np.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample["ids"]) - 1
+            ids[row, :length] = sample["ids"][:-1]
+            labels[row, :length] = sample["ids"][1:]
+        batch: Batch = {"ids": torch.from_numpy(ids)}
+        if "segments" in samples[0]:  # packed documents: no attention and no prediction across their borders
+            segments, positions = np.full((n, longest), -1, np.int64), np.zeros((n, longest), np.int64)
+            for row, sample in enumerate(samples):
+                length = len(sample["ids"]) - 1
+                segments[row, :length], positions[row, :length] = sample["segments"][:-1], sample["positions"][:-1]
+                labels[row, :length][sample["segments"][1:] != sample["segments"][:-1]] = IGNORE
+            batch |= {"segments": torch.from_numpy(segments), "positions": torch.from_numpy(positions)}
+        count = int((labels != IGNORE).sum())
+        return {**batch, "labels": torch.from_numpy(labels), "counts": {"tokens": count}, "n_tokens": sum(len(s["ids"]) - 1 for s in samples)}
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions")).flatten(0, 1)  # (batch · seq, vocab)
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"tokens": summed_cross_entropy(self._logits(model, batch), batch["labels"].flatten(), self.label_smoothing)}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        logits, labels = self._logits(model, batch), batch["labels"].flatten()
+        n = batch["counts"]["tokens"]
+        return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": ((logits.argmax(-1) == labels).sum(), n)}
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Perplexity a token; bits a byte and perplexity a word, which do not depend on the tokenizer (the text's size is known)."""
+        out = {**means, "perplexity": perplexity(means["loss"])}
+        size = self.sizes.get("valid")
+        if size and size["bytes"]:
+            nats = means["loss"] * size["targets"]
+            out["bits_per_byte"] = nats / size["bytes"] / math.log(2)
+            out["word_perplexity"] = perplexity(nats / max(1, size["words"]))
+        return out
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        """Continuations of the first tokens of the validation text, sampled at temperature 0.8."""
+        new = self.recipe.evaluate.max_new or 100
+        room = self.recipe.model.seq_len
+        sample = self.splits["valid"][0]["ids"][: max(1, room // 4)].tolist()
+        rows = complete(model, [sample] * n, max_new=min(new, room - len(sample)), choose=sampler(0.8, seed=0), eos_id=self.tokenizer.eos_id)
+        start = self.tokenizer.decode(sample)
+        return [f"{start}│{self.tokenizer.decode(row)}" for row in rows]

@@ -1,0 +1,137 @@
+"""One label a text or image (BERT, ViT)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus.data.collate import pad_sequences
+from gradus.errors import UserError
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks.base import Batch, Task, summed_cross_entropy
+from gradus.tasks.sources import fit_vocabulary, open_labelled
+
+
+class Classification(Task):
+    """What texts and images share: n_classes, the loss, accuracy."""
+
+    best = "accuracy"
+    loss_unit = "nats/sample"
+    units = Task.units | {"loss": "nats/sample"}
+    classes: list[str]
+
+    def fit_classes(self, model: ModelConfig) -> ModelConfig:
+        n, named = len(self.classes), self.recipe.task.classes
+        if named is not None and len(named) != n:
+            raise UserError(f"task.classes names {len(named)} classes; the data has {n}: {', '.join(self.classes[:10])}.")
+        if named is not None:
+            self.classes = named
+        if model.n_classes is None:
+            return model.model_copy(update={"n_classes": n})
+        if model.n_classes < n:
+            raise UserError(f"model.n_classes={model.n_classes}: the data has labels 0 to {n - 1}. Leave it out or set {n}.")
+        return model
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits = self.logits(model, batch)  # (batch, n_classes)
+        smoothing = self.recipe.task.label_smoothing
+        if "other_labels" not in batch:
+            return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing)}
+        # mixed images: each has two labels, weighted by their share of it (Zhang et al. 2018; Yun et al. 2019)
+        each = [nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing) for k in ("labels", "other_labels")]
+        return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        logits, labels = self.logits(model, batch), batch["labels"]
+        return {"loss": (summed_cross_entropy(logits, labels), len(labels)), "accuracy": ((logits.argmax(-1) == labels).sum(), len(labels))}
+
+
+class TextClassification(Classification):
+    """[CLS] text [SEP] → label (Devlin et al. 2019, section 4.1)."""
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        super().__init__(recipe)
+        self.max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
+        self.tokenizers, self.splits, self.classes = open_labelled(recipe, tokenizers, self.max_len - 2)
+        self.tokenizer = t = self.tokenizers[""]
+        self.cls = t.cls_id if t.cls_id is not None else t.bos_id
+        self.sep = t.sep_id if t.sep_id is not None else t.eos_id
+        if self.cls is None or self.sep is None or t.pad_id is None:
+            raise UserError("tokenizer: text classification needs [CLS], [SEP] and padding tokens. Use a BERT vocabulary or tokenizer.kind=bpe.")
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        if model.head not in ("none", "classification"):
+            raise UserError(f"model.head={model.head}: this task trains model.head=classification.")
+        model = model.model_copy(update={"head": "classification", "pooler": True})
+        return fit_vocabulary(self.fit_classes(model), self.tokenizer)
+
+    def row(self, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate(([self.cls], ids[: self.max_len - 2], [self.sep]))
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        rows = [self.row(s["ids"]) for s in samples]
+        ids, keep = pad_sequences(rows, self.tokenizer.pad_id, self.max_len if self.recipe.data.pad == "max_length" else None)  # (batch, seq)
+        n_tokens = sum(len(r) for r in rows)
+        batch: Batch = {"ids": ids, "labels": torch.tensor([s["label"] for s in samples]), "counts": {"samples": len(samples)}, "n_tokens": n_tokens}
+        if n_tokens != ids.numel():
+            batch["keep"] = keep
+        return batch
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["ids"], keep=batch.get("keep"))
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        lines, data = [], self.splits["valid"]
+        device = next(model.parameters()).device
+        for i in range(min(n, len(data))):
+            i = i * len(data) // n
+            batch = self.to_device(self.collate([data[i]]), device)
+            p = self.logits(model, batch).float().softmax(-1)[0]
+            text = self.tokenizer.decode(data[i]["ids"][:40].tolist())
+            lines.append(f"{self.classes[int(p.argmax())]} {p.max():.3f} (is {self.classes[int(data[i]['label'])]})  {text}")
+        return lines
+
+
+class ImageClassification(Classification):
+    """Image → label; augmentation is drawn a sample and applied a batch, on the device."""
+
+    counts_tokens = False
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        from gradus.data.images import Augment, open_images
+
+        super().__init__(recipe)
+        self.splits = open_images(recipe.data, recipe.model.image_size)
+        self.classes = [str(c) for c in self.splits["train"].classes]
+        self.augment = Augment(recipe.data, recipe.model.image_size, self.splits["train"])
+        self.prepare = self.augment.prepare
+        self.n_patches = (recipe.model.image_size // recipe.model.patch_size) ** 2
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        channels = self.splits["train"][0]["image"].shape[0]
+        if model.n_channels != channels:
+            raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set model.n_channels={channels}.")
+        return self.fit_classes(model)
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        batch: Batch = self.augment.collate(samples)
+        return {**batch, "counts": {"samples": len(samples)}, "n_tokens": len(samples) * self.n_patches}
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        return self.augment.apply(super().to_device(batch, device))
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["images"])
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        data, device = self.splits["valid"], next(model.parameters()).device
+        chosen = [i * len(data) // n for i in range(min(n, len(data)))]
+        batch = self.to_device(self.collate([data[i] for i in chosen]), device)
+        p = self.logits(model, batch).float().softmax(-1)
+        return [f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[int(data[i]['label'])]})" for i, row in zip(chosen, p)]

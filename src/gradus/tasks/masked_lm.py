@@ -1,0 +1,123 @@
+"""Predict masked tokens, and whether a second half follows the first (BERT)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus.data.collate import pad_sequences
+from gradus.errors import UserError
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
+from gradus.tasks.sources import fit_vocabulary, open_documents
+
+
+class MaskedLM(Task):
+    """Of each sequence `mask_rate` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token, 10 % stay
+    (Devlin et al. 2019, section 3.1 and appendix A.1). The choice is a pure function of (seed, epoch, sample)."""
+
+    units = Task.units | {"next_sentence_accuracy": ""}
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        super().__init__(recipe)
+        max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
+        self.next_sentence = recipe.task.next_sentence
+        self.tokenizers, self.splits = open_documents(recipe, tokenizers, max_len - (3 if self.next_sentence else 2))
+        self.tokenizer = t = self.tokenizers[""]
+        self.cls = t.cls_id if t.cls_id is not None else t.bos_id
+        self.sep = t.sep_id if t.sep_id is not None else t.eos_id
+        for name, value in (("mask", t.mask_id), ("padding", t.pad_id), ("class or begin", self.cls), ("separator or end", self.sep)):
+            if value is None:
+                raise UserError(f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe.")
+        self.specials = {i for i in (t.pad_id, t.bos_id, t.eos_id, t.unk_id, t.mask_id, t.cls_id, t.sep_id) if i is not None}
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        wanted = "pretraining" if self.next_sentence else "masked_lm"
+        if model.head == "none":
+            model = model.model_copy(update={"head": wanted, "pooler": self.next_sentence})
+        if model.head != wanted:
+            raise UserError(f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence.")
+        return fit_vocabulary(model, self.tokenizer)
+
+    def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        ids, split = sample["ids"], len(sample["ids"])
+        follows = 1
+        if self.next_sentence and len(ids) >= 2:
+            split = int(rng.integers(1, len(ids)))
+            if rng.random() < 0.5:  # half of the time the second part comes from elsewhere
+                other = self.splits["train"][int(rng.integers(len(self.splits["train"])))]["ids"]
+                ids, follows = np.concatenate((ids[:split], other[: len(ids) - split])), 0
+        parts = [[self.cls], ids[:split], [self.sep]] + ([ids[split:], [self.sep]] if self.next_sentence else [])
+        row = np.concatenate(parts).astype(np.int64)
+        types = (np.arange(len(row)) >= split + 2).astype(np.int64)
+        inner = np.flatnonzero(~np.isin(row, [self.cls, self.sep]))
+        n = max(1, round(self.recipe.task.mask_rate * len(inner)))
+        chosen = np.sort(rng.choice(inner, size=min(n, len(inner)), replace=False))
+        masked, roll = row.copy(), rng.random(len(chosen))
+        masked[chosen[roll < 0.8]] = self.tokenizer.mask_id
+        random = chosen[roll >= 0.9]
+        masked[random] = rng.integers(self.tokenizer.vocab_size, size=len(random))
+        select = np.zeros(len(row), np.int64)
+        select[chosen] = 1
+        return {"ids": masked, "select": select, "targets": row[chosen], "types": types, "follows": 1 - follows}
+
+    prepare_evaluation = prepare  # the same masks at every evaluation: its rng depends on (seed, 0, sample) only
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        ids, keep = pad_sequences([s["ids"] for s in samples], self.tokenizer.pad_id)  # (batch, seq)
+        select, _ = pad_sequences([s["select"] for s in samples], 0)
+        targets = torch.from_numpy(np.concatenate([s["targets"] for s in samples]))  # (n_masked,), in the order of `select`
+        batch: Batch = {"ids": ids, "select": select.bool(), "targets": targets, "counts": {"tokens": len(targets)}}
+        batch["n_tokens"] = sum(len(s["ids"]) for s in samples)
+        if batch["n_tokens"] != ids.numel():
+            batch["keep"] = keep
+        if self.next_sentence:
+            batch["types"], _ = pad_sequences([s["types"] for s in samples], 0)
+            batch["follows"] = torch.tensor([s["follows"] for s in samples])  # 0: it follows, as in BERT
+            batch["counts"]["pairs"] = len(samples)
+        return batch
+
+    def _forward(self, model: nn.Module, batch: Batch):
+        out = model(batch["ids"], token_types=batch.get("types"), keep=batch.get("keep"), select=batch["select"])
+        return out if self.next_sentence else (out, None)
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits, follows = self._forward(model, batch)  # (n_masked, vocab), (batch, 2)
+        sums = {"tokens": summed_cross_entropy(logits, batch["targets"])}
+        if self.next_sentence:
+            sums["pairs"] = summed_cross_entropy(follows, batch["follows"])
+        return sums
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        logits, follows = self._forward(model, batch)
+        n = len(batch["targets"])
+        found = {"loss": (summed_cross_entropy(logits, batch["targets"]), n), "accuracy": ((logits.argmax(-1) == batch["targets"]).sum(), n)}
+        if self.next_sentence:
+            found["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
+        return found
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "perplexity": perplexity(means["loss"])}
+
+    def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:
+        """For every masked place of ids (without [CLS] and [SEP]): the k likeliest tokens with their probabilities."""
+        device = next(model.parameters()).device
+        row = torch.tensor([[self.cls, *ids, self.sep]], device=device)
+        with torch.no_grad():
+            out = model(row, select=row == self.tokenizer.mask_id)
+        top = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(k)
+        return [[(self.tokenizer.token(i), p) for i, p in zip(a, b)] for a, b in zip(top.indices.tolist(), top.values.tolist())]
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        lines = []
+        for i in range(min(n, len(self.splits["valid"]))):
+            ids = self.splits["valid"][i]["ids"][:30].tolist()
+            place = len(ids) // 2
+            masked = [*ids[:place], self.tokenizer.mask_id, *ids[place + 1 :]]
+            guesses = ", ".join(f"{token} {p:.2f}" for token, p in self.fill(model, masked, 3)[0])
+            before, after = self.tokenizer.decode(ids[:place]), self.tokenizer.decode(ids[place + 1 :])
+            lines.append(f"{before} [{self.tokenizer.token(ids[place])}] {after}  →  {guesses}")
+        return lines

@@ -1,0 +1,167 @@
+"""From a recipe's data and tokenizer sections to opened data sets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradus import models
+from gradus.data import tokenizers as reading
+from gradus.data.text import Corpus, DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, TokenFile, cached_bpe, find_pairs, find_split
+from gradus.data.tokenizers import Tokenizer
+from gradus.errors import UserError
+from gradus.recipe.schema import ModelConfig, Recipe
+
+Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
+
+
+class First:
+    """The first n samples of a fixed shuffle of a data set (`data.limit`)."""
+
+    def __init__(self, data: Any, n: int):
+        self.data = data
+        self.chosen = np.random.Generator(np.random.PCG64(0)).permutation(len(data))[:n]
+        self.epoch_aware = getattr(data, "epoch_aware", False)
+        self.lengths = data.lengths[self.chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.data[int(self.chosen[i])]
+
+    def item(self, i: int, epoch: int) -> dict[str, Any]:
+        return self.data.item(int(self.chosen[i]), epoch)
+
+
+def limited(recipe: Recipe, splits: dict[str, Any]) -> dict[str, Any]:
+    for split, limit in (("train", recipe.data.limit), ("valid", recipe.data.limit_valid)):
+        if limit is not None and split in splits and limit < len(splits[split]):
+            splits[split] = First(splits[split], limit)
+    return splits
+
+
+def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with the tokenizer's vocabulary size where it has none. Raises UserError where the tokenizer has more tokens than the model."""
+    if model.vocab_size is None:
+        return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out, or use the model's own tokenizer.")
+    return model
+
+
+def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tokenizer:
+    """The tokenizer of the recipe: read from a file, or made from `texts` and kept in the cache by their content."""
+    config = recipe.tokenizer
+    if config is None or (config.kind == "file" and config.path is None):
+        beside = recipe.model.init
+        if beside is None:
+            raise UserError(
+                "tokenizer: none is given. Set tokenizer.path=FILE, or tokenizer.kind=byte, char, word or bpe, or start from weights with model.init."
+            )
+        place = models.locate(beside)
+        return reading.load(place if place.is_dir() else place.parent)
+    if config.kind == "file":
+        return reading.load(config.path)
+    if config.kind == "byte":
+        return reading.ByteTokenizer()
+    corpora = texts()
+    stream = lambda: itertools.chain.from_iterable(corpora)  # noqa: E731
+    if config.kind == "char":
+        return reading.CharTokenizer.from_texts(stream())
+    if config.kind == "word":
+        return reading.WordTokenizer.from_texts(stream(), config.lowercase)
+    return cached_bpe(stream, config.vocab_size, config.lowercase, sentinels=recipe.task.name == "span_corruption", cache=recipe.data.cache)
+
+
+def needs_path(recipe: Recipe) -> str:
+    if recipe.data.path is None:
+        raise UserError(f"data.path: not given. Set data.path=FILE_OR_FOLDER (or hf:NAME) for {recipe.name}.")
+    return recipe.data.path
+
+
+def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
+    """The corpora of a language model: files by split, or the end of one text held out for validation."""
+    data = recipe.data
+    if data.source == "stdlib":
+        if data.path is not None:
+            raise UserError(f"data.path={data.path} has no effect with data.source=stdlib. Leave one of them out.")
+        corpora = {"train": Corpus.stdlib()}
+    else:
+        path = needs_path(recipe)
+        files = {split: find_split(path, split, getattr(data, split), required=split == "train") for split in ("train", "valid", "test")}
+        corpora = {split: Corpus.open(file, data.text, documents) for split, file in files.items() if file is not None}
+    if "valid" not in corpora:
+        corpora["train"], corpora["valid"] = corpora["train"].split(data.valid_fraction)
+    return corpora
+
+
+def open_running_text(recipe: Recipe, given: Tokenizers | None, seq_len: int) -> tuple[Tokenizers, dict[str, Any], dict[str, dict[str, int]]]:
+    """(tokenizers, splits of windows, sizes of the evaluated texts) for next-token prediction."""
+    data = recipe.data
+    corpora = running_text(recipe, documents=data.pack == "documents")
+    # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text alone
+    seen = list(corpora) if recipe.tokenizer is not None and recipe.tokenizer.kind == "char" else ["train"]
+    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora[s] for s in seen])}
+    splits, sizes = {}, {}
+    for split, corpus in corpora.items():
+        end = corpus.separate and tokenizers[""].eos_id is not None
+        tokens = TokenFile.of(corpus, tokenizers[""], eos=end, cache=data.cache)
+        splits[split] = LMDataset(tokens, seq_len, recipe.train.seed, data.pack, shuffle_phase=split == "train")
+        if split != "train" and not (split == "valid" and data.limit_valid):
+            about = tokens.about
+            sizes[split] = {"bytes": about["n_bytes"], "words": about["n_words"] + about["n_lines"], "targets": splits[split].n_targets}
+    return tokenizers, limited(recipe, splits), sizes
+
+
+def open_documents(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
+    """(tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
+    corpora = running_text(recipe, documents=True)
+    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
+    across = recipe.data.pack == "stream"
+    splits = {s: DocumentsDataset(TokenFile.of(c, tokenizers[""], cache=recipe.data.cache), room, across) for s, c in corpora.items()}
+    return tokenizers, limited(recipe, splits)
+
+
+def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
+    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one; it is said."""
+    data, path = recipe.data, needs_path(recipe)
+    files = {split: find_split(path, split, getattr(data, split), required=split == "train") for split in ("train", "valid", "test")}
+    files = {split: file for split, file in files.items() if file is not None}
+    if "valid" not in files:
+        if "test" not in files:
+            raise UserError(f"{path}: neither a valid nor a test split to evaluate on. Set data.valid=NAME.")
+        print(f"note: {path} has no valid split: the test split is evaluated instead. Choose nothing by it.", flush=True)
+        files["valid"] = files.pop("test")
+    column = data.text or "text"
+    tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], column)])}
+    options = {"text": data.text, "label": data.label, "cache": data.cache}
+    train = LabelledDataset.open(files["train"], tokenizers[""], room, n_classes=recipe.model.n_classes, **options)
+    splits = {"train": train}
+    for split in ("valid", "test"):
+        if split in files:
+            splits[split] = LabelledDataset.open(files[split], tokenizers[""], room, classes=train.classes, n_classes=recipe.model.n_classes, **options)
+    return tokenizers, limited(recipe, splits), train.classes
+
+
+def open_pairs(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
+    """(tokenizers, splits, the raw corpora by split) of parallel text; a tenth of a lone training text is never held out: give a valid split."""
+    data, path = recipe.data, needs_path(recipe)
+    corpora = {}
+    for split in ("train", "valid", "test"):
+        pair = find_pairs(path, split, data.source, data.target, getattr(data, split), required=split != "test" or recipe.evaluate.test)
+        if pair is not None:
+            corpora[split] = pair
+    shared = recipe.tokenizer is None or recipe.tokenizer.shared or recipe.tokenizer.kind == "file"
+    if given:
+        tokenizers = given
+    elif shared:
+        tokenizers = {"": make_tokenizer(recipe, lambda: list(corpora["train"]))}
+    else:
+        tokenizers = {place: make_tokenizer(recipe, lambda i=i: [corpora["train"][i]]) for i, place in enumerate(("", "target"))}
+    source, target = tokenizers[""], tokenizers.get("target", tokenizers[""])
+    splits = {split: PairsDataset(*pair, source, target, room, data.cache) for split, pair in corpora.items()}
+    return tokenizers, limited(recipe, splits), corpora

@@ -1,0 +1,194 @@
+"""Sequence to sequence: translation of real text, and the copy task of the annotated Transformer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus import models
+from gradus.data.collate import IGNORE, pad_sequences
+from gradus.errors import UserError
+from gradus.models.decoding import complete
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
+
+
+class SequenceToSequence(Task):
+    """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section 3.1)."""
+
+    best = "loss"
+    pad_id = 0
+    label_smoothing = 0.0
+
+    def sequences(self, sample: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(source, target in, target out) ids of one sample."""
+        raise NotImplementedError
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        sources, targets_in, targets_out = zip(*(self.sequences(s) for s in samples))
+        to = self.recipe.data.max_len if getattr(self.recipe.data, "pad", None) == "max_length" else None
+        source, keep = pad_sequences(sources, self.pad_id, to)  # (batch, source), True where real
+        target, _ = pad_sequences(targets_in, self.pad_id, to)  # (batch, target)
+        labels, _ = pad_sequences(targets_out, IGNORE, to)  # (batch, target)
+        n = sum(len(t) for t in targets_out)
+        n_source = sum(len(s) for s in sources)
+        batch = {"source": source, "target": target, "labels": labels, "counts": {"tokens": n}, "n_tokens": n_source + n}
+        if n_source != source.numel():
+            batch["keep"] = keep
+        return batch
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep"))  # (batch, target, vocab)
+        return {"tokens": summed_cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), self.label_smoothing)}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep")).flatten(0, 1)
+        labels = batch["labels"].flatten()
+        n = batch["counts"]["tokens"]
+        right = (logits.argmax(-1) == labels).sum()  # padding is IGNORE, which no token equals
+        return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": (right, n)}
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "perplexity": perplexity(means["loss"])}
+
+
+class Copy(SequenceToSequence):
+    """Copy symbols 1 .. n_symbols-1; 0 is padding and, with start=zero, the decoder's first symbol."""
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        from gradus.data.synthetic import CopyDataset
+
+        super().__init__(recipe)
+        task, data, seed = recipe.task, recipe.data, recipe.train.seed
+        self.task = task
+        self.splits = {
+            split: CopyDataset(n, task.n_symbols, task.length, seed, start=task.start, split=split)
+            for split, n in (("train", data.n_train), ("valid", data.n_valid))
+        }
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        for key in ("vocab_size", "target_vocab_size"):
+            size = getattr(model, key, None)
+            if size is not None and size < self.task.n_symbols:
+                raise UserError(f"model.{key}={size}: the task has {self.task.n_symbols} symbols. Leave it out or set it to {self.task.n_symbols}.")
+        if model.vocab_size is None:
+            model = model.model_copy(update={"vocab_size": self.task.n_symbols})
+        if self.task.length > model.seq_len:
+            raise UserError(f"task.length={self.task.length} is more than model.seq_len={model.seq_len}. Set model.seq_len={self.task.length}.")
+        return model
+
+    def sequences(self, sample):
+        return sample["source"], sample["target_in"], sample["target_out"]
+
+    def decode(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
+        """Greedy copies of `sources`, as long as they are."""
+        first = self.task.start == "first"
+        starts = [[s[0]] if first else [0] for s in sources]
+        new = complete(model, starts, sources=sources, max_new=max(len(s) for s in sources) - first)
+        return [(starts[i] if first else []) + row for i, row in enumerate(new)]
+
+    def evaluate(self, model, batch):
+        sources = batch["source"].tolist()
+        exact = sum(copy == source for copy, source in zip(self.decode(model, sources), sources))
+        return {**super().evaluate(model, batch), "exact_match": (exact, len(sources))}
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        sources = [list(range(1, self.task.n_symbols))[: self.task.length]]  # 1 2 3 ... first, then held-out ones
+        sources += [self.splits["valid"][i]["source"].tolist() for i in range(min(n - 1, len(self.splits["valid"])))]
+        return [f"{' '.join(map(str, s))}  →  {' '.join(map(str, c))}" for s, c in zip(sources, self.decode(model, sources))]
+
+    def untrained(self, n: int = 10) -> list[str]:
+        """Greedy decodes of 1 2 3 ... from symbol 0 by `n` models that have learnt nothing, each from its own seed."""
+        source, lines = list(range(1, self.task.n_symbols))[: self.task.length], []
+        for seed in range(n):
+            torch.manual_seed(seed)
+            model = models.build(self.recipe.model).eval()
+            lines.append(" ".join(map(str, complete(model, [[0]], sources=[source], max_new=len(source))[0])))
+        return lines
+
+
+class Translation(SequenceToSequence):
+    """Source text to target text, with one shared vocabulary or two."""
+
+    units = Task.units | {"bleu": "BLEU (sacrebleu)"}
+
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
+        from gradus.tasks.sources import open_pairs
+
+        super().__init__(recipe)
+        self.room = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len) - 1
+        self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
+        self.source_tokenizer = self.tokenizers[""]
+        self.target_tokenizer = self.tokenizers.get("target", self.source_tokenizer)
+        self.label_smoothing = recipe.task.label_smoothing
+        self.pad_id = self.source_tokenizer.pad_id or 0
+        t = self.target_tokenizer
+        self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
+        # T5 starts its decoder with padding, the original Transformer with a begin token
+        self.start_id = (t.pad_id or 0) if recipe.model.family == "t5" or t.bos_id is None else t.bos_id
+        if self.eos_id is None:
+            raise UserError("tokenizer: it has no end-of-sequence token, which translation needs. Use tokenizer.kind=bpe or another file.")
+        self.end = np.array([self.eos_id])
+        self.source_end = np.array([self.source_tokenizer.eos_id if self.source_tokenizer.eos_id is not None else self.eos_id])
+        self.start = np.array([self.start_id])
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        update = {}
+        for key, tokenizer in (("vocab_size", self.source_tokenizer), ("target_vocab_size", self.target_tokenizer)):
+            if not hasattr(model, key) or (key == "target_vocab_size" and "target" not in self.tokenizers):
+                continue
+            size = getattr(model, key)
+            if size is None:
+                update[key] = tokenizer.vocab_size
+            elif size < tokenizer.vocab_size:
+                raise UserError(f"model.{key}={size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out or set at least that.")
+        if "target" in self.tokenizers and getattr(model, "share_embeddings", False):
+            raise UserError("tokenizer.shared=false needs model.share_embeddings=false (and each language its own vocabulary).")
+        return model.model_copy(update=update)
+
+    def sequences(self, sample):
+        source, target = sample["source"][: self.room], sample["target"][: self.room]
+        return np.concatenate((source, self.source_end)), np.concatenate((self.start, target)), np.concatenate((target, self.end))
+
+    def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
+        """Greedy translations of source ids (with their end token)."""
+        longest = max(len(s) for s in sources)
+        room = min(self.room, max_new or 2 * longest + 10)
+        new = complete(model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id, pad_id=self.pad_id)
+        return [self.target_tokenizer.decode(row) for row in new]
+
+    def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
+        """Greedy translations of texts."""
+        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.source_tokenizer.encode_batch(texts)]
+        return self.translate(model, rows, self.recipe.evaluate.max_new)
+
+    def translate_split(self, model: nn.Module, split: str, batch: int = 64) -> tuple[list[str], list[str], list[str]]:
+        """(sources, references, greedy translations) of a whole split."""
+        data, out = self.splits[split], {}
+        order = np.argsort([len(data[i]["source"]) for i in range(len(data))], kind="stable")
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            rows = [self.sequences(data[i])[0].tolist() for i in part]
+            out.update(zip(part.tolist(), self.translate(model, rows, self.recipe.evaluate.max_new)))
+        chosen = getattr(data, "chosen", range(len(data)))
+        sources, references = ([texts[i] for i in chosen] for texts in map(list, self.corpora[split]))
+        return sources, references, [out[i] for i in range(len(data))]
+
+    def decoded_metrics(self, model: nn.Module, split: str) -> dict[str, float]:
+        """BLEU of greedy translations by sacrebleu (Post 2018), default tokenisation 13a, case kept."""
+        import sacrebleu
+
+        _, references, translations = self.translate_split(model, split)
+        return {"bleu": sacrebleu.corpus_bleu(translations, [references]).score}
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        split = "test" if "test" in self.splits else "valid"
+        raw = list(itertools.islice(zip(*self.corpora[split]), n))
+        translated = self.translate_texts(model, [s for s, _ in raw])
+        return [line for (s, t), out in zip(raw, translated) for line in (f"source     {s}", f"reference  {t}", f"ours       {out}", "")]
+
+

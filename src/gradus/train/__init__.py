@@ -1,0 +1,1 @@
+"""The trainer: one exact step, run state that resumes to the bit, the log."""

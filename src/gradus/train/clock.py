@@ -1,0 +1,45 @@
+"""One honest clock: every second of a run belongs to exactly one kind, and a resume goes on counting."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+KINDS = ("train", "data", "evaluate", "checkpoint")
+
+
+class Clock:
+    """Seconds of wall time by kind (`train`: steps; `data`: waiting for batches; `evaluate`; `checkpoint`)."""
+
+    def __init__(self, device: torch.device, seconds: dict[str, float] | None = None):
+        self.device = device
+        self.seconds = {kind: 0.0 for kind in KINDS} | (seconds or {})
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what was asked of it, so that its time is not counted to the next kind."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @contextlib.contextmanager
+    def count(self, kind: str, wait: bool = False) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+            if wait:
+                self.synchronise()
+        finally:
+            self.seconds[kind] += time.perf_counter() - start
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest: PyTorch's allocator on a GPU, the resident set of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,115 @@
+"""What a run says while it runs: one live line on a terminal, plain lines elsewhere, rows always."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from gradus import __version__
+from gradus.errors import need
+from gradus.recipe.schema import Log
+from gradus.rows import Row, RowFile
+
+
+def human(value: float) -> str:
+    """A short form of a count: 1234567 → 1.23M."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def environment(device: torch.device, layout_threads: int | None) -> dict:
+    """The conditions of every number of this run: software, device, threads."""
+    versions = {}
+    for package in ("torch", "numpy", "safetensors", "tokenizers", "pydantic"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found = {
+        "gradus": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions,
+        "device": str(device),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        found["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}", "cuda": torch.version.cuda}
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class RunLog:
+    """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
+
+    def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
+        self.rows = RowFile(folder / "metrics.jsonl", position)
+        self.live = sys.stdout.isatty()
+        self.board = self.wandb = None
+        if config.tensorboard:
+            self.board = need("torch.utils.tensorboard", "track", "log.tensorboard=true").SummaryWriter(str(folder / "tensorboard"))
+        if config.wandb:
+            self.wandb = need("wandb", "track", "log.wandb").init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
+
+    def write(self, rows: list[Row]) -> None:
+        self.rows.write(rows)
+        numbers = [r for r in rows if isinstance(r.value, (int, float)) and r.step is not None]
+        if self.board:
+            for r in numbers:
+                self.board.add_scalar(r.name, r.value, r.step)
+        if self.wandb and numbers:
+            self.wandb.log({r.name: r.value for r in numbers}, step=numbers[-1].step)
+
+    def line(self, text: str, passing: bool = False) -> None:
+        """Print a line. A `passing` one is overwritten by the next on a terminal."""
+        if self.live:
+            sys.stdout.write(f"\r\x1b[K{text}" + ("" if passing else "\n"))
+            sys.stdout.flush()
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self.rows.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def new_run_folder(config: Log, name: str) -> Path:
+    """`log.dir`, or `runs/<recipe>/<time>`; never one that holds a run already."""
+    if config.dir:
+        return Path(config.dir)
+    base = Path("runs") / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder, n = base, 1
+    while folder.exists():
+        folder, n = base.with_name(f"{base.name}-{n}"), n + 1
+    return folder
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Written aside and renamed."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(aside, path)

@@ -1,0 +1,319 @@
+"""The trainer. One step, exact: the loss is a sum over the global batch divided by its global count of targets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradus.data.loader import Loader
+from gradus.errors import UserError
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row
+from gradus.tasks.base import Task
+from gradus.train.checkpoint import Checkpoints
+from gradus.train.clock import Clock, peak_memory
+from gradus.train.log import RunLog, human
+from gradus.train.optim import make_optimizer
+from gradus.train.precision import Precision
+from gradus.train.schedule import learning_rate
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run stands; all of it survives a resume."""
+
+    step: int = 0  # optimizer steps taken
+    epoch: int = 0
+    epoch_step: int = 0  # steps taken in this epoch
+    accumulations: int = 0  # forward-backward passes
+    samples: int = 0
+    tokens: int = 0  # without padding
+    skipped: int = 0  # steps left out because they were not finite
+    loss_sum: float = 0.0  # of the steps' losses, for the mean over the run
+    best: float | None = None
+    best_step: int | None = None
+    last_evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Stopped(Exception):
+    """The run was asked to stop (Ctrl-C, SIGTERM) and has saved itself."""
+
+    def __init__(self, signal_number: int, checkpoint: Path):
+        self.signal_number, self.checkpoint = signal_number, checkpoint
+
+
+class Trainer:
+    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied."""
+
+    def __init__(
+        self, recipe: Recipe, task: Task, model: nn.Module, folder: Path, device: torch.device, *,
+        precision: Precision, flops_per_token: float | None = None, peak_flops: float | None = None,
+    ):  # fmt: skip
+        self.recipe, self.task, self.model, self.device, self.precision = recipe, task, model, device, precision
+        self.optimizer = make_optimizer(model, recipe.optimizer)
+        self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
+        self.folder = folder
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.progress = Progress()
+        self.clock = Clock(device)
+        self.loader = self._loader("train")
+        self.last_step = total_steps(recipe, self.loader)
+        self.metrics_position: int | None = None
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
+
+    def _loader(self, split: str) -> Loader:
+        r, training = self.recipe, split == "train"
+        batch = (r.batch.samples, r.batch.tokens) if training else (r.evaluate.batch or r.layout.micro_batch or r.batch.samples or 64, None)
+        return Loader(
+            self.task.splits[split],
+            self.task.plan(split, samples=batch[0], tokens=batch[1]),
+            self.task.collate,
+            prepare=self.task.prepare if training else self.task.prepare_evaluation,
+            seed=r.train.seed,
+            micro_batch=r.layout.micro_batch if training else None,
+            workers=r.data.workers if training else 0,
+            prefetch=r.data.prefetch,
+            persistent=r.data.persistent,
+            pin=r.data.pin and self.device.type == "cuda",
+        )
+
+    # ------------------------------------------------------------ one step
+
+    def step(self, micro_batches: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+        """One optimizer step over one global batch. Returns (loss, gradient norm), scalars that stay on the device.
+
+        Each kind of target (tokens, next sentences) has its own count over the whole batch, known before the first backward pass.
+        So accumulation, ragged lengths and micro-batch sizes change nothing but rounding: never a mean of means.
+        """
+        counts = {kind: sum(b["counts"][kind] for b in micro_batches) for kind in micro_batches[0]["counts"]}
+        loss = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            batch = self.precision.cast_batch(self.task.to_device(batch, self.device))
+            with self.precision.autocast():
+                sums = self.task.losses(self.model, batch)
+            share = sum(sums[kind] / max(1, counts[kind]) for kind in sums)
+            self.precision.backward(share)
+            loss += share.detach()
+        self.precision.unscale(self.optimizer)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if self.recipe.train.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.train.clip_norm, norm)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self.precision.step(self.optimizer, (~finite).float())  # a bad gradient never reaches the weights
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    # ------------------------------------------------------------ the run
+
+    def run(self, log: RunLog) -> Progress:
+        """Train to the last step. Raises Stopped after a signal, UserError on a loss that is not finite."""
+        p, recipe = self.progress, self.recipe
+        every = recipe.train.checkpoint_every
+        with stop_signals() as asked:
+            if recipe.evaluate.at_start and p.step == 0:
+                self.evaluate(log)
+            self.start, self.start_step = self._mark(), p.step
+            self.mark = self.start
+            while p.step < self.last_step:
+                n_steps = len(self.loader.plan.epoch(p.epoch))
+                for step in self._steps():
+                    rate = learning_rate(recipe.schedule, recipe.optimizer.lr, p.step + 1, self.last_step, recipe.model.d_model)
+                    for group in self.optimizer.param_groups:
+                        group["lr"] = rate
+                    with self.clock.count("train"):
+                        loss, norm = self.step(step.micro_batches)
+                    p.step, p.epoch_step, p.accumulations = p.step + 1, step.step + 1, p.accumulations + len(step.micro_batches)
+                    p.samples += len(step.indices)
+                    p.tokens += sum(b["n_tokens"] for b in step.micro_batches)
+                    self.pending.append((p.step, rate, loss, norm))
+                    if p.step % recipe.log.every == 0 or p.step == self.last_step:
+                        self._flush(log)
+                    if self._evaluate_now(p.epoch_step == n_steps):
+                        self.evaluate(log)
+                    if asked or p.step == self.last_step or (every and p.step % every == 0):
+                        saved = self.save(log)
+                        if asked and p.step < self.last_step:
+                            raise Stopped(asked[0], saved)
+                    if p.step == self.last_step:
+                        return p
+                p.epoch, p.epoch_step = p.epoch + 1, 0
+        return p
+
+    def _steps(self) -> Iterator[Any]:
+        """The loader's steps from where the run stands, with the time spent waiting for each counted."""
+        steps = iter(self.loader.steps(self.progress.epoch, self.progress.epoch_step))
+        while True:
+            with self.clock.count("data"):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
+
+    def _evaluate_now(self, epoch_ends: bool) -> bool:
+        every, p = self.recipe.evaluate.every, self.progress
+        if "valid" not in self.task.splits:
+            return False
+        return p.step == self.last_step or (p.step % every == 0 if every else epoch_ends)
+
+    def _flush(self, log: RunLog) -> None:
+        """Read the pending losses from the device (the only place that waits for it), check them, log them."""
+        if not self.pending:
+            return
+        with self.clock.count("train"):
+            values = torch.stack([torch.stack((loss.float(), norm.float())) for *_, loss, norm in self.pending]).tolist()
+        p, (step, rate, *_) = self.progress, self.pending[-1]
+        for (at, *_), (loss, norm) in zip(self.pending, values):
+            scaler_skips = self.precision.scaler is not None and math.isfinite(loss)  # fp16: the scaler backs off by itself
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                p.skipped += 1
+                if self.recipe.train.on_nonfinite == "stop" and not scaler_skips:
+                    self._stop_nonfinite(at, loss, norm, log)
+            if math.isfinite(loss):
+                p.loss_sum += loss
+        self.pending.clear()
+        before, self.mark = self.mark, self._mark()
+        elapsed, n_samples, n_tokens = (now - then for now, then in zip(self.mark, before))
+        loss, norm = values[-1]
+        rows = [
+            Row("train/loss", loss, self.task.loss_unit, step),
+            Row("train/lr", rate, "", step),
+            Row("train/grad_norm", norm, "", step),
+            Row("train/samples", p.samples, "samples", step),
+            Row("train/tokens", p.tokens, "tokens", step),
+            Row("train/samples_per_s", n_samples / elapsed, "samples/s", step),
+            Row("train/tokens_per_s", n_tokens / elapsed, "tokens/s", step),
+            Row("train/data_wait", self.clock.seconds["data"], "s", step),
+            Row("memory/peak", peak_memory(self.device), "bytes", step),
+        ]
+        speed = f"{human(n_tokens / elapsed)} tokens/s" if self.task.counts_tokens else f"{human(n_samples / elapsed)} samples/s"
+        if self.flops_per_token and self.peak_flops:
+            mfu = self.flops_per_token * n_tokens / elapsed / self.peak_flops
+            rows.append(Row("train/mfu", mfu, "of peak", step, {"convention": "model FLOPs, full attention, no recompute"}))
+            speed += f"  MFU {mfu:.1%}"
+        log.write(rows)
+        spent, _, _, steps = (now - then for now, then in zip((*self.mark, p.step), (*self.start, self.start_step)))
+        left = (self.last_step - p.step) * spent / max(1, steps)
+        seen = f"{human(p.tokens)} tokens" if self.task.counts_tokens else f"{human(p.samples)} samples"
+        accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
+        log.line(
+            f"step {p.step}/{self.last_step}{accumulation}  loss {loss:.4f}  lr {rate:.2e}  {speed}  {seen}"
+            f"  {peak_memory(self.device) / 1e9:.2f} GB  ETA {int(left) // 60}:{int(left) % 60:02d}",
+            passing=p.step < self.last_step,
+        )
+
+    def _mark(self) -> tuple[float, int, int]:
+        """(seconds of training and waiting for data, samples, tokens) so far."""
+        return self.clock.seconds["train"] + self.clock.seconds["data"], self.progress.samples, self.progress.tokens
+
+    def _stop_nonfinite(self, step: int, loss: float, norm: float, log: RunLog) -> None:
+        last = self.checkpoints.latest()
+        good = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        log.write([Row("train/nonfinite", str(loss), "", step)])
+        raise UserError(
+            f"step {step}: {what}. {good} Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, "
+            "or layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and counts them."
+        )
+
+    # ------------------------------------------------------------ evaluation and state
+
+    @torch.no_grad()
+    def evaluate(self, log: RunLog | None = None, split: str = "valid") -> dict[str, float]:
+        """Every sample of the split exactly once; metrics are sums divided by counts. Keeps the best checkpoint."""
+        with self.clock.count("train", wait=True):
+            pass  # what the device still has to do of the steps is training time
+        with self.clock.count("evaluate"):
+            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, self._loader(split), self.precision, self.device).items()}
+        p = self.progress
+        if log is not None:
+            log.write([Row(name, value, self.task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()])
+            log.line(f"step {p.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if split == "valid":
+            p.last_evaluation = metrics
+            name = self.recipe.evaluate.best or f"valid/{self.task.best}"
+            if name not in metrics:
+                raise UserError(f"evaluate.best={name}: no such metric here. There are {', '.join(metrics)}.")
+            value, sign = metrics[name], 1 if self.task.higher_is_better(name.split("/")[1]) else -1
+            if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
+                p.best, p.best_step = value, p.step
+                with self.clock.count("checkpoint"):
+                    self.checkpoints.save_best(p.step, self.model, self.task.tokenizers)
+        return metrics
+
+    def save(self, log: RunLog) -> Path:
+        self._flush(log)
+        state = {"progress": dataclasses.asdict(self.progress), "seconds": self.clock.seconds, "metrics_position": log.rows.position}
+        with self.clock.count("checkpoint"):
+            return self.checkpoints.save(self.progress.step, self.model, self.task.tokenizers, self.optimizer, self.precision, state)
+
+    def resume(self) -> Path | None:
+        """Go back to the newest whole checkpoint, if there is one."""
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            state = self.checkpoints.load(latest, self.model, self.optimizer, self.precision)
+            self.progress = Progress(**state["progress"])
+            self.clock.seconds |= state["seconds"]
+            self.metrics_position = state["metrics_position"]
+        return latest
+
+
+def total_steps(recipe: Recipe, loader: Loader) -> int:
+    """Optimizer steps of the whole run; part of an epoch counts its steps, rounded up."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    whole = int(recipe.train.epochs)
+    steps = sum(len(loader.plan.epoch(e)) for e in range(whole))
+    rest = recipe.train.epochs - whole
+    return steps + (math.ceil(rest * len(loader.plan.epoch(whole))) if rest else 0)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision, device: torch.device) -> dict[str, float]:
+    """The task's metrics over a whole split, in evaluation mode; the model's mode is put back."""
+    was_training = model.training
+    model.eval()
+    totals: dict[str, list[float]] = {}
+    try:
+        for step in loader.steps(0):
+            for batch in step.micro_batches:
+                batch = precision.cast_batch(task.to_device(batch, device))
+                with precision.autocast():
+                    found = task.evaluate(model, batch)
+                for name, (value, count) in found.items():
+                    total = totals.setdefault(name, [0.0, 0])
+                    total[0] += float(value)
+                    total[1] += count
+    finally:
+        model.train(was_training)
+    return task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()})
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list that holds the signal once Ctrl-C or SIGTERM came; a second Ctrl-C stops at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(number, frame):
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

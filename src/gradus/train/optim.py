@@ -1,0 +1,44 @@
+"""PyTorch's own optimizers, fused, with weight decay only where it belongs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradus.recipe.schema import Optimizer
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Matrices decay; biases, norms, class tokens and positions do not (Loshchilov & Hutter 2019; Devlin et al. 2019, code)."""
+    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm"))
+
+
+def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the model's parameters that are trained, in two groups: decayed and not."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if decays(name, p)], "weight_decay": getattr(config, "weight_decay", 0.0)},
+        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name, e.g. `exp_avg.blocks.0.mlp.up.weight`."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{key}.{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def load_state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `state_tensors`."""
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        kind, name = key.split(".", 1)
+        parameter = parameters[name]
+        # step counters are scalars that the fused kernels want beside the parameter
+        optimizer.state[parameter][kind] = value.to(parameter.device).clone()

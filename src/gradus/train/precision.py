@@ -1,0 +1,77 @@
+"""In which numbers a step is computed: applied around the model, never inside it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from gradus.errors import UserError
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
+
+
+class Precision:
+    """`fp32`; `bf16` and `fp16` keep fp32 weights and compute matrix products in half (autocast; fp16 with loss scaling);
+    `pure_bf16` and `pure_fp16` cast the weights and the optimizer's state too (no master copy, no scaling)."""
+
+    def __init__(self, name: str, device: torch.device):
+        self.name, self.device = name, device
+        self.pure = name.startswith("pure_")
+        self.dtype = HALF.get(name, torch.float32)
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        if name.endswith("bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise UserError("layout.precision=bf16: this GPU has no bf16. Use layout.precision=fp16.")
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        return model.to(self.dtype) if self.pure else model
+
+    def cast_batch(self, batch: dict) -> dict:
+        """Floating-point inputs (images) in the weights' own type."""
+        if not self.pure:
+            return batch
+        return {k: v.to(self.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+
+    def autocast(self):
+        if self.pure or self.name == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
+        """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite): decided on the device, without
+        waiting for it, by the fused kernels."""
+        if self.scaler:
+            self.scaler.step(optimizer)  # skips by its own count of infinities
+            self.scaler.update()
+            return
+        optimizer.found_inf = bad
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
+
+    def state(self) -> dict:
+        return self.scaler.state_dict() if self.scaler else {}
+
+    def load_state(self, state: dict) -> None:
+        if self.scaler and state:
+            self.scaler.load_state_dict(state)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes the accelerator that is there, else the CPU. Raises UserError when the named one is absent."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device(found.type) if found is not None and found.type in ("cuda", "mps") else torch.device("cpu")
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there[name]:
+        raise UserError(f"layout.device={name}: there is none here. Use layout.device={'cuda' if there['cuda'] else 'cpu'} or auto.")
+    return torch.device(name)

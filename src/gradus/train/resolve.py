@@ -1,0 +1,46 @@
+"""Which recipe, and which run, a command line means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gradus import models, recipe as recipes
+from gradus.errors import UserError
+from gradus.recipe.schema import Recipe
+
+
+def load(name: str, overrides: list[str], extra: dict[str, Any] | None = None) -> tuple[Recipe, list[str]]:
+    """(recipe, notes). Where `model.init` names local weights, their configuration is the model's; a hub name's when it can be had."""
+    notes: list[str] = []
+    recipe = recipes.load(name, overrides, notes=notes, configure=_configuration, **(extra or {}))
+    return recipe, notes
+
+
+def _configuration(init: str) -> dict[str, Any] | None:
+    """What config.json beside the weights says; None where only the hub has it (it is then read when the weights are)."""
+    if not Path(init).expanduser().exists():
+        if init.startswith((".", "/", "~")):
+            raise UserError(f"model.init={init}: no such file or folder.")
+        try:
+            return models.config_of(init).model_dump()
+        except UserError:
+            return None
+    return models.config_of(init).model_dump()
+
+
+def run_to_resume(name: str, overrides: list[str]) -> Path:
+    """The run folder that `--resume` means: RECIPE itself, else log.dir, else the newest run of that recipe."""
+    if (Path(name) / "recipe.yaml").exists():
+        return Path(name)
+    given = dict(o.split("=", 1) for o in overrides if "=" in o)
+    if "log.dir" in given:
+        folder = Path(given["log.dir"])
+        if not (folder / "recipe.yaml").exists():
+            raise UserError(f"--resume: {folder} holds no run. Start it without --resume.")
+        return folder
+    base = Path("runs") / Path(name).stem
+    runs = sorted(p.parent for p in base.glob("*/recipe.yaml"))
+    if not runs:
+        raise UserError(f"--resume: no run of {name} in {base}. Give a run folder, or start it without --resume.")
+    return runs[-1]

@@ -1,0 +1,254 @@
+"""From a recipe to a run: resolve what only data and weights know, build, apply the layout, train, keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradus import models, recipe as recipes, tasks
+from gradus.errors import UserError
+from gradus.parallel.apply import apply
+from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Task
+from gradus.train.checkpoint import Checkpoints
+from gradus.train.log import RunLog, environment, human, new_run_folder, write_json
+from gradus.train.loop import Progress, Trainer, total_steps
+from gradus.train.precision import Precision, pick_device
+from gradus.train.schedule import learning_rate
+
+
+@dataclasses.dataclass
+class Session:
+    """A resolved recipe with its task, device and precision."""
+
+    recipe: Recipe
+    task: Task
+    device: torch.device
+    precision: Precision
+
+    def build(self) -> nn.Module:
+        """The model: the paper's initialisation drawn from the recipe's seed, or `model.init`'s weights; on its device, not yet changed
+        by the layout."""
+        torch.manual_seed(self.recipe.train.seed)
+        config = self.recipe.model
+        if config.init is None:
+            model = models.build(config)
+        else:
+            fields = {k: v for k, v in config.model_dump().items() if k not in ("family", "preset", "init")}
+            model = models.load(config.init, strict=False, **fields)
+        return self.precision.cast(model).to(self.device)
+
+
+def open_session(recipe: Recipe, tokenizers: dict | None = None) -> Session:
+    """Open the data, complete the model's configuration from it, choose device and precision.
+
+    Raises UserError for anything in the recipe that the data, the weights or this machine cannot follow.
+    """
+    layout = recipe.layout
+    if layout.threads:
+        torch.set_num_threads(layout.threads)
+    device = pick_device(layout.device)
+    if layout.tf32:
+        torch.set_float32_matmul_precision("high")
+    task = tasks.open_task(recipe, tokenizers)
+    model = task.complete(recipe.model)
+    resolved = recipe.model_copy(update={"model": model})
+    task.recipe = resolved
+    return Session(resolved, task, device, Precision(layout.precision, device))
+
+
+def derive(session: Session) -> dict[str, Any]:
+    """What follows from the recipe: parameters, steps, tokens, micro-batch, accumulation, the schedule's end."""
+    r, task = session.recipe, session.task
+    plan = task.plan("train", r.batch.samples, r.batch.tokens)
+    steps_an_epoch = len(plan.epoch(0))
+    counts = models.count(r.model)
+    last = r.train.steps or int(round(r.train.epochs * steps_an_epoch))
+    samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
+    samples = min(samples, len(task.splits["train"]))
+    micro = min(r.layout.micro_batch or samples, samples)
+    lengths = getattr(task.splits["train"], "lengths", None)
+    mean_length = float(lengths.sum(-1).mean() if lengths is not None and lengths.ndim > 1 else lengths.mean()) if lengths is not None else None
+    if mean_length is None and hasattr(task, "seq_len"):
+        mean_length = float(task.seq_len)
+    rate = [learning_rate(r.schedule, r.optimizer.lr, s, last, r.model.d_model) for s in (1, last)]
+    return {
+        "parameters": counts["total"],
+        "parameters_by_component": {k: v for k, v in counts.items() if k != "total" and v},
+        "train_samples": len(task.splits["train"]),
+        "valid_samples": len(task.splits["valid"]) if "valid" in task.splits else None,
+        "steps_an_epoch": steps_an_epoch,
+        "steps": last,
+        "epochs": round(last / steps_an_epoch, 3),
+        "samples_a_step": samples if r.batch.samples else f"about {samples}",
+        "tokens_a_step": r.batch.tokens or (round(samples * mean_length) if mean_length else None),
+        "micro_batch": micro,
+        "accumulation": -(-samples // micro),
+        "learning_rate": {"first_step": rate[0], "last_step": rate[1]},
+        "schedule_end": r.schedule.end_step or last,
+        "device": str(session.device),
+        "precision": r.layout.precision,
+    }
+
+
+def describe(derived: dict[str, Any]) -> str:
+    """The lines printed before step 0."""
+    d = derived
+    tokens = f", {d['tokens_a_step']:,} tokens" if d["tokens_a_step"] else ""
+    return (
+        f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, {d['steps_an_epoch']:,} steps an epoch\n"
+        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples{tokens}; "
+        f"micro-batch {d['micro_batch']} × accumulation {d['accumulation']}; {d['precision']} on {d['device']}\n"
+        f"learning rate {d['learning_rate']['first_step']:.2e} at the first step, {d['learning_rate']['last_step']:.2e} at the last"
+    )
+
+
+# what may change between a run and its continuation, since it changes no sample and no update
+FREE_ON_RESUME = ("layout", "log", "evaluate", "name")
+
+
+def check_same(before: Recipe, now: Recipe) -> None:
+    """Raises UserError that names the first thing a resume would change in the mathematics of the run."""
+    old, new = before.model_dump(), now.model_dump()
+    for section in old:
+        if section in FREE_ON_RESUME:
+            continue
+        a, b = old[section] or {}, new[section] or {}
+        for key in dict.fromkeys([*a, *b]):
+            if a.get(key) != b.get(key) and not (section == "data" and key in ("workers", "prefetch", "persistent", "pin", "path", "cache")):
+                raise UserError(
+                    f"--resume: {section}.{key} was {a.get(key)} and is now {b.get(key)}: that would be another run. Start it without --resume in a new folder."
+                )
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    summary: dict[str, Any]
+    trainer: Trainer
+
+
+def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> Outcome:
+    """Train a recipe into a run folder, or go on with the run in `resume`.
+
+    `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU.
+    Raises UserError, and Stopped after a signal once everything is saved.
+    """
+    folder = resume or new_run_folder(recipe.log, recipe.name)
+    tokenizers = None
+    if resume is None:
+        if (folder / "metrics.jsonl").exists():
+            raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
+    else:
+        if not (folder / "recipe.yaml").exists():
+            raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
+        check_same(recipes.load(folder), recipe)
+        latest = Checkpoints(folder / "checkpoints", recipe.train.keep).latest()
+        tokenizers = tasks.load_tokenizers(latest) if latest else None
+    session = open_session(recipe, tokenizers)
+    model = session.build()
+    derived = derive(session)
+    print(describe(derived), flush=True)
+    report = getattr(model, "load_report", None)
+    if report is not None:
+        print(f"weights from {recipe.model.init}" + (f"; new: {', '.join(report.new)}" if report.new else "") + (f"; unused: {', '.join(report.unused)}" if report.unused else ""))
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if resume is None:
+            (folder / "recipe.yaml").write_text(recipes.dump(session.recipe))
+            write_json(folder / "environment.json", environment(session.device, recipe.layout.threads))
+    except OSError as e:
+        raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+
+    if resume is None and hasattr(session.task, "untrained"):
+        print("ten untrained models decode 1 2 3 ...:")
+        print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
+
+    apply(model, session.recipe.layout)
+    torch.manual_seed(recipe.train.seed)  # dropout draws from here on
+    model.train()
+    per_token, peak = flops(session) if flops else (None, None)
+    trainer = Trainer(session.recipe, session.task, model, folder, session.device, precision=session.precision, flops_per_token=per_token, peak_flops=peak)
+    if resume is not None:
+        at = trainer.resume()
+        print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
+    log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position if resume else None)
+    try:
+        trainer.run(log)
+        summary = finish(trainer, log, derived)
+    finally:
+        log.close()
+    return Outcome(folder, summary, trainer)
+
+
+def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, Any]:
+    """Last evaluation, samples, `summary.json`. The clock's kinds are kept apart: training is training."""
+    p, r, task, model = trainer.progress, trainer.recipe, trainer.task, trainer.model
+    metrics = dict(p.last_evaluation)
+    model.eval()
+    if r.evaluate.test:
+        if "test" not in task.splits:
+            raise UserError("evaluate.test=true: this data has no test split. Give data.test or leave it out.")
+        metrics |= trainer.evaluate(log, "test")
+    if hasattr(task, "decoded_metrics"):
+        split = "test" if r.evaluate.test else "valid"
+        with trainer.clock.count("evaluate"), trainer.precision.autocast():
+            metrics |= {f"{split}/{k}": v for k, v in task.decoded_metrics(model, split).items()}
+    examples = []
+    if r.evaluate.samples:
+        with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast():
+            examples = task.examples(model, r.evaluate.samples)
+    model.train()
+    seconds = trainer.clock.seconds
+    runtime = seconds["train"] + seconds["data"]
+    epochs = p.step / derived["steps_an_epoch"]
+    summary = {
+        "recipe": r.name,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "parameters": derived["parameters"],
+        "steps": p.step,
+        "epoch": round(epochs, 4),
+        "samples": p.samples,
+        "tokens": p.tokens,
+        "train_runtime": round(runtime, 3),
+        "train_samples_per_second": round(p.samples / runtime, 3),
+        "train_steps_per_second": round(p.step / runtime, 4),
+        "train_tokens_per_second": round(p.tokens / runtime, 1),
+        "train_loss": p.loss_sum / max(1, p.step - p.skipped),
+        "hours_per_epoch": round(runtime / 3600 / max(epochs, 1e-9), 6),
+        "skipped_steps": p.skipped,
+        "seconds": {k: round(v, 3) for k, v in seconds.items()},
+        "best": {"metric": r.evaluate.best or f"valid/{task.best}", "value": p.best, "step": p.best_step} if p.best is not None else None,
+        "metrics": metrics,
+    }
+    write_json(trainer.folder / "summary.json", summary)
+    print_summary(trainer, summary, examples)
+    return summary
+
+
+def print_summary(trainer: Trainer, summary: dict[str, Any], examples: list[str]) -> None:
+    s = summary
+    print()
+    for key in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"):
+        print(f"{key:26} {s[key]:.6g}")
+    print(f"{'hours_per_epoch':26} {s['hours_per_epoch']:.6g}")
+    clock = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
+    print(f"{'where the time went':26} {clock}")
+    print(f"{'seen':26} {human(s['samples'])} samples, {human(s['tokens'])} tokens" + (f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""))
+    for name, value in s["metrics"].items():
+        print(f"{name:26} {value:.4f}")
+    for line in examples:
+        print(line)
+    print(f"run folder: {trainer.folder}", flush=True)
+
+
+__all__ = ["Outcome", "Progress", "Session", "derive", "describe", "open_session", "total_steps", "train"]

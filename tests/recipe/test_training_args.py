@@ -1,0 +1,216 @@
+"""Hugging Face TrainingArguments read as a recipe's keys: what is mapped, and that nothing is passed over in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from gradus.errors import UserError
+from gradus.recipe import load, training_args
+from gradus.recipe.training_args import from_training_args
+
+HANDS_ON = {
+    "output_dir": "./output",
+    "evaluation_strategy": "epoch",
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 16,
+    "learning_rate": 5e-5,
+    "fp16": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """(what the file maps to, its notes)"""
+
+    def read(**arguments):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"TrainingArgs": arguments}), encoding="utf-8")
+        return from_training_args(path)
+
+    return read
+
+
+def test_the_hands_ons_file(read):
+    ours, notes = read(**HANDS_ON)
+    assert ours == {
+        "log.dir": "./output", "train.epochs": 2, "optimizer.lr": 5e-5, "evaluate.batch": 16, "batch.samples": 16, "layout.micro_batch": 16,
+        "layout.precision": "fp32", "evaluate.every": None, "train.checkpoint_every": None, "log.tensorboard": False, "log.wandb": None,
+    }  # fmt: skip
+    assert [note.split("=")[0] for note in notes] == ["per_device_train_batch_size", "logging_strategy", "save_strategy", "disable_tqdm"]
+    recipe = load("imdb-bert", **ours)
+    assert (recipe.train.epochs, recipe.batch.samples, recipe.log.dir, recipe.optimizer.lr) == (2.0, 16, "./output", 5e-5)
+    assert load("imdb-bert", ["train.epochs=1", "layout.precision=bf16"], **ours).train.epochs == 1  # the command line wins
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}, {"batch.samples": 32, "layout.micro_batch": 8}),
+        ({"max_steps": 100, "num_train_epochs": 3}, {"train.steps": 100}),
+        ({"max_steps": -1, "num_train_epochs": 3}, {"train.epochs": 3}),
+        ({"weight_decay": 0.1, "adam_epsilon": 1e-6, "adam_beta2": 0.95},
+         {"optimizer.weight_decay": 0.1, "optimizer.eps": 1e-6, "optimizer.betas": [0.9, 0.95]}),
+        ({"adam_beta1": 0.8}, {"optimizer.betas": [0.8, 0.999]}),
+        ({"optim": "adamw_torch_fused"}, {"optimizer.name": "adamw"}),
+        ({"optim": "sgd", "adam_beta1": 0.8, "adam_epsilon": 1e-8}, {"optimizer.name": "sgd"}),
+        ({"max_grad_norm": 0.5}, {"train.clip_norm": 0.5}),
+        ({"max_grad_norm": 0}, {"train.clip_norm": None}),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 10}, {"schedule.name": "cosine", "schedule.final": 0.0, "schedule.warmup_steps": 10}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}, {"schedule.name": "constant", "schedule.warmup_steps": 10}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"schedule.name": "constant", "schedule.warmup_steps": 0}),
+        ({"warmup_ratio": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_steps": 11}),  # rounded up, as there
+        ({"warmup_steps": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_steps": 11}),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5, "max_steps": 100}, {"train.steps": 100, "schedule.warmup_steps": 5}),
+        ({"warmup_ratio": 0.1}, {}),
+        ({"warmup_steps": 0}, {"schedule.warmup_steps": 0}),
+        ({"fp16": True}, {"layout.precision": "fp16"}),
+        ({"bf16": True, "fp16": False}, {"layout.precision": "bf16"}),
+        ({"bf16": False}, {"layout.precision": "fp32"}),
+        ({"tf32": True}, {"layout.tf32": True}),
+        ({"eval_strategy": "steps", "eval_steps": 50}, {"evaluate.every": 50}),
+        ({"eval_strategy": "steps", "logging_steps": 20}, {"evaluate.every": 20, "log.every": 20}),
+        ({"eval_strategy": "steps"}, {"evaluate.every": 500}),
+        ({"evaluation_strategy": "steps", "eval_steps": 0.25, "max_steps": 100}, {"train.steps": 100, "evaluate.every": 25}),
+        ({"eval_strategy": "no"}, {}),
+        ({"eval_strategy": False}, {}),
+        ({"eval_on_start": True}, {"evaluate.at_start": True}),
+        ({"logging_strategy": "steps", "logging_steps": 5}, {"log.every": 5}),
+        ({"logging_steps": 7}, {"log.every": 7}),
+        ({"save_strategy": "steps", "save_steps": 30, "save_total_limit": 1}, {"train.checkpoint_every": 30, "train.keep": 1}),
+        ({"save_strategy": "epoch"}, {}),
+        ({"report_to": "tensorboard"}, {"log.tensorboard": True, "log.wandb": None}),
+        ({"report_to": ["wandb"], "project": "p"}, {"log.tensorboard": False, "log.wandb": "p"}),
+        ({"report_to": "all"}, {"log.tensorboard": True, "log.wandb": "huggingface"}),
+        ({"seed": 7}, {"train.seed": 7}),
+        ({"label_smoothing_factor": 0.1}, {"task.label_smoothing": 0.1}),
+        ({"dataloader_num_workers": 4, "dataloader_prefetch_factor": 3}, {"data.workers": 4, "data.prefetch": 3}),
+        ({"dataloader_prefetch_factor": 3}, {}),
+        ({"dataloader_pin_memory": False}, {"data.pin": False}),
+        ({"gradient_checkpointing": True}, {"layout.checkpointing": "full"}),
+        ({"torch_compile": True}, {"layout.compile": "default"}),
+        ({"torch_compile_mode": "max-autotune"}, {"layout.compile": "max-autotune"}),
+        ({"group_by_length": True}, {"data.pad": "bucket"}),
+        ({"train_sampling_strategy": "group_by_length"}, {"data.pad": "bucket"}),
+        ({"use_cpu": True}, {"layout.device": "cpu"}),
+        ({"learning_rate": None, "max_grad_norm": None}, {}),
+    ],
+)  # fmt: skip
+def test_what_is_mapped(read, arguments, ours):
+    found, notes = read(**arguments)
+    assert found == ours
+    # what left no trace in the recipe has a note, unless it says the default of nothing
+    silent = {"num_train_epochs", "max_steps", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_epsilon"}
+    if not ours and any(value is not None for value in arguments.values()):
+        assert len(notes) == 1 and notes[0].startswith(next(iter(arguments)) + "=")
+    elif not silent & set(arguments) and "per_device_train_batch_size" not in arguments:
+        assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
+        ({"zzzz": [1]}, "zzzz=[1]: not a name of TrainingArguments. See the names of transformers.TrainingArguments."),
+        ({"optim": "adafactor"}, "optim=adafactor: not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+        ({"optim": "adamw_torch_8bit"},
+         "optim=adamw_torch_8bit: not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+        ({"lr_scheduler_type": "polynomial"},
+         "lr_scheduler_type=polynomial: not to be had here; the recipe's schedule stays. "
+         "There are constant, linear, cosine and noam (schedule.name)"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio=0.1: the number of steps depends on the data. Set schedule.warmup_steps, or max_steps"),
+        ({"gradient_accumulation_steps": 4},
+         "gradient_accumulation_steps=4: it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"),
+        ({"report_to": "mlflow"},
+         "report_to=mlflow: not to be had here. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"),
+        ({"eval_steps": 5}, "eval_steps=5.0: no effect without eval_strategy=steps. Set evaluate.every"),
+        ({"push_to_hub": True}, "push_to_hub=true: nothing is uploaded"),
+        ({"use_liger_kernel": True},
+         "use_liger_kernel=true: it has no counterpart here and is not taken over. Take it out of the file, or run without it"),
+        ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 holds instead, as with Hugging Face"),
+    ],
+)  # fmt: skip
+def test_what_is_not_mapped_is_named_with_what_to_do(read, arguments, note):
+    assert read(**arguments)[1] == [note]
+
+
+def test_every_name_of_the_library_is_known():
+    """Oracle: the dataclass of the installed transformers. Each of its names is taken up in exactly one place."""
+    transformers = pytest.importorskip("transformers")
+    theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    places = [training_args.SAME, training_args.MAPPED, training_args.ADVICE, training_args.WITHOUT_COUNTERPART]
+    assert theirs - {name for place in places for name in place} == set()
+    assert [name for name in theirs if sum(name in place for place in places) > 1] == []
+
+
+def test_a_name_that_is_mapped_is_taken(read):
+    """Nothing falls through: every mapped name leaves the list of those that are left."""
+    for name in [*training_args.SAME, *training_args.MAPPED]:
+        value = True if name in ("fp16", "bf16", "gradient_checkpointing", "group_by_length", "torch_compile", "use_cpu", "no_cuda") else 1
+        value = "no" if name.endswith(("_strategy", "_type", "_mode", "optim", "report_to")) else value
+        assert not any("not a name" in note or "no counterpart" in note for note in read(**{name: value})[1])
+
+
+def test_values_go_through_the_recipes_own_checks(read):
+    with pytest.raises(UserError, match=r"^argument: optimizer\.lr: expected a number > 0, got 'fast'\.$"):
+        load("imdb-bert", **read(learning_rate="fast")[0])
+    assert load("imdb-bert", **read(learning_rate="3e-5")[0]).optimizer.lr == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fp16": "yes"}, 'TrainingArgs.fp16: expected true or false, got "yes".'),
+        ({"fp16": True, "bf16": True}, "TrainingArgs.fp16 and TrainingArgs.bf16 are both true. Keep one."),
+        ({"per_device_train_batch_size": "many"}, 'TrainingArgs.per_device_train_batch_size: expected a whole number, got "many".'),
+        ({"gradient_accumulation_steps": 1.5, "per_device_train_batch_size": 1},
+         "TrainingArgs.gradient_accumulation_steps: expected a whole number, got 1.5."),
+        ({"max_grad_norm": [1]}, "TrainingArgs.max_grad_norm: expected a number, got [1]."),
+        ({"optim": 3}, "TrainingArgs.optim: expected a word in quotes, got 3."),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_worked_with_is_one_line(read, tmp_path, arguments, text):
+    with pytest.raises(UserError) as e:
+        read(**arguments)
+    assert str(e.value) == f"{tmp_path / 'config.json'}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "line 1, column 1: not valid JSON: Expecting value."),
+        ('{"TrainingArgs": {"seed": 1,}}', "line 1, column 29: not valid JSON: "),
+        ('{"TrainingArgs": {"seed": 1, "seed": 2}}', "seed: given twice. Keep one."),
+        ("[]", 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ('{"TrainingArg": {}}',
+         'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'
+         " Did you mean TrainingArg?"),
+        ('{"TrainingArgs": 3}', 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_one_line(tmp_path, content, text):
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as e:
+        from_training_args(path)
+    assert str(e.value).startswith(f"{path}: {text}") and "\n" not in str(e.value)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        from_training_args(tmp_path / "config.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        from_training_args(tmp_path)
+
+
+def test_other_objects_of_the_file_are_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"TrainingArgs": {"seed": 1}, "ModelArgs": {}}), encoding="utf-8")
+    assert from_training_args(path) == ({"train.seed": 1}, ["ModelArgs: only TrainingArgs is read from this file"])
