@@ -71,7 +71,10 @@ def main() -> None:
                 base = base or row["peak_mib"]
                 row["saved"] = 1 - row["peak_mib"] / base
                 rows.append(row)
-                print(f"n={length:5} {row['kernel']:12} {row['peak_mib']:9.1f} MiB  saved {row['saved']:6.1%}  {row['median_ms']:9.1f} ms ({row['spread_ms']:.1f})", flush=True)
+                print(
+                    f"n={length:5} {row['kernel']:12} {row['peak_mib']:9.1f} MiB  saved {row['saved']:6.1%}  {row['median_ms']:9.1f} ms ({row['spread_ms']:.1f})",
+                    flush=True,
+                )
     if args.out:
         conditions = {
             "heads": 12, "head_dim": 64, "batch": 1, "dtype": "float32", "causal": args.causal, "torch": torch.__version__,

@@ -154,7 +154,9 @@ def main() -> None:
             for side in sides:
                 side.round(data)
         base = sides[0].speeds
-        print(f"\n{family}: {a.layers} layers, d_model {a.d_model}, batch {a.batch} × {a.seq}, vocabulary {VOCAB:,}, {torch.get_num_threads()} threads, {a.device}")
+        print(
+            f"\n{family}: {a.layers} layers, d_model {a.d_model}, batch {a.batch} × {a.seq}, vocabulary {VOCAB:,}, {torch.get_num_threads()} threads, {a.device}"
+        )
         for side in sides:
             ratios = [s / b for s, b in zip(side.speeds, base)]
             row = {
@@ -162,7 +164,10 @@ def main() -> None:
                 "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
             }  # fmt: skip
             out.append(row)
-            print(f"  {side.name:24} {row['samples_per_s']:8.2f} samples/s   ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})", flush=True)
+            print(
+                f"  {side.name:24} {row['samples_per_s']:8.2f} samples/s   ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
+                flush=True,
+            )
         speeds = [trainer_speed(family, a, data, a.steps * 2) for _ in range(3)]
         ratio = statistics.median(sides[1].speeds) / statistics.median(speeds)
         out.append({"family": family, "side": "transformers Trainer fp32", "samples_per_s": statistics.median(speeds), "gradus_over_it": ratio})

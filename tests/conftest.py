@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,12 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no ../shared/data beside the checkout")
     return SHARED_DATA
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where the real data must be there (CI), a test that needs them and was skipped has failed."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and os.environ.get("GRADUS_REQUIRE_SHARED_DATA") and "shared_data" in item.fixturenames:
+        report.outcome, report.longrepr = "failed", f"skipped, though the real data must be there: {report.longrepr}"

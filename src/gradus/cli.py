@@ -22,9 +22,9 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
 
-    def verb(name: str, function, text: str, recipe: bool = True) -> argparse.ArgumentParser:
+    def verb(name: str, function, text: str, recipe: bool = True, words: str = "overrides") -> argparse.ArgumentParser:
         p = verbs.add_parser(name, help=text, description=text)
-        p.set_defaults(function=function)
+        p.set_defaults(function=function, words=words)
         if recipe:
             p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder")
             p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. train.steps=100 optimizer.lr=1e-3")
@@ -36,11 +36,11 @@ def parser() -> Parser:
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
-    p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False)
+    p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False, words="names")
     p.add_argument("names", nargs="*", metavar="PRESET", help="only these, by component")
     p = verb("fetch", fetch, "stage a recipe's tokenizer, weights and data for a machine without internet")
     p.add_argument("--to", required=True, metavar="DIR", help="folder to fill")
-    p = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False)
+    p = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files")
     p.add_argument("action", choices=["train"])
     p.add_argument("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
     p.add_argument("--vocab-size", type=int, required=True, metavar="N")
@@ -52,7 +52,7 @@ def parser() -> Parser:
     p = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split")
     p.add_argument("--split", default="valid", choices=["valid", "test", "train"])
     p.add_argument("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    p = verb("predict", predict, "text or image in: label, filled mask, translation or features out", recipe=False)
+    p = verb("predict", predict, "text or image in: label, filled mask, translation or features out", recipe=False, words="inputs")
     p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     p.add_argument("inputs", nargs="*", metavar="INPUT", help="texts or image files; none: lines of standard input")
     p.add_argument("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
@@ -61,9 +61,9 @@ def parser() -> Parser:
     p.add_argument("--top", type=int, default=5, help="how many likely answers")
     p.add_argument("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     p.add_argument("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
-    p = verb("generate", generate, "continue a text", recipe=False)
+    p = verb("generate", generate, "continue a text", recipe=False, words="prompt")
     p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
-    p.add_argument("prompt", nargs="*", default=[""], help="the text to continue (default: from the begin token); several: one batch")
+    p.add_argument("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     p.add_argument("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
     p.add_argument("--max-new", type=int, default=200, metavar="N", help="tokens (default 200)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -174,7 +174,7 @@ def tokenizer(args) -> int:
 
     if args.vocab_size < 1:
         raise UserError(f"--vocab-size={args.vocab_size}: must be a positive whole number.")
-    texts = (row if isinstance(row, str) else row[args.text] for file in args.files for row in text.read_rows(file, None if file.endswith("txt") else [args.text]))
+    texts = (piece for file in args.files for piece in text.Corpus.open(file, args.text))
     made = tokenizers.train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     made.save(Path(args.to))
     print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; use it with tokenizer.kind=file tokenizer.path={args.to}")
@@ -213,10 +213,22 @@ def generate(args) -> int:
     return 0
 
 
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Words may stand before, between and after options, which argparse alone does not allow below a verb."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    for word in rest:
+        if word.startswith("-") or not hasattr(args, getattr(args, "words", "")):
+            known = [s for a in top._subparsers._group_actions[0].choices[args.verb]._actions for s in a.option_strings] if args.verb else []
+            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{did_you_mean(word.split('=')[0], known)}")
+        getattr(args, args.words).append(word)
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2."""
     try:
-        args = parser().parse_args(argv)
+        args = parse(argv)
         if args.verb is None:
             parser().print_help()
             return 0

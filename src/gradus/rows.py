@@ -36,7 +36,7 @@ class RowFile:
         self.path = Path(path)
         if position is not None and self.path.exists():
             os.truncate(self.path, min(position, self.path.stat().st_size))
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (open as long as the run)
 
     def write(self, rows: list[Row]) -> None:
         self.file.writelines(row.json() + "\n" for row in rows)

@@ -230,7 +230,7 @@ def test_splits_that_are_not_there(tmp_path):
 def test_blocks_of_running_text_have_the_ids_of_the_whole(shared_data, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 3000)  # many borders
     gpt2 = load(shared_data / "tokenizers/gpt2")
-    for name in ("wikitext-2/test.txt.xz", "tinyshakespeare/input.txt"):
+    for name in ("wikitext-2/valid.txt.xz", "tinyshakespeare/input.txt"):
         corpus = Corpus.open(shared_data / name)
         whole = "".join(line + "\n" for line in text.read_lines(shared_data / name))
         assert "".join(corpus) == whole
@@ -412,13 +412,13 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         print(n, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
     peaks = []
-    for megabytes in (4, 40):
+    for megabytes in (4, 28):
         path = write(tmp_path / f"{megabytes}.txt", ("some words of a line\n" * 50_000)[:1_000_000] * megabytes)
         out = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], capture_output=True, text=True, timeout=120, check=True).stdout
         n, peak = map(int, out.split())
         assert n == megabytes * 1_000_000
         peaks.append(peak / 1024)
-    assert peaks[1] - peaks[0] < 20, peaks  # MiB, of 36 MB more text and 72 MB more ids
+    assert peaks[1] - peaks[0] < 20, peaks  # MiB, of 24 MB more text and 48 MB more ids; held as Python numbers they would be 200 and more
 
 
 def test_identity_of_a_large_file_is_remembered(tmp_path, cache, monkeypatch):

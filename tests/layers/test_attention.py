@@ -69,7 +69,7 @@ def test_sizes():
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), new=st.integers(1, 4), name=st.sampled_from(sorted(KERNELS)), seed=st.integers(0, 99))
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.sampled_from(sorted(KERNELS)), st.integers(0, 99))
 def test_cache_equals_no_cache_for_ragged_rows(lengths, new, name, seed):
     """Prompts padded on the right, then one token a row at a time, against each whole row alone without a cache."""
     torch.manual_seed(seed)
@@ -128,5 +128,5 @@ def test_feed_forward(name, function):
     gated = GatedFeedForward(8, 20, name)
     torch.testing.assert_close(gated(x), (function(x @ gated.gate.weight.T) * (x @ gated.up.weight.T)) @ gated.down.weight.T)
     assert gated.up.bias is None
-    with pytest.raises(UserError, match="activation=geluu.*Did you mean gelu"):
+    with pytest.raises(UserError, match=r"activation=geluu.*Did you mean gelu"):
         FeedForward(8, 20, "geluu")

@@ -14,9 +14,7 @@ from gradus.layers.patches import WAYS
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    batch=st.integers(1, 3), channels=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(1, 4), p=st.integers(1, 4), seed=st.integers(0, 99)
-)  # fmt: skip
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
 def test_extract_cuts_row_by_row(batch, channels, rows, columns, p, seed):
     torch.manual_seed(seed)
     images = torch.randn(batch, channels, rows * p, columns * p)
@@ -47,11 +45,11 @@ def test_three_ways_give_the_same_tokens_and_gradients():
 
 
 def test_wrong_sizes_are_named():
-    with pytest.raises(UserError, match="images of 10 × 12 pixels do not cut into patches of 4 × 4"):
+    with pytest.raises(UserError, match=r"images of 10 × 12 pixels do not cut into patches of 4 × 4"):
         extract(torch.zeros(1, 3, 10, 12), 4)
-    with pytest.raises(UserError, match="images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):
+    with pytest.raises(UserError, match=r"images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):
         Patches(12, 4, 3, 10)(torch.zeros(2, 1, 12, 12))
-    with pytest.raises(UserError, match="patches=unfld.*Did you mean unfold"):
+    with pytest.raises(UserError, match=r"patches=unfld.*Did you mean unfold"):
         Patches(12, 4, 3, 10, "unfld")
     with pytest.raises(UserError, match="patches=unfld"):
         extract(torch.zeros(1, 3, 12, 12), 4, "unfld")

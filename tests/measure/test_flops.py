@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradus import models, recipe as recipes
+from gradus import models
+from gradus import recipe as recipes
 from gradus.measure.flops import PEAKS, count_flops, flops_per_token, for_run, known_peak, to_meta
 from gradus.measure.memory import component_bytes, peak_of
 from gradus.parallel.apply import use_checkpointing, use_kernel

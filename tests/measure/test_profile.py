@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from gradus import models, recipe as recipes
+from gradus import models
+from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.measure.profile import memory_picture, profile
 from gradus.train.loop import Trainer

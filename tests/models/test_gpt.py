@@ -13,7 +13,8 @@ from gradus.errors import UserError
 from gradus.layers import KERNELS, Attention, get_kernel
 from gradus.models import build, count, load, save
 from gradus.models.weights.gpt import config_from_hf, config_to_hf, rules
-from gradus.recipe.schema import GPTConfig, LlamaConfig, RopeScaling
+from gradus.parallel.apply import apply
+from gradus.recipe.schema import GPTConfig, Layout, LlamaConfig, RopeScaling
 
 VOCAB, SEQ = 41, 20
 GPT_TINY = {"vocab_size": VOCAB, "n_layers": 3, "d_model": 32, "n_heads": 4, "seq_len": SEQ}
@@ -206,8 +207,8 @@ def test_packed_equals_unpacked(name):
     apart = torch.cat([model(d[None])[0] for d in documents])[None]
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-5)
     probe = torch.randn_like(apart)
-    parameters = list(model.parameters())
-    for one, other in zip(torch.autograd.grad((together * probe).sum(), parameters), torch.autograd.grad((apart * probe).sum(), parameters), strict=True):
+    got, wanted = (torch.autograd.grad((logits * probe).sum(), list(model.parameters())) for logits in (together, apart))
+    for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
@@ -239,6 +240,21 @@ def test_kernels_make_one_model(name, kernel):
         if isinstance(module, Attention):
             module.kernel = get_kernel(kernel, 3)
     torch.testing.assert_close(model(ids, segments=segments), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_checkpointing_changes_no_gradient(name, kernel):
+    """Whatever is kept and whatever is computed again, dropout included."""
+    gradients = []
+    for mode in ("none", "attention", "selective", "full"):
+        torch.manual_seed(3)
+        model = build(DECODERS[name].model_copy(update={"dropout": 0.2}))
+        apply(model, Layout(attention=kernel, chunk=4, checkpointing=mode))
+        ids = torch.randint(0, VOCAB, (2, 11))
+        gradients.append(torch.autograd.grad(model(ids).square().sum(), list(model.parameters())))
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            assert torch.equal(one, two)
 
 
 def test_half_precision_keeps_positions(name):

@@ -66,7 +66,8 @@ def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_sca
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", [True, False], ids=["body", "whole"])
 def test_theirs_in_ours(tmp_path, tied, rope, body):
-    hf = shake(transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_TINY, num_key_value_heads=2, tie_word_embeddings=tied, rope_parameters=rope)))
+    config = transformers.LlamaConfig(**HF_TINY, num_key_value_heads=2, tie_word_embeddings=tied, rope_parameters=rope)
+    hf = shake(transformers.LlamaForCausalLM(config))
     (hf.model if body else hf).save_pretrained(tmp_path)
     if body and not tied:
         with pytest.raises(UserError, match=r"missing lm_head\.weight"):
@@ -106,8 +107,9 @@ def test_configuration_there_and_back():
     }  # fmt: skip
     read = config_from_hf(former)
     assert read == LlamaConfig(
-        vocab_size=128256, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, d_ff=14336, seq_len=131072, rope_theta=500_000.0, rope_scaling=RopeScaling()
-    )
+        vocab_size=128256, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, d_ff=14336, seq_len=131072, rope_theta=500_000.0,
+        rope_scaling=RopeScaling(),
+    )  # fmt: skip
     assert count(read)["total"] == 8_030_261_248
 
 

@@ -1,6 +1,6 @@
 """Ten steps of every family against losses kept in full precision. After a change that is meant to move them:
 
-    python tests/train/test_golden.py        writes tests/train/golden.json anew
+python tests/train/test_golden.py        writes tests/train/golden.json anew
 """
 
 from __future__ import annotations

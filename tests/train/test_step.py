@@ -18,7 +18,7 @@ TINY = {
 @pytest.fixture
 def text(tmp_path):
     """A corpus with lines of unequal length, and labelled rows."""
-    words = "the cat sat on a mat and looked at seven black crows who did not mind".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "seven", "black", "crows", "who", "did", "not", "mind"]
     lines = [" ".join(words[i % 7 : i % 7 + 1 + i % 9]) for i in range(120)]
     (tmp_path / "train.txt").write_text("\n\n".join(lines))
     (tmp_path / "valid.txt").write_text("\n\n".join(lines[:20]))
@@ -45,7 +45,19 @@ def small(name: str, text, tmp_path) -> list[str]:
 
 def trainer(name: str, text, tmp_path, *more: str) -> Trainer:
     extra = ["batch.tokens=null"] if name == "multi30k-seq2seq" else []
-    recipe = recipes.load(name, [*small(name, text, tmp_path), *extra, "batch.samples=12", "layout.device=cpu", "train.steps=8", "schedule.name=constant", "schedule.warmup_steps=0", *more])
+    recipe = recipes.load(
+        name,
+        [
+            *small(name, text, tmp_path),
+            *extra,
+            "batch.samples=12",
+            "layout.device=cpu",
+            "train.steps=8",
+            "schedule.name=constant",
+            "schedule.warmup_steps=0",
+            *more,
+        ],
+    )
     session = open_session(recipe)
     return Trainer(session.recipe, session.task, session.build(), tmp_path / "run", session.device, precision=session.precision)
 
@@ -62,7 +74,9 @@ def test_accumulation_gives_one_loss_and_one_gradient(name, text, tmp_path):
         step = next(iter(t.loader.steps(0)))
         assert len(step.micro_batches) == -(-12 // micro)
         grads: dict[str, torch.Tensor] = {}
-        t.precision.step = lambda optimizer, bad, t=t, grads=grads: grads.update({n: p.grad.clone() for n, p in t.model.named_parameters() if p.grad is not None})
+        t.precision.step = lambda optimizer, bad, t=t, grads=grads: grads.update(
+            {n: p.grad.clone() for n, p in t.model.named_parameters() if p.grad is not None}
+        )
         loss, norm = t.step(step.micro_batches)
         results[micro] = (loss.item(), norm.item(), grads)
     loss, norm, grads = results[12]
@@ -103,7 +117,9 @@ def test_step_equals_a_plain_pytorch_loop(text, tmp_path):
     undecayed = [p for n, p in positions.items() if p.ndim < 2 or "positions" in n or "norm" in n]
     decayed = [p for p in matrices if not any(p is q for q in undecayed)]
     o = t.recipe.optimizer
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": o.weight_decay}, {"params": undecayed, "weight_decay": 0.0}], lr=o.lr, betas=o.betas, eps=o.eps)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": o.weight_decay}, {"params": undecayed, "weight_decay": 0.0}], lr=o.lr, betas=o.betas, eps=o.eps
+    )
     t.model.train(), reference.train()
     for group in t.optimizer.param_groups:
         group["lr"] = o.lr

@@ -55,6 +55,7 @@ class Cache:
             raise UserError(f"the cache was made for a batch of {self.batch}, not {positions.shape[0]}; make a new one")
         lowest, highest = torch.stack(torch.aminmax(positions)).tolist()
         if lowest < 0 or highest >= self.max_len:
-            raise UserError(f"position {highest if lowest >= 0 else lowest} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise max_len")
+            outside = highest if lowest >= 0 else lowest
+            raise UserError(f"position {outside} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise max_len")
         self.length = max(self.length, highest + 1)
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]

@@ -132,8 +132,9 @@ class _Chunked(torch.autograd.Function):
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(*q.shape[:-1], 1, dtype=_wide(q.dtype))
         with _no_autocast(q.device):
-            for rows, cols in _chunks(q.shape[3], k.shape[2], chunk, causal):
-                out[..., rows, :], lse[..., rows, :] = _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout)
+            for rows, cols in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
+                dropped = _dropped(q, rows, cols, dropout)
+                out[..., rows, :], lse[..., rows, :] = _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped)
         ctx.save_for_backward(q, k, v, mask, bias, out, lse)
         return out
 
@@ -145,23 +146,37 @@ class _Chunked(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (k, v))
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
         with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
-            for rows, cols in _chunks(q.shape[3], k.shape[2], chunk, causal):
-                saved = out[..., rows, :], lse[..., rows, :], grad[..., rows, :]
-                dq[..., rows, :] = _backward_chunk(q, k, v, mask, bias, *saved, dk, dv, dbias, rows, cols, causal, scale, dropout)
+            for whole, width in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
+                dropped = _dropped(q, whole, width, dropout)  # drawn as it was in the forward pass
+                for rows, cols in _chunks(whole.start, whole.stop, -(-chunk // 2), k.shape[2], causal):  # P and dS live together: halves
+                    part = None if dropped is None else dropped[..., rows.start - whole.start : rows.stop - whole.start, cols]
+                    saved = out[..., rows, :], lse[..., rows, :], grad[..., rows, :]
+                    dq[..., rows, :] = _backward_chunk(q, k, v, mask, bias, *saved, dk, dv, dbias, rows, cols, causal, scale, dropout, part)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None, None, None, None
 
 
-def _chunks(q_len: int, k_len: int, chunk: int, causal: bool):
-    """The rows of each chunk, and the columns that any of them may look at."""
-    for start in range(0, q_len, chunk):
-        stop = min(start + chunk, q_len)
+def _chunks(first: int, last: int, chunk: int, k_len: int, causal: bool):
+    """Queries first .. last - 1 in chunks: the rows of each, and the columns that any of them may look at."""
+    for start in range(first, last, chunk):
+        stop = min(start + chunk, last)
         yield slice(start, stop), slice(0, stop if causal else k_len)
 
 
+def _dropped(q: Tensor, rows: slice, cols: slice, dropout: float) -> Tensor | None:
+    """True where a weight of the chunk is dropped, in the shape of its scores."""
+    if not dropout:
+        return None
+    shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
+    return torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout)
+
+
 def _chunk_scores(q, k, mask, bias, rows, cols, causal, scale):
-    """(batch, n_kv_heads, group, chunk, columns), -inf where a query may not look."""
-    rows_q = (q[..., rows, :] * scale).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim): a group shares its keys
-    scores = (rows_q @ k[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1)).to(_wide(q.dtype))
+    """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not look."""
+    rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)  # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
+    cols_k = k[:, :, cols].flatten(0, 1).transpose(-2, -1)
+    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed, for it is worked on in place).
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=scale).to(_wide(q.dtype))
+    scores = scores.view(*q.shape[:3], -1, scores.shape[-1])
     if bias is not None:
         scores += _window(bias, rows, cols)
     if mask is not None:
@@ -172,20 +187,19 @@ def _chunk_scores(q, k, mask, bias, rows, cols, causal, scale):
     return scores
 
 
-def _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout):
+def _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped):
     p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale)
     top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)  # finite also for a row that may look nowhere
     p.sub_(top).exp_()
     total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)  # its largest term is 1, unless the row may look nowhere: 0 / 1 then
-    if dropout:
-        p.masked_fill_(_dropped(p, dropout), 0.0)
+    if dropped is not None:
+        p.masked_fill_(dropped, 0.0)
     out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, cols]).unflatten(2, (q.shape[2], -1))
     return out / (total * (1 - dropout)), top + total.log()
 
 
-def _backward_chunk(q, k, v, mask, bias, out, lse, grad, dk, dv, dbias, rows, cols, causal, scale, dropout):
+def _backward_chunk(q, k, v, mask, bias, out, lse, grad, dk, dv, dbias, rows, cols, causal, scale, dropout, dropped):
     p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale).sub_(lse).exp_().to(v.dtype)
-    dropped = _dropped(p, dropout) if dropout else None
     delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
     grad = (grad / (1 - dropout) if dropout else grad).to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
     ds = (grad @ v[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1))
@@ -209,10 +223,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     else:
         total += a @ b
-
-
-def _dropped(p: Tensor, dropout: float) -> Tensor:
-    return torch.empty(p.shape, dtype=torch.bool, device=p.device).bernoulli_(dropout)
 
 
 def _window(x: Tensor, rows: slice, cols: slice) -> Tensor:

@@ -42,7 +42,8 @@ class Timeline:
     def __exit__(self, *error: Any) -> None:
         self.profile.__exit__(*error)
         events = self.profile.profiler.kineto_results.events()
-        self.changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU)
+        cpu = torch.autograd.DeviceType.CPU
+        self.changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == cpu)
         self.marks = sorted((e.start_ns(), e.name().removeprefix(MARK)) for e in events if e.name().startswith(MARK))
 
     def phases(self) -> list[tuple[str, int, int]]:

@@ -90,7 +90,7 @@ def generate(
     rows = torch.arange(batch, device=device)
     done = torch.zeros(batch, dtype=torch.bool, device=device)
     new = None
-    for n in range(max_new):
+    for _ in range(max_new):
         if store is not None and new is not None:  # decode: one token a row, at its own place
             logits = forward(new[:, None], positions=(lengths - 1)[:, None], cache=store)[:, -1]  # (batch, vocab)
         else:  # prefill, or everything again

@@ -91,7 +91,7 @@ class GPT(nn.Module):
             mask = cache.mask(positions)  # (batch, 1, seq, slots)
             length = cache.length
         if length > self.config.seq_len:
-            raise UserError(f"a sequence of {length} tokens is longer than the model's {self.config.seq_len} positions; cut it or train with a larger model.seq_len")
+            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; cut it, or train with more positions")
         x = self.dropout(self.token_embedding(ids) + self.position_embedding(positions))  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, mask, cache is None, None if cache is None else cache.layers[i], positions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +37,10 @@ class Task:
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration with what only the data knows (vocabulary, classes). Raises UserError where they clash."""
         return model
+
+    def resolved(self, recipe: Recipe) -> Recipe:
+        """The recipe with what the data told, so that a run folder can be used without them."""
+        return recipe
 
     def plan(self, split: str, samples: int | None, tokens: int | None) -> Plan:
         """The order of a split: shuffled (and bucketed) for training, every sample once and in order otherwise."""
@@ -82,7 +85,3 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
 
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def truncate(ids: np.ndarray, room: int) -> np.ndarray:
-    return ids if len(ids) <= room else ids[:room]

@@ -35,6 +35,9 @@ class Classification(Task):
             raise UserError(f"model.n_classes={model.n_classes}: the data has labels 0 to {n - 1}. Leave it out or set {n}.")
         return model
 
+    def resolved(self, recipe: Recipe) -> Recipe:
+        return recipe.model_copy(update={"task": recipe.task.model_copy(update={"classes": self.classes})})
+
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         raise NotImplementedError
 
@@ -44,7 +47,9 @@ class Classification(Task):
         if "other_labels" not in batch:
             return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing)}
         # mixed images: each has two labels, weighted by their share of it (Zhang et al. 2018; Yun et al. 2019)
-        each = [nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing) for k in ("labels", "other_labels")]
+        each = [
+            nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing) for k in ("labels", "other_labels")
+        ]
         return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
@@ -118,6 +123,10 @@ class ImageClassification(Classification):
         if model.n_channels != channels:
             raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set model.n_channels={channels}.")
         return self.fit_classes(model)
+
+    def resolved(self, recipe: Recipe) -> Recipe:
+        data = recipe.data.model_copy(update={"mean": self.augment.mean, "std": self.augment.std})
+        return super().resolved(recipe).model_copy(update={"data": data})
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         batch: Batch = self.augment.collate(samples)

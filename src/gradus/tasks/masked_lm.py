@@ -31,7 +31,9 @@ class MaskedLM(Task):
         self.sep = t.sep_id if t.sep_id is not None else t.eos_id
         for name, value in (("mask", t.mask_id), ("padding", t.pad_id), ("class or begin", self.cls), ("separator or end", self.sep)):
             if value is None:
-                raise UserError(f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe.")
+                raise UserError(
+                    f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe."
+                )
         self.specials = {i for i in (t.pad_id, t.bos_id, t.eos_id, t.unk_id, t.mask_id, t.cls_id, t.sep_id) if i is not None}
 
     def complete(self, model: ModelConfig) -> ModelConfig:

@@ -49,7 +49,9 @@ def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     if model.vocab_size is None:
         return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out, or use the model's own tokenizer.")
+        raise UserError(
+            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out, or use the model's own tokenizer."
+        )
     return model
 
 
@@ -74,7 +76,9 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
         return reading.CharTokenizer.from_texts(stream())
     if config.kind == "word":
         return reading.WordTokenizer.from_texts(stream(), config.lowercase)
-    return cached_bpe(stream, config.vocab_size, config.lowercase, sentinels=recipe.task.name == "span_corruption", cache=recipe.data.cache)
+    return cached_bpe(
+        stream, config.vocab_size, config.lowercase, recipe.task.name == "span_corruption", recipe.data.cache, key="".join(c.key for c in corpora)
+    )
 
 
 def needs_path(recipe: Recipe) -> str:
@@ -143,7 +147,9 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
     splits = {"train": train}
     for split in ("valid", "test"):
         if split in files:
-            splits[split] = LabelledDataset.open(files[split], tokenizers[""], room, classes=train.classes, n_classes=recipe.model.n_classes, **options)
+            splits[split] = LabelledDataset.open(
+                files[split], tokenizers[""], room, classes=train.classes, n_classes=recipe.model.n_classes, **options
+            )
     return tokenizers, limited(recipe, splits), train.classes
 
 

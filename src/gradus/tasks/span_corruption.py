@@ -70,7 +70,9 @@ class SpanCorruption(SequenceToSequence):
         lines = []
         for i in range(min(n, len(self.splits["valid"]))):
             sample = self.prepare({"ids": self.splits["valid"][i]["ids"][:40]}, np.random.default_rng(i))
-            new = complete(model, [[self.pad_id]], sources=[sample["source"].tolist()], max_new=len(sample["target"]) + 10, eos_id=self.tokenizer.eos_id)[0]
+            new = complete(
+                model, [[self.pad_id]], sources=[sample["source"].tolist()], max_new=len(sample["target"]) + 10, eos_id=self.tokenizer.eos_id
+            )[0]
             show = lambda ids: " ".join(self.tokenizer.token(int(t)) for t in ids)  # noqa: E731
             lines += [f"source  {show(sample['source'])}", f"hidden  {show(sample['target'])}", f"ours    {show(new)}", ""]
         return lines

@@ -190,5 +190,3 @@ class Translation(SequenceToSequence):
         raw = list(itertools.islice(zip(*self.corpora[split]), n))
         translated = self.translate_texts(model, [s for s, _ in raw])
         return [line for (s, t), out in zip(raw, translated) for line in (f"source     {s}", f"reference  {t}", f"ours       {out}", "")]
-
-

@@ -76,7 +76,7 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
             raise
         why = f"the disk is full ({shutil.disk_usage(target.parent).free / 1e9:.2f} GB free)" if full else f"cannot write there ({e})"
         raise UserError(
-            f"{target.parent}: {why}: the checkpoint was not written; earlier ones are whole. Free some space or set log.dir, then go on with --resume."
+            f"{target.parent}: {why}: the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
         ) from None
 
 

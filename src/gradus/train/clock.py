@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None):
         self.device = device
-        self.seconds = {kind: 0.0 for kind in KINDS} | (seconds or {})
+        self.seconds = dict.fromkeys(KINDS, 0.0) | (seconds or {})
 
     def synchronise(self) -> None:
         """Wait until the device has done what was asked of it, so that its time is not counted to the next kind."""

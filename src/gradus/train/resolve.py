@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gradus import models, recipe as recipes
+from gradus import models
+from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
 

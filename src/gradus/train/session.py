@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradus import models, recipe as recipes, tasks
+from gradus import models, tasks
+from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
@@ -58,7 +59,7 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None) -> Session:
         torch.set_float32_matmul_precision("high")
     task = tasks.open_task(recipe, tokenizers)
     model = task.complete(recipe.model)
-    resolved = recipe.model_copy(update={"model": model})
+    resolved = task.resolved(recipe.model_copy(update={"model": model}))
     task.recipe = resolved
     return Session(resolved, task, device, Precision(layout.precision, device))
 
@@ -69,7 +70,7 @@ def derive(session: Session) -> dict[str, Any]:
     plan = task.plan("train", r.batch.samples, r.batch.tokens)
     steps_an_epoch = len(plan.epoch(0))
     counts = models.count(r.model)
-    last = r.train.steps or int(round(r.train.epochs * steps_an_epoch))
+    last = r.train.steps or round(r.train.epochs * steps_an_epoch)
     samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
     samples = min(samples, len(task.splits["train"]))
     micro = min(r.layout.micro_batch or samples, samples)
@@ -122,9 +123,8 @@ def check_same(before: Recipe, now: Recipe) -> None:
         a, b = old[section] or {}, new[section] or {}
         for key in dict.fromkeys([*a, *b]):
             if a.get(key) != b.get(key) and not (section == "data" and key in ("workers", "prefetch", "persistent", "pin", "path", "cache")):
-                raise UserError(
-                    f"--resume: {section}.{key} was {a.get(key)} and is now {b.get(key)}: that would be another run. Start it without --resume in a new folder."
-                )
+                was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
+                raise UserError(f"--resume: {was}: that would be another run. Start it without --resume in a new folder.")
 
 
 @dataclasses.dataclass
@@ -159,7 +159,11 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     print(describe(derived), flush=True)
     report = getattr(model, "load_report", None)
     if report is not None:
-        print(f"weights from {recipe.model.init}" + (f"; new: {', '.join(report.new)}" if report.new else "") + (f"; unused: {', '.join(report.unused)}" if report.unused else ""))
+        print(
+            f"weights from {recipe.model.init}"
+            + (f"; new: {', '.join(report.new)}" if report.new else "")
+            + (f"; unused: {', '.join(report.unused)}" if report.unused else "")
+        )
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +181,9 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     torch.manual_seed(recipe.train.seed)  # dropout draws from here on
     model.train()
     per_token, peak = flops(session) if flops else (None, None)
-    trainer = Trainer(session.recipe, session.task, model, folder, session.device, precision=session.precision, flops_per_token=per_token, peak_flops=peak)
+    trainer = Trainer(
+        session.recipe, session.task, model, folder, session.device, precision=session.precision, flops_per_token=per_token, peak_flops=peak
+    )
     if resume is not None:
         at = trainer.resume()
         print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
@@ -243,7 +249,10 @@ def print_summary(trainer: Trainer, summary: dict[str, Any], examples: list[str]
     print(f"{'hours_per_epoch':26} {s['hours_per_epoch']:.6g}")
     clock = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
     print(f"{'where the time went':26} {clock}")
-    print(f"{'seen':26} {human(s['samples'])} samples, {human(s['tokens'])} tokens" + (f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""))
+    print(
+        f"{'seen':26} {human(s['samples'])} samples, {human(s['tokens'])} tokens"
+        + (f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else "")
+    )
     for name, value in s["metrics"].items():
         print(f"{name:26} {value:.4f}")
     for line in examples:

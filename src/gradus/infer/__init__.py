@@ -1,0 +1,139 @@
+"""Using a model: opening it with all that belongs to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradus import models, recipe as recipes
+from gradus.data import tokenizers as reading
+from gradus.data.tokenizers import Tokenizer
+from gradus.errors import UserError
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.train.precision import Precision, pick_device
+
+@dataclasses.dataclass
+class Place:
+    """What a name on the command line means: where its weights lie, and what is known before they are read."""
+
+    name: str
+    path: Path  # a checkpoint, a folder in Hugging Face's or Meta's layout, or llama2.c's .bin
+    config: ModelConfig
+    recipe: Recipe | None  # of the run that it belongs to
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
+        """By place: "", and "target" where the target language has its own. `given` is a path that replaces what lies beside the weights.
+
+        Raises UserError where there is none, or one that does not fit the model.
+        """
+        if given is not None:
+            found = {"": reading.load(given)}
+        else:
+            try:
+                found = {"": reading.load(self.folder)}
+            except UserError as e:
+                raise UserError(f"{e} Give one with --tokenizer PATH.") from None
+            if (self.folder / "target").is_dir():
+                found["target"] = reading.load(self.folder / "target")
+        for place, tokenizer in found.items():
+            size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
+            if tokenizer.vocab_size > (size or self.config.vocab_size):
+                raise UserError(
+                    f"{given or self.folder / place}: this tokenizer has {tokenizer.vocab_size} tokens and the model {size}: they do not belong together. "
+                    "Give the model's own with --tokenizer PATH."
+                )
+        return found
+
+    def load(self, precision: str = "fp32") -> nn.Module:
+        """The model with its weights, in evaluation mode, on the accelerator if there is one. precision: fp32, bf16 or fp16, of the weights too."""
+        device = pick_device("auto")
+        numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
+        return models.load(self.path, dtype=numbers.dtype).to(device).eval()
+
+
+def find(name: str) -> Place:
+    """A run folder (its best checkpoint), a checkpoint, a folder in Hugging Face's or Meta's layout, llama2.c's .bin, or a hub name.
+
+    Raises UserError where there is no model.
+    """
+    path = models.locate(name)
+    above = path.absolute().parent
+    recipe = recipes.load(above.parent) if above.name == "checkpoints" and (above.parent / "recipe.yaml").is_file() else None
+    return Place(name, path, models.config_of(path), recipe)
+
+
+def note(text: str) -> None:
+    """What the user should know and no program should read."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def special(tokenizer: Tokenizer, *roles: str) -> int | None:
+    """The id of the first of these roles (bos, eos, cls ...) that the tokenizer has."""
+    ids: list[Any] = [getattr(tokenizer, f"{role}_id") for role in roles]
+    return next((i for i in ids if i is not None), None)
+
+
+@dataclasses.dataclass
+class Encoded:
+    """Texts ready for `models.decoding`: decoders continue `prompts`; encoder-decoders read `sources` and start from `prompts`."""
+
+    prompts: list[list[int]]
+    sources: list[list[int]] | None
+    eos_id: int | None
+    pad_id: int
+
+
+def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str]) -> Encoded:
+    """Texts as a generating model wants them.
+
+    Llama as published begins with its begin token; a model trained by a recipe saw none, and GPT has none, so that these begin with
+    the text, and an empty text with what stood before texts in training: the end token after documents, else a line end.
+    T5's decoder starts with padding, the original Transformer's with its begin token; their sources end with the end token.
+    Raises UserError for an empty text where there is nothing to begin with, and for one longer than the model.
+    """
+    tokenizer, config, recipe = tokenizers[""], place.config, place.recipe
+    target = tokenizers.get("target", tokenizer)
+    rows = tokenizer.encode_batch(texts)
+    pad_id, eos_id = special(target, "pad") or 0, special(target, "eos", "sep")
+    if config.family in ("seq2seq", "t5"):
+        for text, row in zip(texts, rows):
+            if not row:
+                raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
+        end = special(tokenizer, "eos", "sep")
+        sources = [row + ([] if end is None else [end]) for row in rows]
+        if config.family == "seq2seq":  # T5's relative positions set no limit
+            _fits(texts, sources, config.seq_len)
+        start = pad_id if config.family == "t5" else special(target, "bos", "cls", "pad")
+        if start is None:
+            raise UserError("the tokenizer has no begin token for the decoder to start with. Give the model's own with --tokenizer PATH.")
+        return Encoded([[start]] * len(rows), sources, eos_id, pad_id)
+
+    if config.family == "llama" and recipe is None and tokenizer.bos_id is not None:
+        rows = [[tokenizer.bos_id, *row] for row in rows]
+    elif not all(rows):
+        documents = recipe is None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
+        first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
+        begin = tokenizer.encode("\n") if first is None else [first]
+        if not begin:
+            raise UserError("an empty prompt, and the tokenizer has no begin token to start from. Give a prompt behind the model's name.")
+        rows = [row or begin[-1:] for row in rows]
+    if place.path.is_file():
+        eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
+    _fits(texts, rows, config.seq_len)
+    return Encoded(rows, None, eos_id, pad_id)
+
+
+def _fits(texts: list[str], rows: list[list[int]], longest: int) -> None:
+    for number, (text, row) in enumerate(zip(texts, rows), 1):
+        if len(row) > longest:
+            which = f"text {number}" if len(texts) > 1 else "the text"
+            start = text if len(text) <= 30 else text[:30] + "…"
+            raise UserError(f"{which} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read. Shorten it.")

@@ -1,0 +1,458 @@
+"""`gradus predict` and `gradus evaluate`: labels, filled masks, translations and features; a split's metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus import models, recipe as recipes, tasks
+from gradus.data import images as pictures
+from gradus.data.collate import pad_sequences
+from gradus.data.loader import Loader
+from gradus.data.tokenizers import Tokenizer
+from gradus.errors import UserError, did_you_mean
+from gradus.infer import Place, encode, find, note, special
+from gradus.models.decoding import complete
+from gradus.parallel.apply import apply
+from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Task
+from gradus.tasks.classification import Classification, ImageClassification
+from gradus.tasks.translation import Copy, Translation
+from gradus.train import loop
+from gradus.train.session import open_session
+
+BATCH = 32  # inputs a forward pass
+MASK = re.compile(r"\[MASK\]|<mask>")
+Record = dict[str, Any]  # one input's prediction: a line of --to FILE.jsonl
+
+
+# ---------------------------------------------------------------- predict
+
+
+def predict(args: Any) -> Iterator[str]:
+    """Lines with what a model says about each input. The arguments are those of `gradus predict`.
+
+    By the model: a label with its probability (a text or an image), the likeliest words for [MASK] or <mask>, or an answer (a
+    translation, a copy of numbers). With --features the last hidden states instead. With --split, inputs and right answers are the data's.
+    Raises UserError for a model that does none of this, an input that does not fit, or an option without effect.
+    """
+    if args.top < 1 or args.n < 1:
+        raise UserError(f"--top={args.top}, --n={args.n}: both must be at least 1.")
+    if args.split and args.inputs:
+        raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
+    if args.to and Path(args.to).suffix != (".npy" if args.features else ".jsonl"):
+        raise UserError(f"--to={args.to}: {'features are saved as .npy' if args.features else 'predictions are saved as .jsonl'}.")
+    place = find(args.model)
+    if args.grid and (place.config.family != "vit" or args.features):
+        raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
+    if args.features:
+        yield from features(place, args)
+        return
+    records: list[Record] = []
+    for record in split_records(place, args) if args.split else records_of(place, inputs_of(args), args.top):
+        records.append(record)
+        yield line_of(record)
+    known = [r["right"] for r in records if "right" in r]
+    if known:
+        yield f"{sum(known)} of {len(known)} right"
+    if args.to:
+        write(Path(args.to), lambda file: file.write("".join(json.dumps(visible(r), ensure_ascii=False) + "\n" for r in records).encode()))
+        yield f"wrote {args.to}"
+    if args.grid:
+        colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
+        try:
+            pictures.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
+        except OSError as e:
+            raise UserError(f"--grid={args.grid}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
+        yield f"wrote {args.grid}"
+
+
+def inputs_of(args: Any) -> list[str]:
+    """What stands behind the model's name, else the lines of standard input."""
+    inputs = args.inputs or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not inputs:
+        raise UserError("nothing to predict. Give texts or image files behind the model's name, or lines on standard input, or --split valid.")
+    return inputs
+
+
+def line_of(record: Record) -> str:
+    said = "" if "right" not in record else f"  ({'right' if record['right'] else 'wrong: it is ' + str(record['truth'])})"
+    if "top" in record:
+        return ", ".join(f"{t['label']} {t['probability']:.4f}" for t in record["top"]) + said + f"  ←  {short(record['input'])}"
+    if "masks" in record:
+        guesses = ["; ".join(f"{t['label']} {t['probability']:.4f}" for t in mask) for mask in record["masks"]]
+        return "\n".join([record["filled"], *(f"  [MASK] {i}: {guess}" for i, guess in enumerate(guesses, 1))])
+    reference = f"\n  it is     {record['truth']}" if "truth" in record else ""
+    return f"{short(record['input'])}\n  →         {record['answer']}{reference}"
+
+
+def short(text: str, room: int = 80) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def visible(record: Record) -> Record:
+    return {k: v for k, v in record.items() if not k.startswith("_")}
+
+
+def write(path: Path, fill: Any) -> None:
+    """Write a file aside and rename it. Raises UserError where the disk refuses."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(aside, "wb") as file:
+            fill(file)
+        os.replace(aside, path)
+    except OSError as e:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"--to={path}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
+
+
+def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
+    """Predictions for texts, or image files, by what the model is."""
+    config = place.config
+    head = getattr(config, "head", None)
+    if config.family == "vit" and config.n_classes:
+        return label_images(place, inputs, top)
+    if head == "classification":
+        return label_texts(place, inputs, top)
+    if head in ("masked_lm", "pretraining"):
+        return fill_masks(place, inputs, top)
+    if config.family in ("seq2seq", "t5"):
+        return answers(place, inputs)
+    if config.family in ("gpt", "llama"):
+        raise UserError(f"{place.name}: {config.family} continues texts. Use gradus generate {place.name} PROMPT, or --features.")
+    raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use --features, or a model trained for a task.")
+
+
+def batches(items: list[Any]) -> Iterator[list[Any]]:
+    return (items[i : i + BATCH] for i in range(0, len(items), BATCH))
+
+
+def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> Record:
+    """probabilities: (n_classes,)."""
+    values, ids = probabilities.topk(min(top, len(classes)))
+    best = [{"label": classes[i], "probability": v} for i, v in zip(ids.tolist(), values.tolist())]
+    return {"input": name, "label": best[0]["label"], "probability": best[0]["probability"], "top": best}
+
+
+def class_names(place: Place) -> list[str]:
+    """Of the run's recipe, else of its data, else of config.json; where all are silent, numbers."""
+    n = place.config.n_classes
+    if place.recipe is None:
+        names = models.weights.read_json(place.folder / "config.json").get("id2label") or {}
+        return [str(names.get(str(i), f"class {i}")) for i in range(n)]
+    if place.recipe.task.classes is not None:
+        return numbered(place.recipe.task.classes, n)
+    try:
+        return numbered(tasks.open_task(place.recipe, tasks.load_tokenizers(place.path)).classes, n)
+    except UserError as e:
+        note(f"labels are numbers, since their names stand in the data only: {str(e).splitlines()[0]}")
+        return numbered([], n)
+
+
+def numbered(names: list[str], n: int) -> list[str]:
+    """`n` names, numbers where there are fewer: a model may have more classes than the data."""
+    return [*names, *(f"class {i}" for i in range(len(names), n))]
+
+
+# ---------------------------------------------------------------- texts
+
+
+def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Texts as BERT reads them, [CLS] text [SEP], cut to its length; it is said which were cut."""
+    first, last = special(tokenizer, "cls", "bos"), special(tokenizer, "sep", "eos")
+    around = (first is not None) + (last is not None)
+    longest = place.config.seq_len
+    if place.recipe is not None:
+        longest = min(longest, getattr(place.recipe.data, "max_len", None) or longest)
+    rows = []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts)):
+        if len(ids) + around > longest:
+            note(f"cut to the first {longest - around} of its {len(ids)} tokens: {short(text, 40)}")
+        rows.append([i for i in (first, *ids[: longest - around], last) if i is not None])
+    return rows
+
+
+def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """(ids (batch, seq), keep of that shape or None where nothing is padded)."""
+    if len({len(row) for row in rows}) > 1 and tokenizer.pad_id is None:
+        note("the tokenizer has no padding token; token 0 stands in for it, and is not looked at")
+    ids, keep = pad_sequences([np.array(row) for row in rows], tokenizer.pad_id or 0)
+    return ids.to(device), None if bool(keep.all()) else keep.to(device)
+
+
+@torch.no_grad()
+def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
+    tokenizer, classes = place.tokenizers()[""], class_names(place)
+    model = place.load()
+    for part in batches(texts):
+        ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, device_of(model))
+        for text, p in zip(part, model(ids, keep=keep).float().softmax(-1)):
+            yield labelled(text, p, classes, top)
+
+
+@torch.no_grad()
+def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
+    """For each [MASK] or <mask> the likeliest tokens, each place by itself; `filled` has the likeliest in all."""
+    tokenizer = place.tokenizers()[""]
+    if tokenizer.mask_id is None:
+        raise UserError(f"{place.name}: its tokenizer has no mask token.")
+    model = place.load()
+    for text in texts:
+        parts = MASK.split(text)
+        if len(parts) < 2:
+            raise UserError(f"no [MASK] or <mask> in {short(text, 40)!r}: mark the words to be filled in.")
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
+        row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
+        if len(row) > place.config.seq_len:
+            raise UserError(f"{short(text, 40)!r} has {len(row)} tokens, more than the {place.config.seq_len} that the model can read. Shorten it.")
+        batch = torch.tensor([row], device=device_of(model))
+        out = model(batch, select=batch == tokenizer.mask_id)
+        values, guesses = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
+        masks = [[{"label": word(tokenizer, i), "probability": v} for i, v in zip(*pair)] for pair in zip(guesses.tolist(), values.tolist())]
+        likeliest = iter(guesses[:, 0].tolist())
+        filled = tokenizer.decode([next(likeliest) if i == tokenizer.mask_id else i for i in ids])
+        yield {"input": text, "filled": filled, "masks": masks}
+
+
+def word(tokenizer: Tokenizer, i: int) -> str:
+    """A token as one reads it."""
+    return tokenizer.decode([i]).strip() or tokenizer.token(i)
+
+
+@torch.no_grad()
+def answers(place: Place, texts: list[str]) -> Iterator[Record]:
+    """Greedy answers of an encoder-decoder: translations, filled sentinels, or copies of numbers."""
+    if place.recipe is not None and place.recipe.task.name == "copy":
+        yield from copies(place, texts)
+        return
+    tokenizers = place.tokenizers()
+    model = place.load()
+    tokenizer = tokenizers.get("target", tokenizers[""])
+    asked = place.recipe.evaluate.max_new if place.recipe is not None else None
+    for part in batches(texts):
+        encoded = encode(place, tokenizers, part)
+        room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
+        new = complete(model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id, pad_id=encoded.pad_id)
+        for text, row in zip(part, new):
+            shows_sentinels = place.recipe is not None and place.recipe.task.name == "span_corruption"
+            yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if shows_sentinels else tokenizer.decode(row)}
+
+
+def copies(place: Place, texts: list[str]) -> Iterator[Record]:
+    task = Copy(place.recipe)
+    n, length = task.task.n_symbols, min(place.config.seq_len, task.task.length)
+    rows = []
+    for text in texts:
+        words = text.split()
+        if not words or not all(w.isdecimal() and 0 < int(w) < n for w in words):
+            raise UserError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '{' '.join(map(str, range(1, n)))}'.")
+        if len(words) != length:
+            note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
+        if len(words) > place.config.seq_len:
+            raise UserError(f"{len(words)} numbers are more than the {place.config.seq_len} that the model can read. Give fewer.")
+        rows.append([int(w) for w in words])
+    model = place.load()
+    for row in rows:
+        copy = task.decode(model, [row])[0]
+        text = " ".join(map(str, row))
+        yield {"input": text, "answer": " ".join(map(str, copy)), "truth": text, "right": copy == row}
+
+
+# ---------------------------------------------------------------- images
+
+
+def read_images(place: Place, files: list[str]) -> list[np.ndarray]:
+    """uint8 (channels, height, width) each."""
+    for file in files:
+        if not Path(file).is_file():
+            beside = [p.name for p in Path(file).parent.iterdir()] if Path(file).parent.is_dir() else []
+            raise UserError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
+    return [pictures.read_image(file, file, place.config.n_channels) for file in files]
+
+
+def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
+    """Of the channels, as in training: of the run's recipe or measured on its data, or of preprocessor_config.json beside the weights."""
+    if place.recipe is not None:
+        data = place.recipe.data
+        if data.mean and data.std:
+            return data.mean, data.std
+        try:
+            augment = pictures.Augment(data, place.config.image_size, pictures.open_images(data, place.config.image_size)["train"])
+        except UserError as e:
+            raise UserError(
+                f"{place.name}: mean and standard deviation were measured on the training images, which are not there ({str(e).splitlines()[0]}). "
+                "Write data.mean and data.std into the run's recipe.yaml."
+            ) from None
+        return augment.mean, augment.std
+    file = place.folder / "preprocessor_config.json"
+    if not file.is_file():
+        raise UserError(f"{place.name}: no preprocessor_config.json beside the weights, so the images' mean and standard deviation are not known. Copy it there.")
+    settings = models.weights.read_json(file)
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    n = place.config.n_channels
+    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == n):
+        raise UserError(f"{file}: image_mean and image_std are not {n} numbers each.")
+    return mean, std
+
+
+def prepared(place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device) -> Tensor:
+    """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
+    size = place.config.image_size
+    resized = [pictures.resize(torch.from_numpy(image).to(device)[None].float(), size) for image in images]
+    return pictures.normalise(torch.cat(resized), mean, std)
+
+
+@torch.no_grad()
+def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
+    images, (mean, std), classes = read_images(place, files), mean_and_std(place), class_names(place)
+    model = place.load()
+    for part in batches(list(zip(files, images))):
+        scores = model(prepared(place, [image for _, image in part], mean, std, device_of(model)))
+        for (file, image), p in zip(part, scores.float().softmax(-1)):
+            yield {**labelled(file, p, classes, top), "_image": image}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+# ---------------------------------------------------------------- the run's own data
+
+
+@torch.no_grad()
+def split_records(place: Place, args: Any) -> Iterator[Record]:
+    """Predictions for the first `args.n` samples of a split, with the right answers."""
+    if place.recipe is None:
+        raise UserError(f"--split={args.split}: {place.name} belongs to no run, so there is no data. Give inputs, or a run folder.")
+    task = tasks.open_task(place.recipe, tasks.load_tokenizers(place.path))
+    data = split_of(task, args.split)
+    chosen = range(min(args.n, len(data)))
+    if isinstance(task, Classification):
+        task.complete(place.config)  # names the classes
+        classes = numbered(task.classes, place.config.n_classes)
+        model = place.load()
+        for part in batches(list(chosen)):
+            samples = [data[i] for i in part]
+            batch = task.to_device(task.collate(samples), device_of(model))
+            for i, sample, p in zip(part, samples, task.logits(model, batch).float().softmax(-1)):
+                image = isinstance(task, ImageClassification)
+                name = f"{args.split} {i}" if image else task.tokenizer.decode(sample["ids"].tolist())
+                truth = classes[int(sample["label"])]
+                record = labelled(name, p, classes, args.top)
+                yield {**record, "truth": truth, "right": record["label"] == truth, **({"_image": sample["image"]} if image else {})}
+    elif isinstance(task, Copy):
+        yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen])
+    elif isinstance(task, Translation):
+        texts = [[task.source_tokenizer.decode(data[i]["source"].tolist()), task.target_tokenizer.decode(data[i]["target"].tolist())] for i in chosen]
+        for record, (_, truth) in zip(answers(place, [source for source, _ in texts]), texts):
+            yield {**record, "truth": truth}
+    else:
+        raise UserError(f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. Give texts instead, or use gradus evaluate.")
+
+
+def split_of(task: Task, split: str) -> Any:
+    if split not in task.splits:
+        raise UserError(f"--split={split}: this data has no such split.{did_you_mean(split, task.splits)}")
+    return task.splits[split]
+
+
+# ---------------------------------------------------------------- features
+
+
+@torch.no_grad()
+def features(place: Place, args: Any) -> Iterator[str]:
+    """The last hidden states (an encoder-decoder's: of its encoder) of each input: their shape and first values, and with --to all of
+    them in one file (n, seq, d_model), zero behind the end of shorter texts, and their mean over the places, (n, d_model), in another."""
+    if args.split:
+        raise UserError("--features takes texts or image files; leave out --split.")
+    inputs = inputs_of(args)
+    images = place.config.family == "vit"
+    if images:
+        pixels, (mean, std) = read_images(place, inputs), mean_and_std(place)
+    else:
+        tokenizers = place.tokenizers()
+        rows = rows_of(place, tokenizers[""], inputs) if place.config.family == "bert" else None
+        if rows is None:
+            encoded = encode(place, tokenizers, inputs)
+            rows = encoded.sources or encoded.prompts
+    model = place.load()
+    states: list[np.ndarray] = []  # (seq, d_model) each
+    for part in batches(list(range(len(inputs)))):
+        if images:
+            found = model.features(prepared(place, [pixels[i] for i in part], mean, std, device_of(model)))
+            lengths = [found.shape[1]] * len(part)
+        else:
+            ids, keep = batch_of([rows[i] for i in part], tokenizers[""], device_of(model))
+            found = model.encode(ids, keep) if place.config.family in ("seq2seq", "t5") else model.hidden(ids, keep=keep)
+            lengths = [len(rows[i]) for i in part]
+        for i, one, length in zip(part, found.float().cpu().numpy(), lengths):
+            states.append(one[:length])
+            first = ", ".join(f"{v:.4f}" for v in one[0, :5])
+            yield f"({length}, {one.shape[1]})  [{first}, ...]  ←  {short(inputs[i])}"
+    if args.to:
+        whole = np.zeros((len(states), max(map(len, states)), states[0].shape[1]), np.float32)
+        for i, one in enumerate(states):
+            whole[i, : len(one)] = one
+        pooled = Path(args.to).with_suffix(".mean.npy")
+        write(Path(args.to), lambda file: np.save(file, whole))
+        write(pooled, lambda file: np.save(file, np.stack([one.mean(0) for one in states])))
+        yield f"wrote {args.to} {whole.shape} and {pooled} {(len(whole), whole.shape[2])}"
+
+
+# ---------------------------------------------------------------- evaluate
+
+FREE = ("layout", "data", "evaluate", "log")  # what changes no weight
+
+
+def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None = None) -> dict[str, float]:
+    """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
+
+    name: a run folder, or with `checkpoint` any recipe. Overrides of a run are limited to layout, data, evaluate and log.
+    Raises UserError for others, for a recipe without weights, and for weights and data that do not fit.
+    """
+    notes: list[str] = []
+    recipe = recipes.load(name, overrides, notes=notes)  # the architecture is the weights' own: see below
+    for text in notes:
+        note(text)
+    is_run = (Path(name) / "recipe.yaml").is_file()
+    for override in overrides if is_run else ():
+        section = override.split("=", 1)[0].split(".")[0]
+        if section not in FREE:
+            raise UserError(f"{override}: this would be another model than the one that was trained. Only {', '.join(FREE)} may change.")
+    if not is_run and checkpoint is None:
+        raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
+    place = models.locate(checkpoint or name)
+    recipe = recipe.model_copy(update={"model": with_config(recipe, models.config_of(place))})
+    tokenizers = tasks.load_tokenizers(place) if place.is_dir() else None
+    session = open_session(recipe, tokenizers)
+    task, device, precision = session.task, session.device, session.precision
+    data = split_of(task, split)
+    model = models.build(session.recipe.model)
+    models.load_weights(model, place)
+    model = apply(precision.cast(model).to(device), session.recipe.layout).eval()
+    samples = recipe.evaluate.batch or recipe.layout.micro_batch or recipe.batch.samples or 64
+    loader = Loader(data, task.plan(split, samples=samples, tokens=None), task.collate, prepare=task.prepare_evaluation, seed=recipe.train.seed)
+    metrics = loop.evaluate(model, task, loader, precision, device)
+    if hasattr(task, "decoded_metrics"):
+        with torch.no_grad(), precision.autocast():
+            metrics |= task.decoded_metrics(model, split)
+    return {f"{split}/{key}": value for key, value in metrics.items()}
+
+
+def with_config(recipe: Recipe, config: Any) -> Any:
+    """The weights' own configuration. Raises UserError where it is of another family than the recipe."""
+    if config.family != recipe.model.family:
+        raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}. Give weights of that family.")
+    return config
