@@ -164,7 +164,7 @@ def models(args) -> int:
 def fetch(args) -> int:
     from gradus.train.fetch import fetch as stage
 
-    for line in stage(load_recipe(args), Path(args.to)):
+    for line in stage(load_recipe(args), Path(args.to), [args.recipe, *args.overrides]):
         print(line, flush=True)
     return 0
 

@@ -83,7 +83,9 @@ def test_cross_attention_and_patches():
     use_kernel(t5, "naive", 0)
     inner, source, target = A * 5, 7, 11
     attention = lambda q, k: 2 * (2 * D * inner * q + 2 * D * inner * k) + 4 * inner * q * k  # noqa: E731
-    expected = L * (attention(source, source) + attention(target, target) + attention(target, source) + 4 * D * FF * (source + target)) + 2 * D * V * target
+    expected = (
+        L * (attention(source, source) + attention(target, target) + attention(target, source) + 4 * D * FF * (source + target)) + 2 * D * V * target
+    )
     ids = lambda n: torch.zeros(1, n, dtype=torch.long, device="meta")  # noqa: E731
     with torch.no_grad():
         assert count_flops(lambda: t5(ids(source), ids(target))) == expected
@@ -101,7 +103,15 @@ def test_cross_attention_and_patches():
 
 
 def copy_session(**more):
-    settings = {"model.n_layers": 1, "model.d_model": 16, "model.n_heads": 2, "model.d_ff": 32, "data.n_train": 20, "data.n_valid": 5, "layout.device": "cpu"}
+    settings = {
+        "model.n_layers": 1,
+        "model.d_model": 16,
+        "model.n_heads": 2,
+        "model.d_ff": 32,
+        "data.n_train": 20,
+        "data.n_valid": 5,
+        "layout.device": "cpu",
+    }
     return open_session(recipes.load("copy-task", **{**settings, **more}))
 
 

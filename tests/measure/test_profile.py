@@ -24,7 +24,7 @@ def tiny(**more):
 
 def picture(tmp_path, **more):
     session = open_session(tiny(**more))
-    trainer, lines, rows = memory_picture(session, tmp_path)
+    trainer, _, lines, rows = memory_picture(session, tmp_path)
     return session, trainer, lines, {(r.name, r.step): r.value for r in rows}
 
 
@@ -106,10 +106,15 @@ def test_profiling_takes_the_same_steps_as_training(tmp_path):
 
     steps = endless(trainer)
     for _ in range(2):
-        take_step(trainer, steps)
+        take_step(trainer, next(steps).micro_batches)
     for a, b in zip(profiled.model.parameters(), trainer.model.parameters()):
         assert torch.equal(a, b), "marking places changes nothing"
     assert "losses" not in vars(session.task) and "step" not in vars(session.precision), "the marks are taken off again"
+
+
+@pytest.mark.slow
+def test_background_workers(tmp_path):
+    assert any("wrote" in line for line in profile(tiny(**{"data.workers": 1}), tmp_path))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

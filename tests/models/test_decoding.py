@@ -10,6 +10,7 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.models.decoding import complete, generate, greedy, pad_right, sampler
 from gradus.models.weights import to_hf
+from gradus.parallel.apply import use_kernel
 from gradus.recipe.schema import GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config
 
 VOCAB = 29
@@ -214,3 +215,28 @@ def test_t5_greedy_is_hugging_faces():
         ids = torch.tensor([source])
         expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False)[0, 1:].tolist()
         assert together[i] == expected
+
+
+# ---------------------------------------------------------------- half precision
+
+
+@pytest.mark.parametrize("how", ["autocast", "cast"])
+@pytest.mark.parametrize("kernel", ["sdpa", "naive", "chunked"])
+def test_half_precision_decodes_with_every_kernel(family, how, kernel):
+    """Scores of half precision may swap near ties, so that it is the logits of the first steps that are compared."""
+    model = models.build(CONFIGS[family]).eval()
+    use_kernel(model, kernel, 4)
+    seen: dict[str, list[torch.Tensor]] = {"full": [], "half": []}
+
+    def watched(kind):
+        def choose(logits):
+            seen[kind].append(logits.float())
+            return torch.full((len(logits),), 5)  # the same token whatever the scores, so that both read the same text
+
+        return choose
+
+    complete(model, PROMPTS, max_new=4, choose=watched("full"), **sources(family))
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        complete(model.bfloat16() if how == "cast" else model, PROMPTS, max_new=4, choose=watched("half"), **sources(family))
+    for full, half in zip(seen["full"], seen["half"], strict=True):
+        assert (full - half).abs().max() < 0.05 * full.abs().max()

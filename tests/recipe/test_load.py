@@ -133,6 +133,14 @@ def test_arguments_are_python_values_and_the_command_line_wins(write, tmp_path):
     assert problems(write(COPY), **{"batch.samples": True}) == ["argument: batch.samples: expected a whole number ≥ 1, got true."]
 
 
+def test_the_command_line_also_replaces_alternatives_and_kinds_of_arguments(write):
+    notes: list[str] = []
+    more = {"train.epochs": 5, "optimizer.name": "adamw", "optimizer.eps": 1e-6, "data": {"workers": 2, "prefetch": 3}}
+    r = load(write(COPY), ["train.steps=7", "optimizer.name=sgd", "data.workers=0"], notes=notes, **more)
+    assert (r.train.steps, r.train.epochs, r.optimizer) == (7, None, schema.SGD(lr=1e-4))
+    assert len(notes) == 3 and all("left out" in note for note in notes)
+
+
 @pytest.mark.parametrize("null", ["null", "~", ""])
 def test_null_unsets(write, null):
     path = write(COPY + "layout: {micro_batch: 4}\nevaluate: {samples: 3}\n")
@@ -251,7 +259,7 @@ def test_configure_gives_the_architecture(write):
         "r.yaml: data.max_len: 512 is more than model.seq_len=256."
     )
     assert problems(write(BERT), ["model.init=folder", "model.n_layers=3", "data.max_len=9"], configure=configure) == [
-        "command line: model.n_layers: cannot take effect: model.init=folder has n_layers=6. Leave it out."
+        "command line: model.n_layers: cannot take effect: model.init=folder has 6. Leave it out."
     ]
     assert problems(write(BERT), ["model.init=folder", "model.n_lyers=6", "data.max_len=9"], configure=configure) == [
         "command line: model.n_lyers: unknown key. Did you mean model.n_layers?"
@@ -259,6 +267,23 @@ def test_configure_gives_the_architecture(write):
     bare = BERT.replace("preset: bert-base-cased, ", "").replace("max_len: 512", "max_len: 9")
     assert load(write(bare), configure=configure).model.d_ff == 1536  # a recipe need not say what its weights say
     assert load(write(BERT), configure=lambda init: None).model.n_layers == 12
+
+
+def test_weights_that_are_not_there_are_one_problem_among_others(write):
+    def configure(init):
+        raise UserError(f"model.init={init}: no such file or folder.")
+
+    assert problems(write(BERT), ["model.init=./x", "train.sed=1"], configure=configure) == [
+        "command line: model.init: ./x: no such file or folder.",
+        "command line: train.sed: unknown key. Did you mean train.seed?",
+    ]
+
+
+def test_a_preset_and_weights_are_one_too_many(write):
+    asked = ["model.init=folder", "model.preset=bert-large-cased", "data.max_len=9"]
+    assert problems(write(BERT), asked, configure=lambda init: MINI) == [
+        "command line: model.preset: cannot take effect: model.init=folder has its own configuration. Leave it out."
+    ]
 
 
 def test_adopt_leaves_out_what_the_other_family_does_not_know(write):
@@ -353,6 +378,16 @@ def test_the_rest_of_a_section_of_misspelt_kind_is_looked_at_too(write):
 def test_a_misspelt_key_does_not_make_others_look_idle(write):
     text = COPY.replace("kind: synthetic", "kind: synthetic, workrs: 2, prefetch: 4")
     assert problems(write(text)) == ["r.yaml: data.workrs: unknown key. Did you mean data.workers?"]
+
+
+@pytest.mark.parametrize("junk", ["[a]", "{a: b}", "3", "null"])
+def test_a_kind_that_is_no_word(write, junk):
+    lines = problems(write(COPY.replace("name: adam", f"name: {junk}")))
+    assert len(lines) == 1 and re.match(r"r\.yaml: optimizer\.name: (missing|no such optimizer)", lines[0])
+    lines = problems(write(COPY.replace("family: seq2seq", f"preset: {junk}")))
+    assert re.match(r"r\.yaml: model\.(preset: 3: unknown preset|family: missing)", lines[0])
+    lines = problems(write(COPY), optimizer={"name": ["sgd"]})
+    assert len(lines) == 1 and lines[0].startswith("argument: optimizer.name: no such optimizer: ['sgd'].")
 
 
 def test_nested_keys_have_their_path(write):
@@ -465,10 +500,10 @@ def test_a_mistake_on_the_command_line_says_so(write, override, line):
         (COPY, ["evaluate.max_new=9"], "evaluate.max_new: cannot take effect with task copy. It is for translation and causal_lm."),
         (GPT, ["evaluate.max_new=9"], "evaluate.max_new: cannot take effect with evaluate.samples=0. Set evaluate.samples=1, say."),
         (COPY, ["schedule.factor=1", "schedule.name=constant"], "schedule.factor: cannot take effect with schedule.name=constant. It is for noam."),
-        (GPT, ["train.steps=10"],
-         "schedule.warmup_steps: 10 is not below train.steps=10. Set schedule.warmup_steps=1, say, or a larger train.steps."),
-        (GPT, ["schedule.end_step=5"],
-         "schedule.warmup_steps: 10 is not below schedule.end_step=5. Set schedule.warmup_steps=0, say, or a larger schedule.end_step."),
+        (GPT, ["schedule.warmup_steps=500", "train.steps=10"],
+         "schedule.warmup_steps: is 500, not below train.steps=10. Set schedule.warmup_steps=1, say, or a larger train.steps."),
+        (GPT, ["schedule.warmup_steps=5", "schedule.end_step=5"],
+         "schedule.warmup_steps: is 5, not below schedule.end_step=5. Set schedule.warmup_steps=0, say, or a larger schedule.end_step."),
         (GPT, ["batch.tokens=32"], "batch.tokens: 32 is less than one row of 64 tokens. Set batch.tokens=64 or more, or a shorter data.max_len."),
         (GPT, ["data.source=stdlib", "data.path=x"], "data.path: cannot take effect with data.source=stdlib. Set data.source=path or leave it out."),
         (GPT, ["data.valid=v", "data.valid_fraction=0.1"], "data.valid_fraction: cannot take effect with data.valid=v. Leave one of the two out."),

@@ -55,7 +55,9 @@ def test_local_pieces_are_copied_and_the_command_trains_from_the_copies(weights,
 
     (labelled / "train.tsv").unlink()
     (weights / "config.json").unlink()
-    staged = recipes.load(words[2], [*words[3:], f"data.cache={tmp_path}/cache", "layout.device=cpu"], configure=lambda init: models.config_of(init).model_dump())
+    staged = recipes.load(
+        words[2], [*words[3:], f"data.cache={tmp_path}/cache", "layout.device=cpu"], configure=lambda init: models.config_of(init).model_dump()
+    )
     session = open_session(staged)
     assert session.recipe.model.d_model == 8
     assert len(session.task.splits["train"]) == 2
@@ -194,7 +196,12 @@ def test_a_file_brings_what_belongs_to_it(tmp_path):
     assert sorted(p.name for p in (tmp_path / "to" / "tokenizer").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert tokenizers.load(tmp_path / "to" / "tokenizer").fingerprint == made.fingerprint
     words = shlex.split(lines[-1])[3:]
-    assert words == ["data.valid=held.txt", "tokenizer.kind=file", f"tokenizer.path={tmp_path}/to/tokenizer/tokenizer.json", f"data.path={tmp_path}/to/data/story.txt"]
+    assert words == [
+        "data.valid=held.txt",
+        "tokenizer.kind=file",
+        f"tokenizer.path={tmp_path}/to/tokenizer/tokenizer.json",
+        f"data.path={tmp_path}/to/data/story.txt",
+    ]
 
 
 def test_missing_data_is_named(tmp_path, weights):

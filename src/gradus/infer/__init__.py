@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from gradus import models, recipe as recipes
+from gradus import models
+from gradus import recipe as recipes
 from gradus.data import tokenizers as reading
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
+
 
 @dataclasses.dataclass
 class Place:
@@ -46,8 +48,9 @@ class Place:
         for place, tokenizer in found.items():
             size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
             if tokenizer.vocab_size > (size or self.config.vocab_size):
+                where, n = given or self.folder / place, tokenizer.vocab_size
                 raise UserError(
-                    f"{given or self.folder / place}: this tokenizer has {tokenizer.vocab_size} tokens and the model {size}: they do not belong together. "
+                    f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: they do not belong together. "
                     "Give the model's own with --tokenizer PATH."
                 )
         return found
@@ -104,9 +107,8 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str]) -> 
     rows = tokenizer.encode_batch(texts)
     pad_id, eos_id = special(target, "pad") or 0, special(target, "eos", "sep")
     if config.family in ("seq2seq", "t5"):
-        for text, row in zip(texts, rows):
-            if not row:
-                raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
+        if not all(rows):
+            raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
         if config.family == "seq2seq":  # T5's relative positions set no limit

@@ -10,7 +10,8 @@ from typing import Any
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import encode, find, note
-from gradus.models.decoding import generate as decode, sampler
+from gradus.models.decoding import generate as decode
+from gradus.models.decoding import sampler
 
 GENERATING = ("gpt", "llama", "seq2seq", "t5")
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradus import models, recipe as recipes, tasks
+from gradus import models, tasks
+from gradus import recipe as recipes
 from gradus.data import images as pictures
 from gradus.data.collate import pad_sequences
 from gradus.data.loader import Loader
@@ -145,23 +146,12 @@ def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> 
 
 
 def class_names(place: Place) -> list[str]:
-    """Of the run's recipe, else of its data, else of config.json; where all are silent, numbers."""
-    n = place.config.n_classes
-    if place.recipe is None:
-        names = models.weights.read_json(place.folder / "config.json").get("id2label") or {}
-        return [str(names.get(str(i), f"class {i}")) for i in range(n)]
-    if place.recipe.task.classes is not None:
-        return numbered(place.recipe.task.classes, n)
-    try:
-        return numbered(tasks.open_task(place.recipe, tasks.load_tokenizers(place.path)).classes, n)
-    except UserError as e:
-        note(f"labels are numbers, since their names stand in the data only: {str(e).splitlines()[0]}")
-        return numbered([], n)
-
-
-def numbered(names: list[str], n: int) -> list[str]:
-    """`n` names, numbers where there are fewer: a model may have more classes than the data."""
-    return [*names, *(f"class {i}" for i in range(len(names), n))]
+    """Of the run's recipe, else of config.json; where these are silent, numbers."""
+    if place.recipe is not None:
+        names = dict(enumerate(place.recipe.task.classes or []))
+    else:
+        names = {int(i): str(name) for i, name in (models.weights.read_json(place.folder / "config.json").get("id2label") or {}).items()}
+    return [names.get(i, f"class {i}") for i in range(place.config.n_classes)]
 
 
 # ---------------------------------------------------------------- texts
@@ -283,22 +273,17 @@ def read_images(place: Place, files: list[str]) -> list[np.ndarray]:
 
 
 def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
-    """Of the channels, as in training: of the run's recipe or measured on its data, or of preprocessor_config.json beside the weights."""
+    """Of the channels, as in training: from the run's recipe, which keeps what was measured, or preprocessor_config.json beside the weights."""
     if place.recipe is not None:
         data = place.recipe.data
-        if data.mean and data.std:
-            return data.mean, data.std
-        try:
-            augment = pictures.Augment(data, place.config.image_size, pictures.open_images(data, place.config.image_size)["train"])
-        except UserError as e:
-            raise UserError(
-                f"{place.name}: mean and standard deviation were measured on the training images, which are not there ({str(e).splitlines()[0]}). "
-                "Write data.mean and data.std into the run's recipe.yaml."
-            ) from None
-        return augment.mean, augment.std
+        if not (data.mean and data.std):
+            raise UserError(f"{place.name}: its recipe.yaml has no data.mean and data.std, by which images are normalised. Write them there.")
+        return data.mean, data.std
     file = place.folder / "preprocessor_config.json"
     if not file.is_file():
-        raise UserError(f"{place.name}: no preprocessor_config.json beside the weights, so the images' mean and standard deviation are not known. Copy it there.")
+        raise UserError(
+            f"{place.name}: no preprocessor_config.json beside the weights, so the images' mean and standard deviation are not known. Copy it there."
+        )
     settings = models.weights.read_json(file)
     mean, std = settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
@@ -310,7 +295,7 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
 def prepared(place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device) -> Tensor:
     """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
     size = place.config.image_size
-    resized = [pictures.resize(torch.from_numpy(image).to(device)[None].float(), size) for image in images]
+    resized = [pictures.resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
     return pictures.normalise(torch.cat(resized), mean, std)
 
 
@@ -340,8 +325,7 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
-        task.complete(place.config)  # names the classes
-        classes = numbered(task.classes, place.config.n_classes)
+        classes = class_names(place)
         model = place.load()
         for part in batches(list(chosen)):
             samples = [data[i] for i in part]
@@ -359,7 +343,9 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
         for record, (_, truth) in zip(answers(place, [source for source, _ in texts]), texts):
             yield {**record, "truth": truth}
     else:
-        raise UserError(f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. Give texts instead, or use gradus evaluate.")
+        raise UserError(
+            f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. Give texts instead, or use gradus evaluate."
+        )
 
 
 def split_of(task: Task, split: str) -> Any:
@@ -444,7 +430,7 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     model = apply(precision.cast(model).to(device), session.recipe.layout).eval()
     samples = recipe.evaluate.batch or recipe.layout.micro_batch or recipe.batch.samples or 64
     loader = Loader(data, task.plan(split, samples=samples, tokens=None), task.collate, prepare=task.prepare_evaluation, seed=recipe.train.seed)
-    metrics = loop.evaluate(model, task, loader, precision, device)
+    metrics = loop.evaluate(model, task, loader, precision, device, split)
     if hasattr(task, "decoded_metrics"):
         with torch.no_grad(), precision.autocast():
             metrics |= task.decoded_metrics(model, split)

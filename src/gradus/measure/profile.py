@@ -38,13 +38,13 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     except OSError as e:
         raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
     session = open_session(recipe)
-    trainer, picture, rows = memory_picture(session, folder)
+    trainer, steps, picture, rows = memory_picture(session, folder)
     try:
         where = f"{session.recipe.name}, {session.recipe.layout.precision} on {session.device}"
         yield f"memory of {where}, MB:"
         yield from picture
         (folder / "memory.jsonl").write_text("".join(row.json() + "\n" for row in rows))
-        operations = time_operations(trainer, folder, repeat)
+        operations = time_operations(trainer, steps, folder, repeat)
     finally:
         trainer.loader.close()
     top = [f"top {TOP} operations of {ACTIVE} steps of {where}, by their own time:", *operations]
@@ -55,13 +55,13 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
 
 
-def take_step(trainer: Trainer, steps: Iterator[Any]) -> None:
-    """One optimizer step as in training, on the next batch."""
+def take_step(trainer: Trainer, micro_batches: list[dict[str, Any]]) -> None:
+    """One optimizer step as in training."""
     r, p = trainer.recipe, trainer.progress
     p.step += 1
     for group in trainer.optimizer.param_groups:
         group["lr"] = learning_rate(r.schedule, r.optimizer.lr, p.step, trainer.last_step, r.model.d_model)
-    trainer.step(next(steps).micro_batches)
+    trainer.step(micro_batches)
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
@@ -127,9 +127,9 @@ def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
             delattr(owner, name)  # the class's own is there again
 
 
-def memory_picture(session: Session, folder: Path) -> tuple[Trainer, list[str], list[Row]]:
-    """(the trainer after two steps, a table, the same as rows). Bytes of tensor memory; on a CPU counted from before the model was
-    built, on CUDA whatever the allocator holds."""
+def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:
+    """(the trainer after two steps, the steps to come, a table, the same as rows). Bytes of tensor memory: on a CPU counted from before the
+    model was built, on CUDA whatever the allocator holds."""
     cuda = session.device.type == "cuda"
     if session.device.type == "mps":
         raise UserError("layout.device=mps: its memory cannot be followed. Profile with layout.device=cpu.")
@@ -143,13 +143,15 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, list[str], 
         held = {}
         steps = endless(trainer)
         for number in (1, 2):
+
             def mark(name: str, number: int = number) -> None:
                 timeline.mark(f"step {number}: {name}")
                 if name == "backward":
                     held["gradients"] = component_bytes(model)["gradients"]
 
+            micro_batches = next(steps).micro_batches  # before the marks are set: workers take the task with them
             with between(trainer, mark):
-                take_step(trainer, steps)
+                take_step(trainer, micro_batches)
             timeline.mark(f"step {number}: cleared")
     held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
@@ -166,7 +168,12 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, list[str], 
     shown = ["building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))]
     lines = [f"  {'after':20} {'allocated':>12} {'peak':>12}" + (f" {'reserved':>12}" if cuda else "")]
     rows = []
-    conditions = {"recipe": session.recipe.name, "device": str(session.device), "precision": session.recipe.layout.precision, "torch": torch.__version__}
+    conditions = {
+        "recipe": session.recipe.name,
+        "device": str(session.device),
+        "precision": session.recipe.layout.precision,
+        "torch": torch.__version__,
+    }
     for name in shown:
         numbers = {"allocated": last[name][0], "peak": peaks[name]} | ({"reserved": timeline.reserved[name]} if cuda else {})
         lines.append(f"  {name:20}" + "".join(f" {megabytes(n):>12}" for n in numbers.values()))
@@ -179,7 +186,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, list[str], 
     lines += ["", f"  {'component':20} {'MB':>12}"]
     lines += [f"  {name:20} {megabytes(n):>12}  {said[name]}".rstrip() for name, n in held.items()]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n in held.items()]
-    return trainer, lines, rows
+    return trainer, steps, lines, rows
 
 
 def megabytes(n: int) -> str:
@@ -189,7 +196,7 @@ def megabytes(n: int) -> str:
 # ---------------------------------------------------------------- time
 
 
-def time_operations(trainer: Trainer, folder: Path, repeat: int) -> list[str]:
+def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat: int) -> list[str]:
     """Profile steps, write the traces, and return the table of the operations that take longest themselves."""
     cuda = trainer.device.type == "cuda"
     written: list[Path] = []
@@ -205,10 +212,9 @@ def time_operations(trainer: Trainer, folder: Path, repeat: int) -> list[str]:
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    steps = endless(trainer)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True) as found:
         for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
-            take_step(trainer, steps)
+            take_step(trainer, next(steps).micro_batches)
             found.step()
     return table(found, cuda)
 
@@ -226,7 +232,8 @@ def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
     """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory they took."""
     time = "self_device_time_total" if cuda else "self_cpu_time_total"
     memory = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
-    events = [e for e in found.key_averages() if not e.key.startswith("ProfilerStep")]
+    # a GPU's kernels are listed by themselves too; their time is also the operation's that launched them
+    events = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")]
     total = sum(getattr(e, time) for e in events) or 1
     lines = [f"  {'operation':56} {'ms':>10} {'share':>7} {'calls':>7} {'MB':>11}"]
     for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:

@@ -193,10 +193,8 @@ def _schedule(schedule, given) -> Iterator[Problem]:
 def _warmup(schedule, train) -> Iterator[Problem]:
     end, key = (schedule.end_step, "schedule.end_step") if schedule.end_step else (train.steps, "train.steps")
     if schedule.name != "noam" and end and schedule.warmup_steps >= end:
-        yield Problem(
-            "schedule.warmup_steps",
-            f"{schedule.warmup_steps} is not below {key}={end}. Set schedule.warmup_steps={end // 10}, say, or a larger {key}.",
-        )
+        text = f"is {schedule.warmup_steps}, not below {key}={end}. Set schedule.warmup_steps={end // 10}, say, or a larger {key}."
+        yield Problem("schedule.warmup_steps", text, because=(key,))
 
 
 def _batch(batch, data, sizes) -> Iterator[Problem]:

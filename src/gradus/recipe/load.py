@@ -10,39 +10,44 @@ import contextlib
 import difflib
 import math
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any
 
-import annotated_types
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from gradus.errors import UserError, did_you_mean
-from gradus.recipe import check
-from gradus.recipe.check import Problem, validate  # noqa: F401  (validate is part of this module's face)
-from gradus.recipe.schema import Recipe, Section
+from gradus.recipe import check, presets
+from gradus.recipe.check import Problem
+from gradus.recipe.explain import (
+    DEPENDENT,
+    as_number,
+    classes_of,
+    discriminator,
+    explain,
+    fields_of,
+    get,
+    has,
+    holds_text,
+    is_section,
+    kinds_of,
+    needs,
+    report,
+    required,
+    said,
+    same,
+    show,
+    unknown_key,
+    unsettable,
+)
+from gradus.recipe.schema import Recipe
 
 NULLS = ("", "~", "null", "Null", "NULL")
 EXCLUSIVE = (("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"))
 NOT_ARCHITECTURE = ("init", "dropout", "head", "n_classes", "patches")  # what a recipe says about a model whatever its size
-# Sections whose keys depend on one of them though the schema holds them in one class: kind -> the keys it knows.
-DEPENDENT = {
-    "schedule": ("name", {"constant": {"warmup_steps"}, "linear": {"warmup_steps", "final", "end_step"},
-                          "cosine": {"warmup_steps", "final", "end_step"}, "noam": {"warmup_steps", "factor"}}),
-    "tokenizer": ("kind", {"char": {"shared"}, "word": {"lowercase", "shared"}, "byte": {"shared"},
-                           "bpe": {"vocab_size", "lowercase", "shared"}, "file": {"path", "shared"}}),
-}  # fmt: skip
-ELSEWHERE = {  # names from other tools
-    "learning_rate": "optimizer.lr", "batch_size": "batch.samples", "max_steps": "train.steps", "num_epochs": "train.epochs",
-    "warmup": "schedule.warmup_steps", "grad_clip": "train.clip_norm", "max_grad_norm": "train.clip_norm", "num_workers": "data.workers",
-    "accumulation": "layout.micro_batch", "gradient_accumulation_steps": "layout.micro_batch", "dtype": "layout.precision",
-    "fp16": "layout.precision", "bf16": "layout.precision", "hidden_size": "model.d_model", "block_size": "model.seq_len", "output_dir": "log.dir",
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------- the face
@@ -81,34 +86,36 @@ def load(
     source, text, stem = _find(name_or_path)
     raw, order, found = _read(text, source, as_json=source.endswith(".json"))
     arguments, (flags, malformed) = _arguments(more), _parse(overrides)
+    found += malformed
+    for layer in (arguments, flags):
+        found += _switch(raw, layer, source, notes)
+        for path, value in layer.items():
+            _put(raw, path, value)
+        for path in [p for p, value in layer.items() if value is None and p.count(".") == 1 and fields_of(p)]:
+            if not has(*path.split("."), raw):  # to unset what this kind does not know anyway is no mistake
+                _remove(raw, path)
     given = {**arguments, **flags}
     labels = {**dict.fromkeys(arguments, "argument"), **dict.fromkeys([*flags, *(p.path for p in malformed)], "command line")}
-
-    found += malformed
-    found += _switch(raw, given, source, notes)
-    for path, value in given.items():
-        _put(raw, path, value)
-    for path in [p for p, value in given.items() if value is None and p.count(".") == 1 and _fields(p)]:
-        if not _has(*path.split("."), raw):  # to unset what this kind does not know anyway is no mistake
-            _remove(raw, path)
-    raw.setdefault("name", stem)
+    rank = {**dict.fromkeys(arguments, 1), **dict.fromkeys(flags, 2)}  # who said it last; the file: 0
+    if raw.get("name") is None:
+        raw["name"] = stem
     sizes_known, trouble = _architecture(raw, given, configure, notes)
     found += trouble
     while True:
-        sections, trouble = _sections(raw, broken={p.path.split(".")[0] for p in found if p.path.startswith("model.preset")})
+        sections, trouble = _sections(raw, broken={p.path.split(".")[0] for p in found if p.path in ("model.preset", "model.init")})
         doubtful = {p.path.split(".")[0] for p in trouble if p.text.startswith("unknown key")}  # what was meant might give effect
         conflicts = check.problems(sections, set(_leaves(raw)), sizes_known)
         trouble += [p for p in conflicts if not any(b.split(".")[0] in doubtful for b in p.because)]
-        # What the file says and an override robbed of its effect goes; what was asked for in vain is an error.
-        robbed = [p for p in trouble if p.path not in given and any(b in given for b in p.because) and _get(raw, p.path) is not None]
+        # What an override robbed of its effect goes; what was asked for in vain is an error.
+        robbed = [p for p in trouble if rank.get(p.path, 0) < max((rank.get(b, 0) for b in p.because), default=0) and get(raw, p.path) is not None]
         for p in robbed:
-            notes.append(f"{source}: {p.path}={_said(_get(raw, p.path))} left out: it {p.text.split('. ')[0].rstrip('.')}")
+            notes.append(f"{source}: {p.path}={said(get(raw, p.path))} left out: it {p.text.split('. ')[0].rstrip('.')}")
             _remove(raw, p.path)
         if not robbed:
             break
     found += trouble
     if found:
-        raise UserError("\n".join(_lines(found, source, order, labels)))
+        raise UserError("\n".join(report(found, source, order, labels)))
     return Recipe(**sections)
 
 
@@ -122,7 +129,7 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
         recipe = Recipe(**sections)
         found = check.problems(sections, check.changed(recipe))
     if found:
-        raise UserError("\n".join(_lines(found, source, list(_leaves(raw)), {})))
+        raise UserError("\n".join(report(found, source, list(_leaves(raw)), {})))
     return recipe
 
 
@@ -131,7 +138,7 @@ def adopt(recipe: Mapping[str, Any], config_fields: Mapping[str, Any]) -> dict[s
     what is no matter of size: init, dropout, head, n_classes, patches. Fields that do not exist in that family are left out."""
     old = {k: v for k, v in (recipe.get("model") or {}).items() if k in NOT_ARCHITECTURE and v is not None}
     new = {k: v for k, v in config_fields.items() if k not in ("preset", "init")}
-    known = _classes("model")[new["family"]].model_fields
+    known = classes_of("model")[new["family"]].model_fields
     return {**recipe, "model": {**new, **{k: v for k, v in old.items() if k in known}}}
 
 
@@ -148,7 +155,7 @@ def dump(recipe: Recipe) -> str:
         section = {
             k: v for k, v in section.items() if f"{name}.{k}" not in moot and (v is not None or (name == "model" and filled.get(k) is not None))
         }
-        kind = _discriminator(name) or DEPENDENT.get(name, ("",))[0]
+        kind = discriminator(name) or DEPENDENT.get(name, ("",))[0]
         out |= {name: {**{k: section[k] for k in (kind,) if k in section}, **section}} if section else {}
     return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
@@ -202,14 +209,14 @@ def _read(text: str, source: str, as_json: bool = False) -> tuple[dict[str, Any]
     try:
         node = yaml.compose(text.replace("\t", " ") if as_json else text, Loader=yaml.SafeLoader)  # JSON may be indented by tabs
         if node is None:
-            raise UserError(f"{source}: the file is empty. A recipe has the sections {', '.join(_required())} and more.")
+            raise UserError(f"{source}: the file is empty. A recipe has the sections {', '.join(required())} and more.")
         tree = _tree(node, "", order, found, ())
     except yaml.YAMLError as e:
         raise UserError(f"{source}: {_syntax(e)}") from None
     if not isinstance(tree, dict):
-        what = "a list" if isinstance(tree, list) else "nothing but null" if tree is None else f"only {_show(tree)}"
-        raise UserError(f"{source}: expected sections such as {', '.join(_required())}, got {what}.")
-    return {k: {} if v is None and _is_section(k) and k != "tokenizer" else v for k, v in tree.items()}, order, found
+        what = "a list" if isinstance(tree, list) else "nothing but null" if tree is None else f"only {show(tree)}"
+        raise UserError(f"{source}: expected sections such as {', '.join(required())}, got {what}.")
+    return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}, order, found
 
 
 def _syntax(e: yaml.YAMLError) -> str:
@@ -257,10 +264,10 @@ def _parse(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
         key, value = key.strip(), value.strip()
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             plain = key.lstrip("-").replace("-", "_")
-            hint = f" Write {plain}={value or 'VALUE'}." if _fields(plain) else ""
+            hint = f" Write {plain}={value or 'VALUE'}." if fields_of(plain) else ""
             found.append(Problem(text, f"not of the form section.key=value.{hint}"))
             continue
-        if value[:1] in ("[", "{") and not _holds_text(key):
+        if value[:1] in ("[", "{") and not holds_text(key):
             try:
                 parsed = _tree(yaml.compose(value, Loader=yaml.SafeLoader), key, [], found, ())
             except yaml.YAMLError as e:
@@ -304,21 +311,15 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{above}{key}.")
 
 
-def _get(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
-
-
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     *above, key = path.split(".")
     for part in above:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
-    if value is None and path not in ("tokenizer",) and _is_section(path):
+    if value is None and path not in ("tokenizer",) and is_section(path):
         tree[key] = {}
-    elif value is None and _unsettable(path):
+    elif value is None and unsettable(path):
         tree.pop(key, None)
     else:
         tree[key] = value
@@ -337,19 +338,19 @@ def _switch(raw: dict[str, Any], given: Mapping[str, Any], source: str, notes: l
     def leave_out(section: str, keys: Iterable[str], why: str) -> None:
         out = {key: raw[section].pop(key) for key in list(keys)}
         if out:
-            notes.append(f"{source}: {', '.join(f'{section}.{k}={_said(v)}' for k, v in out.items())} left out: {why}")
+            notes.append(f"{source}: {', '.join(f'{section}.{k}={said(v)}' for k, v in out.items())} left out: {why}")
 
     for pair in EXCLUSIVE:
         for path, other in (pair, pair[::-1]):
             section, key = other.split(".")
-            if given.get(path) is not None and other not in given and _get(raw, other) is not None:
-                leave_out(section, [key], f"{path}={_said(given[path])} takes its place")
+            if given.get(path) is not None and other not in given and get(raw, other) is not None:
+                leave_out(section, [key], f"{path}={said(given[path])} takes its place")
     for section in Recipe.model_fields:
-        kind, knows = _kinds(section)
+        kind, knows = kinds_of(section)
         new, file = given.get(f"{section}.{kind}"), raw.get(section)
-        if new not in knows or not isinstance(file, dict):
+        if not isinstance(new, str) or new not in knows or not isinstance(file, dict):
             continue
-        old = file.get(kind) or (None if _discriminator(section) else _classes(section)[None].model_fields[kind].default)
+        old = file.get(kind) or (None if discriminator(section) else classes_of(section)[None].model_fields[kind].default)
         if section == "model" and old is None:
             old = _expand(file.get("preset")).get("family")
         if old == new:
@@ -366,28 +367,30 @@ def _switch(raw: dict[str, Any], given: Mapping[str, Any], source: str, notes: l
             f"the recipe starts from model.init={model['init']}, whose configuration holds. Set model.init too, or model.init=null to start afresh."
         )
         return [Problem("model.preset", text)]
-    known = knows_model.model_fields if (knows_model := _classes("model").get(_expand(preset).get("family"))) else {}
+    known = knows_model.model_fields if (knows_model := classes_of("model").get(_expand(preset).get("family"))) else {}
     leave_out("model", [k for k in model if k not in NOT_ARCHITECTURE or k not in known], f"model.preset={preset} says what holds")
     return []
 
 
 def _architecture(raw: dict[str, Any], given: Mapping[str, Any], configure: Callable | None, notes: list[str]) -> tuple[bool, list[Problem]]:
     """Fill the model section from the configuration of model.init, or from model.preset. Returns whether its sizes are known, and problems."""
-    from gradus.recipe import presets
-
     model = raw.get("model")
     if not isinstance(model, dict):
         return True, []
     init, asked_size = model.get("init"), "model.preset" in given or "model.family" in given
-    fields = configure(init) if configure and isinstance(init, str) else None
+    try:
+        fields = configure(init) if configure and isinstance(init, str) else None
+    except UserError as e:
+        return True, [Problem("model.init", re.sub(r"^model\.init[:=] ?", "", str(e)))]
     if fields is not None:
-        fields = _plain(dict(fields))
-        clash = [k for k in model if f"model.{k}" in given and k not in NOT_ARCHITECTURE and k in fields and not _same(fields[k], model[k])]
-        trouble = [Problem(f"model.{k}", f"cannot take effect: model.init={init} has {k}={_show(fields[k])}. Leave it out.") for k in clash]
-        other = [k for k in model if k not in (*clash, *NOT_ARCHITECTURE) and not _same(fields.get(k), model[k]) and (k in fields or k == "preset")]
+        fields = _plain({k: v for k, v in fields.items() if k not in ("preset", "init")})
+        theirs = {**fields, "preset": "its own configuration"}
+        clash = [k for k in model if f"model.{k}" in given and k not in NOT_ARCHITECTURE and k in theirs and not same(theirs[k], model[k])]
+        trouble = [Problem(f"model.{k}", f"cannot take effect: model.init={init} has {said(theirs[k])}. Leave it out.") for k in clash]
+        other = [k for k in model if k not in (*clash, *NOT_ARCHITECTURE) and k in theirs and not same(theirs[k], model[k])]
         if other:
-            notes.append(f"{', '.join(f'model.{k}={_said(model[k])}' for k in other)} left out: the configuration of model.init={init} holds")
-        misspelt = {k: v for k, v in model.items() if not _fields(f"model.{k}")}
+            notes.append(f"{', '.join(f'model.{k}={said(model[k])}' for k in other)} left out: the configuration of model.init={init} holds")
+        misspelt = {k: v for k, v in model.items() if not fields_of(f"model.{k}")}
         raw["model"] = {**misspelt, **adopt(raw, fields)["model"]}
         return True, trouble
     if isinstance(model.get("preset"), str):
@@ -400,53 +403,15 @@ def _architecture(raw: dict[str, Any], given: Mapping[str, Any], configure: Call
     return given.get("model.init") is None or asked_size, []
 
 
-@cache
 def _expand(preset: Any) -> dict[str, Any]:
     """The fields of a preset; none where there is no such preset (which is reported elsewhere)."""
-    from gradus.recipe import presets
-
     try:
         return presets.expand({"preset": preset}) if isinstance(preset, str) else {}
     except UserError:
         return {}
 
 
-# ---------------------------------------------------------------- the schema, looked at
-
-
-def _inner(annotation: Any) -> list[Any]:
-    """The alternatives of a type but None."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [a for part in get_args(annotation) if part is not type(None) for a in _inner(part)]
-    return [annotation]
-
-
-def _is_class(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _discriminator(section: str) -> str | None:
-    return Recipe.model_fields[section].discriminator
-
-
-@cache
-def _classes(section: str) -> dict[str | None, type[Section]]:
-    """Kind -> class, for a section with kinds; {None: class} for another."""
-    key = _discriminator(section)
-    classes = [c for c in _inner(Recipe.model_fields[section].annotation) if _is_class(c)]
-    return {c.model_fields[key].default if key else None: c for c in classes}
-
-
-@cache
-def _kinds(section: str) -> tuple[str | None, dict[str, set[str]]]:
-    """(the key that says the kind, kind -> known keys); (None, {}) for a section without kinds."""
-    if section in DEPENDENT:
-        key, knows = DEPENDENT[section]
-        return key, {kind: {key, *keys} for kind, keys in knows.items()}
-    key = _discriminator(section)
-    return key, {kind: set(c.model_fields) for kind, c in _classes(section).items()} if key else {}
+# ---------------------------------------------------------------- tree → sections
 
 
 @cache
@@ -456,132 +421,38 @@ def _adapter(section: str) -> TypeAdapter:
     return TypeAdapter(Annotated[annotation, Field(discriminator=field.discriminator)] if field.discriminator else annotation)
 
 
-def _required() -> list[str]:
-    return [name for name, field in Recipe.model_fields.items() if field.is_required()]
-
-
-def _is_section(path: str) -> bool:
-    return path in Recipe.model_fields and path != "name"
-
-
-def _fields(path: str) -> list[FieldInfo]:
-    """The fields a dotted key can mean, whatever the kinds."""
-    section, *parts = path.split(".")
-    if section not in Recipe.model_fields:
-        return []
-    fields, classes = [Recipe.model_fields[section]], list(_classes(section).values())
-    for part in parts:
-        fields = [c.model_fields[part] for c in classes if part in c.model_fields]
-        classes = [c for f in fields for c in _inner(f.annotation) if _is_class(c)]
-    return fields
-
-
-def _holds_text(path: str) -> bool:
-    return any(a is str or get_origin(a) is Literal for f in _fields(path) for a in _inner(f.annotation))
-
-
-def _unsettable(path: str) -> bool:
-    """Whether null takes the key out. Where the schema knows null it is kept, to win over a preset; an unknown key stays, to be told."""
-    fields = _fields(path)
-    return bool(fields) and not any(type(None) in get_args(f.annotation) for f in fields)
-
-
-def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What a key takes, in words."""
-    marks = list(metadata)
-    while get_origin(annotation) is Annotated:
-        annotation, *more = get_args(annotation)
-        marks += more
-    marks = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
-    parts = [a for a in get_args(annotation) if a is not type(None)]
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_expected(a, marks) for a in parts)
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if get_origin(annotation) is list:
-        return f"a list [a, b, ...] of {'numbers' if parts[0] in (int, float) else 'names'}"
-    if get_origin(annotation) is tuple:
-        return f"a list [a, b], each {_expected(parts[0])}"
-    if _is_class(annotation):
-        return f"keys ({', '.join(annotation.model_fields)})"
-    if annotation not in (int, float):
-        return {bool: "true or false", str: "text"}[annotation]
-    bounds = []
-    for m in marks:
-        if isinstance(m, annotated_types.Gt):
-            bounds.append(f"≥ {m.gt + 1}" if annotation is int else f"> {m.gt:g}")
-        elif isinstance(m, annotated_types.Ge):
-            bounds.append(f"≥ {m.ge:g}")
-        elif isinstance(m, annotated_types.Lt):
-            bounds.append(f"< {m.lt:g}")
-    return " ".join(["a whole number" if annotation is int else "a number", *([" and ".join(bounds)] if bounds else [])])
-
-
-def _show(value: Any) -> str:
-    """A value as in a file, cut where it is long; text that is no number stands in quotes."""
-    if value is None:
-        text = "nothing"
-    elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{k}: {_show(v)}" for k, v in value.items()) + "}"
-    elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(map(_show, value)) + "]"
-    elif isinstance(value, str) and value not in ("true", "false") and _number(value) is None:
-        text = repr(value)
-    else:
-        text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _said(value: Any) -> str:
-    """A value as after `key=`."""
-    return value if isinstance(value, str) else _show(value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return str(a) == str(b) or (_number(a) is not None and _number(a) == _number(b))
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-# ---------------------------------------------------------------- tree → sections
-
-
 def _sections(raw: dict[str, Any], broken: Iterable[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
     """Every section that is sound, and what is wrong with the others."""
     sections: dict[str, Any] = {}
-    found = [_unknown("", key, raw) for key in raw if key not in Recipe.model_fields]
+    found = [unknown_key("", key, raw) for key in raw if key not in Recipe.model_fields]
     for name, field in Recipe.model_fields.items():
         if name in broken:
             continue
         if name not in raw:
             if field.is_required():
-                found.append(Problem(name, f"missing. {_needs(name)}"))
+                found.append(Problem(name, f"missing. {needs(name)}"))
             else:
                 sections[name] = field.default
             continue
         value = raw[name]
-        if _is_section(name) and not isinstance(value, dict) and value is not None:
-            kind, knows = _kinds(name)
+        if is_section(name) and not isinstance(value, dict) and value is not None:
+            kind, knows = kinds_of(name)
             hint = f" Did you mean {name}.{kind}={value}?" if isinstance(value, str) and value in knows else ""
-            found.append(Problem(name, f"expected keys, got {_show(value)}.{hint or ' ' + _needs(name)}"))
+            found.append(Problem(name, f"expected keys, got {show(value)}.{hint or ' ' + needs(name)}"))
             continue
         try:
             sections[name] = _adapter(name).validate_python(value)
         except ValidationError as e:
             errors = e.errors()
             if errors[0]["type"] == "union_tag_invalid":  # tell what else is wrong with what was probably meant
-                key, kinds = _kinds(name)
-                near = difflib.get_close_matches(str(value[key]), list(kinds), n=1)
+                key, known = kinds_of(name)
+                near = difflib.get_close_matches(str(value[key]), list(known), n=1)
                 if near:
-                    found += _sections({**raw, name: {**value, key: near[0]}}, broken=set(Recipe.model_fields) - {name})[1]
+                    others = _sections({**raw, name: {**value, key: near[0]}}, broken=set(Recipe.model_fields) - {name})[1]
+                    found += [p for p in others if not p.text.startswith(("missing", "unknown key with"))]
             if [_whole_number(raw, name, error) for error in errors].count(True):  # 1e6 for 1000000
                 return _sections(raw, broken)
-            found += [_explain(name, error, raw) for error in errors]
+            found += [explain(name, error, raw) for error in errors]
             unknown = [error["loc"][-1] for error in errors if error["type"] == "extra_forbidden"]
             if len(unknown) == len(errors):  # the rest can still be held against the other sections
                 with contextlib.suppress(ValidationError):
@@ -593,106 +464,9 @@ def _sections(raw: dict[str, Any], broken: Iterable[str] = ()) -> tuple[dict[str
 
 
 def _whole_number(raw: dict[str, Any], section: str, error: Any) -> bool:
-    number = _number(error["input"]) if error["type"] == "int_parsing" else None
-    path = ".".join([section, *map(str, error["loc"][1 if _discriminator(section) else 0 :])])
-    if number is None or not math.isfinite(number) or number != int(number) or not isinstance(_get(raw, path), str):
+    value = as_number(error["input"]) if error["type"] == "int_parsing" else None
+    path = ".".join([section, *map(str, error["loc"][1 if discriminator(section) else 0 :])])
+    if value is None or not math.isfinite(value) or value != int(value) or not isinstance(get(raw, path), str):
         return False
-    _put(raw, path, int(number))
+    _put(raw, path, int(value))
     return True
-
-
-def _needs(section: str) -> str:
-    kind, knows = _kinds(section)
-    if kind and _discriminator(section):
-        return f"It needs {section}.{kind}: {', '.join(knows)}."
-    return f"It has the keys {', '.join(c for c in _classes(section)[None].model_fields)}." if _classes(section) else ""
-
-
-def _explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
-    """A problem in our words from one of pydantic's errors."""
-    kind, loc = error["type"], list(error["loc"])
-    key = _discriminator(section)
-    if kind == "union_tag_not_found":
-        return Problem(f"{section}.{key}", f"missing. Give one of {', '.join(_classes(section))}.")
-    if kind == "union_tag_invalid":
-        tag = _get(raw, f"{section}.{key}")
-        return Problem(f"{section}.{key}", f"no such {section}: {_show(tag)}.{did_you_mean(tag, _classes(section))}")
-    if key:
-        loc = loc[1:]
-    classes = _classes(section)
-    owner = classes.get(_get(raw, f"{section}.{key}") if key else None)
-    parts, field = [section], Recipe.model_fields[section]
-    for part in loc:
-        if isinstance(part, int) or owner is None:
-            break
-        parts.append(part)
-        if part not in owner.model_fields:
-            return _unknown(".".join(parts[:-1]), part, raw, owner)
-        field = owner.model_fields[part]
-        owner = next((c for c in _inner(field.annotation) if _is_class(c)), None)
-    path = ".".join(parts)
-    if kind == "value_error":
-        return Problem(path, f"{error['ctx']['error']}.")
-    expected = _expected(field.annotation, field.metadata)
-    if kind == "missing":
-        return Problem(path, f"missing. Give {expected}.")
-    value = _get(raw, path)
-    if kind == "finite_number":
-        return Problem(path, f"must be a finite number, got {_show(value)}.")
-    near = did_you_mean(value, get_args(_inner(field.annotation)[0])) if expected.startswith("one of") and isinstance(value, str) else ""
-    unset = " Use null to unset it." if isinstance(value, str) and value.lower() == "none" and not near else ""
-    return Problem(path, f"expected {expected}, got {_show(value)}.{near if 'Did you' in near else ''}{unset}")
-
-
-def _unknown(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
-    """An unknown key: where it belongs, or what is nearest to it."""
-    path, section = (f"{above}.{key}" if above else key), above.split(".")[0]
-    known = list(owner.model_fields if owner else Recipe.model_fields)
-    if not above and "." in key and _fields(key):
-        first, rest = key.split(".", 1)
-        return Problem(path, f"unknown key. In a file, write it inside its section: {first}: {{{rest}: ...}}.")
-    if above and section == above and _discriminator(section):
-        kind = _discriminator(section)
-        others = [name for name, c in _classes(section).items() if key in c.model_fields]
-        if others:
-            return Problem(path, f"unknown key with {section}.{kind}={_get(raw, f'{section}.{kind}')}. It is for {', '.join(others)}.")
-    elsewhere = [f"{s}.{key}" for s in Recipe.model_fields if s != section and key != _kinds(s)[0] and _has(s, key, raw)]
-    elsewhere += [key] if above and _is_section(key) else []
-    if not elsewhere and key in ELSEWHERE:
-        elsewhere = [ELSEWHERE[key]]
-    if elsewhere:
-        return Problem(path, f"unknown key. It is {' or '.join(elsewhere)}.")
-    near = did_you_mean(key, known)
-    return Problem(path, f"unknown key.{near.replace('Did you mean ', f'Did you mean {above}.' if above else 'Did you mean ', 1)}")
-
-
-def _has(section: str, key: str, raw: dict[str, Any]) -> bool:
-    """Whether the section, of the kind it has in this recipe, knows the key."""
-    classes, kind = _classes(section), _discriminator(section)
-    of_kind = classes.get(_get(raw, f"{section}.{kind}")) if kind else None
-    return any(key in c.model_fields for c in ([of_kind] if of_kind else classes.values()))
-
-
-def _lines(found: list[Problem], source: str, order: list[str], labels: Mapping[str, str]) -> list[str]:
-    """Problems in the order of the file, then of the overrides. labels: who wrote a dotted key, where it was not the file."""
-    sections, given = list(Recipe.model_fields), list(labels)
-
-    def written(path: str) -> str | None:
-        """The override that wrote the key, something inside it, or what it is inside of."""
-        found = path if path in labels else next((key for key in labels if key.startswith(f"{path}.")), None)
-        while path and not found:
-            path = path.rpartition(".")[0]
-            found = path if path in labels else None
-        return found
-
-    def place(problem: Problem) -> tuple[int, int]:
-        path, flag = problem.path, written(problem.path)
-        if flag is not None:
-            return (1, given.index(flag))
-        while path and path not in order:
-            path = path.rpartition(".")[0]
-        head = problem.path.split(".")[0]
-        return (0, order.index(path) if path else len(order) + (sections.index(head) if head in sections else 0))
-
-    ordered = sorted(found, key=place)
-    return list(dict.fromkeys(f"{labels.get(written(p.path), source)}: {p.path}: {p.text}" for p in ordered))

@@ -69,8 +69,8 @@ class Task:
         """Metric -> (sum, count) over this batch."""
         raise NotImplementedError
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics that follow from the means, such as perplexity."""
+    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
+        """Metrics that follow from the means over a whole split, such as perplexity."""
         return means
 
     def examples(self, model: nn.Module, n: int) -> list[str]:

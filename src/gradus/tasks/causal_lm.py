@@ -59,10 +59,10 @@ class CausalLM(Task):
         n = batch["counts"]["tokens"]
         return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": ((logits.argmax(-1) == labels).sum(), n)}
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """Perplexity a token; bits a byte and perplexity a word, which do not depend on the tokenizer (the text's size is known)."""
         out = {**means, "perplexity": perplexity(means["loss"])}
-        size = self.sizes.get("valid")
+        size = self.sizes.get(split)
         if size and size["bytes"]:
             nats = means["loss"] * size["targets"]
             out["bits_per_byte"] = nats / size["bytes"] / math.log(2)

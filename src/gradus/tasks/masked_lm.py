@@ -101,7 +101,7 @@ class MaskedLM(Task):
             found["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
         return found
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         return {**means, "perplexity": perplexity(means["loss"])}
 
     def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:

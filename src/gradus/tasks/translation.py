@@ -52,7 +52,7 @@ class SequenceToSequence(Task):
         right = (logits.argmax(-1) == labels).sum()  # padding is IGNORE, which no token equals
         return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": (right, n)}
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         return {**means, "perplexity": perplexity(means["loss"])}
 
 

@@ -233,7 +233,7 @@ class Trainer:
         with self.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
         with self.clock.count("evaluate"):
-            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, self._loader(split), self.precision, self.device).items()}
+            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, self._loader(split), self.precision, self.device, split).items()}
         p = self.progress
         if log is not None:
             log.write([Row(name, value, self.task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()])
@@ -278,7 +278,7 @@ def total_steps(recipe: Recipe, loader: Loader) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision, device: torch.device) -> dict[str, float]:
+def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision, device: torch.device, split: str) -> dict[str, float]:
     """The task's metrics over a whole split, in evaluation mode; the model's mode is put back."""
     was_training = model.training
     model.eval()
@@ -295,7 +295,7 @@ def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision,
                     total[1] += count
     finally:
         model.train(was_training)
-    return task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()})
+    return task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()}, split)
 
 
 @contextlib.contextmanager

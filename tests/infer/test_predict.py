@@ -1,0 +1,376 @@
+"""`gradus predict` and `evaluate`: transformers' numbers on the same folders, the run's own numbers on its data."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from gradus import models
+from gradus import recipe as recipes
+from gradus.cli import main, parse
+from gradus.data import tokenizers
+from gradus.errors import UserError
+from gradus.infer.predict import evaluate, predict
+from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
+from gradus.train.session import open_session, train
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "movie", "very", "!", "##s"]
+TEXTS = ["a very good film !", "bad", "a bad movie"]
+TINY = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32}
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 20,
+}
+
+
+def run(*words, capsys=None) -> list[str]:
+    return list(predict(parse(["predict", *map(str, words)])))
+
+
+def fails(*words, capsys) -> str:
+    assert main([*map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def shake(model, size: float = 0.3):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=size)
+    return model.eval()
+
+
+def theirs(kind: str, folder, **config):
+    """A BERT that transformers made and wrote, with a vocabulary beside it."""
+    transformers = pytest.importorskip("transformers")
+    model = shake(getattr(transformers, kind)(transformers.BertConfig(**SIZES, **config)))
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    return model
+
+
+def rows(text: str) -> torch.Tensor:
+    """By hand: [CLS] words [SEP]."""
+    return torch.tensor([[2, *(WORDS.index(word) for word in text.split()), 3]])
+
+
+# ---------------------------------------------------------------- folders in the Hugging Face layout
+
+
+def test_labels_and_probabilities_of_a_hugging_face_folder(tmp_path):
+    model = theirs(
+        "BertForSequenceClassification", tmp_path, id2label={0: "sad", 1: "neutral", 2: "happy"}, label2id={"sad": 0, "neutral": 1, "happy": 2}
+    )
+    lines = run(tmp_path, *TEXTS, "--to", tmp_path / "out.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(lines) == len(TEXTS) + 1
+    for text, line, record in zip(TEXTS, lines, records):
+        with torch.no_grad():
+            p = model(rows(text)).logits.softmax(-1)[0]
+        order = p.argsort(descending=True).tolist()
+        names = [("sad", "neutral", "happy")[i] for i in order]
+        assert [t["label"] for t in record["top"]] == names
+        assert [t["probability"] for t in record["top"]] == pytest.approx([float(p[i]) for i in order], abs=1e-5)
+        assert (record["input"], record["label"]) == (text, names[0])
+        assert line.startswith(f"{names[0]} {float(p[order[0]]):.4f}, {names[1]}") and text in line
+    assert all(len(line.split(",")) == 1 for line in run(tmp_path, *TEXTS, "--top", "1"))
+
+
+def test_texts_from_standard_input(tmp_path, monkeypatch):
+    theirs("BertForSequenceClassification", tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a good film\n\nbad\n"))
+    assert run(tmp_path) == run(tmp_path, "a good film", "bad")
+
+
+def test_a_text_longer_than_the_model_is_cut_and_it_is_said(tmp_path, capsys):
+    theirs("BertForSequenceClassification", tmp_path)
+    long = run(tmp_path, "good " * 50)[0]
+    assert "cut to the first 18 of its 50 tokens" in capsys.readouterr().err
+    assert long.split("←")[0] == run(tmp_path, "good " * 18)[0].split("←")[0]
+
+
+@pytest.mark.parametrize("marker", ["[MASK]", "<mask>"])
+def test_masked_words(tmp_path, marker):
+    model = theirs("BertForMaskedLM", tmp_path)
+    lines = run(tmp_path, f"a {marker} film {marker} !", "--top", "3")[0].splitlines()
+    ids = rows("a [MASK] film [MASK] !")
+    with torch.no_grad():
+        p = model(ids).logits[0].softmax(-1)
+    for place, line in zip((2, 4), lines[1:]):
+        values, guesses = p[place].topk(3)
+        name = lambda i: {"[PAD]": "[PAD]"}.get(WORDS[i], WORDS[i])  # noqa: E731
+        assert line.split(": ")[1] == "; ".join(f"{name(i)} {v:.4f}" for i, v in zip(guesses.tolist(), values.tolist()))
+    best = [WORDS[i] for i in (int(p[2].argmax()), int(p[4].argmax()))]
+    filled = tokenizers.load(tmp_path).decode([5, WORDS.index(best[0]), 8, WORDS.index(best[1]), 11])
+    assert lines[0] == filled
+
+
+def test_features_are_transformers_last_hidden_states(tmp_path):
+    model = theirs("BertModel", tmp_path)
+    lines = run(tmp_path, *TEXTS, "--features", "--to", tmp_path / "states.npy")
+    found, pooled = np.load(tmp_path / "states.npy"), np.load(tmp_path / "states.mean.npy")
+    assert found.shape == (3, 7, 16) and pooled.shape == (3, 16)
+    for i, text in enumerate(TEXTS):
+        with torch.no_grad():
+            expected = model(rows(text)).last_hidden_state[0].numpy()
+        n = len(expected)
+        assert found[i, :n] == pytest.approx(expected, abs=1e-5)
+        assert not found[i, n:].any()
+        assert pooled[i] == pytest.approx(expected.mean(0), abs=1e-5)
+        assert lines[i].startswith(f"({n}, 16)  [{expected[0, 0]:.4f}")
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_features_of_other_families(tmp_path, family):
+    from gradus.recipe.schema import T5Config
+
+    tokenizer = tokenizers.train_bpe(TEXTS, 270)
+    config = GPTConfig(vocab_size=270, seq_len=30, **TINY) if family == "gpt" else T5Config(vocab_size=270, d_head=8, **TINY)
+    model = shake(models.build(config), 0.1)
+    models.save(model, tmp_path)
+    tokenizer.save(tmp_path)
+    run(tmp_path, *TEXTS, "--features", "--to", tmp_path / "x.npy")
+    found = np.load(tmp_path / "x.npy")
+    for i, text in enumerate(TEXTS):
+        ids = torch.tensor([tokenizer.encode(text) + ([tokenizer.eos_id] if family == "t5" else [])])
+        with torch.no_grad():
+            expected = (model.encode(ids) if family == "t5" else model.hidden(ids))[0].numpy()
+        assert found[i, : len(expected)] == pytest.approx(expected, abs=1e-5)
+
+
+def picture(path, size: int, seed: int = 0):
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return pixels
+
+
+def test_images_of_a_hugging_face_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    names = {0: "cat", 1: "dog", 2: "bird"}
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4, id2label=names, label2id={v: k for k, v in names.items()}
+    )  # fmt: skip
+    model = shake(transformers.ViTForImageClassification(config))
+    model.save_pretrained(tmp_path)
+    pixels = picture(tmp_path / "a.png", 16)
+    with pytest.raises(UserError, match=r"preprocessor_config\.json"):
+        run(tmp_path, tmp_path / "a.png")
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": mean, "image_std": std}))
+    run(tmp_path, tmp_path / "a.png", "--to", tmp_path / "o.jsonl", "--grid", tmp_path / "grid.png")
+    with torch.no_grad():
+        inputs = torch.from_numpy((pixels / 255 - mean) / std).float().permute(2, 0, 1)[None]
+        p = model(inputs).logits.softmax(-1)[0]
+        states = model.vit(inputs).last_hidden_state[0].numpy()
+    record = json.loads((tmp_path / "o.jsonl").read_text())
+    assert [t["label"] for t in record["top"]] == [names[i] for i in p.argsort(descending=True).tolist()]
+    assert record["probability"] == pytest.approx(float(p.max()), abs=1e-5)
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+    run(tmp_path, tmp_path / "a.png", "--features", "--to", tmp_path / "f.npy")
+    assert np.load(tmp_path / "f.npy")[0] == pytest.approx(states, abs=1e-4)
+    picture(tmp_path / "large.png", 40, 1)  # another size is scaled
+    assert len(run(tmp_path, tmp_path / "large.png", tmp_path / "a.png")) == 2
+    with pytest.raises(UserError, match=r"Did you mean a\.png"):
+        run(tmp_path, tmp_path / "aa.png")
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A few steps on the digits; its summary says what the last step, which is the best one, reached."""
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    recipe = recipes.load(
+        "digits-vit", [f"log.dir={folder}", "train.epochs=null", "schedule.name=constant", "schedule.warmup_steps=1", "evaluate.samples=0"],
+        model={"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}, train={"steps": 12}, evaluate={"every": 12, "test": True},
+        layout={"device": "cpu"}, data={"crop": 1},
+    )  # fmt: skip
+    return folder, train(recipe).summary["metrics"]
+
+
+def test_evaluate_gives_the_runs_own_numbers_whatever_the_batch(digits):
+    folder, metrics = digits
+    for split in ("valid", "test"):
+        expected = {k: v for k, v in metrics.items() if k.startswith(split)}
+        assert expected
+        assert evaluate(str(folder), [], split) == pytest.approx(expected, rel=1e-5)
+        assert evaluate(str(folder), ["evaluate.batch=7", "layout.attention=naive"], split) == pytest.approx(expected, rel=1e-5)
+    assert evaluate("digits-vit", ["layout.device=cpu"], "test", str(folder)) == pytest.approx(
+        {k: v for k, v in metrics.items() if k.startswith("test")}, rel=1e-5
+    )
+
+
+def test_evaluate_counts_a_training_split_once(digits):
+    folder, _ = digits
+    found = evaluate(str(folder), ["layout.device=cpu"], "train")
+    session = open_session(recipes.load(folder))
+    data = session.task.splits["train"]
+    model = models.load(folder).eval()
+    batch = session.task.to_device(session.task.collate([data[i] for i in range(len(data))]), torch.device("cpu"))
+    with torch.no_grad():
+        logits = model(batch["images"])
+    assert found["train/accuracy"] == pytest.approx(float((logits.argmax(-1) == batch["labels"]).float().mean()))
+    assert found["train/loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, batch["labels"])), rel=1e-4)
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=1", "model.n_layers=3", "train.seed=4"])
+def test_evaluate_changes_no_model(digits, override, capsys):
+    assert "another model" in fails("evaluate", digits[0], override, capsys=capsys) or "model" in override
+
+
+def test_evaluate_needs_weights_of_the_family(digits, tmp_path, capsys):
+    assert "--checkpoint DIR" in fails("evaluate", "digits-vit", capsys=capsys)
+    assert "a vit, and recipe copy-task is for seq2seq" in fails("evaluate", "copy-task", "--checkpoint", digits[0], capsys=capsys)
+
+
+def test_a_runs_split_with_right_and_wrong(digits, monkeypatch, tmp_path):
+    folder, _ = digits
+    shown = {}
+
+    def picture_grid(images, titles, colours, path):
+        shown.update(images=images, titles=titles, colours=colours, path=path)
+
+    monkeypatch.setattr("gradus.data.images.picture_grid", picture_grid)
+    lines = run(folder, "--split", "test", "--n", "20", "--grid", tmp_path / "g.png", "--to", tmp_path / "o.jsonl")
+    session = open_session(recipes.load(folder))
+    data, model = session.task.splits["test"], models.load(folder).eval()
+    with torch.no_grad():
+        batch = session.task.to_device(session.task.collate([data[i] for i in range(20)]), torch.device("cpu"))
+        guesses = model(batch["images"]).argmax(-1).tolist()
+    truths = [data[i]["label"] for i in range(20)]
+    right = [g == t for g, t in zip(guesses, truths)]
+    assert 0 < sum(right) < 20, "both colours are needed"
+    assert shown["titles"] == [str(g) for g in guesses]
+    assert shown["colours"] == ["green" if ok else "red" for ok in right]
+    assert all(np.array_equal(a, data[i]["image"]) for i, a in enumerate(shown["images"]))
+    assert f"{sum(right)} of 20 right" in lines
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(r["label"], r["truth"], r["right"]) for r in records] == [(str(g), str(t), ok) for g, t, ok in zip(guesses, truths, right)]
+
+
+def test_an_image_file_is_read_as_in_training(digits, tmp_path):
+    from PIL import Image
+
+    folder, _ = digits
+    data = open_session(recipes.load(folder)).task.splits["test"]
+    for i in range(4):
+        Image.fromarray(data[i]["image"][0]).save(tmp_path / f"{i}.png")
+    alone = run(folder, *(tmp_path / f"{i}.png" for i in range(4)))
+    split = run(folder, "--split", "test", "--n", "4")
+    assert [line.split("  ")[0] for line in alone] == [line.split("  ")[0] for line in split[:4]]
+
+
+def test_images_without_the_data_that_they_were_normalised_by(digits, tmp_path, capsys):
+    shutil.copytree(digits[0], tmp_path / "run", symlinks=True)
+    file = tmp_path / "run" / "recipe.yaml"
+    from PIL import Image
+
+    text = file.read_text()
+    picture(tmp_path / "a.png", 8)
+    Image.open(tmp_path / "a.png").convert("L").save(tmp_path / "a.png")
+    expected = run(tmp_path / "run", tmp_path / "a.png")
+    text = text.replace("source: digits", f"path: {tmp_path}/gone")
+    file.write_text(text)  # a run's recipe has the classes and what was measured, so that the data may be gone
+    assert run(tmp_path / "run", tmp_path / "a.png") == expected
+    file.write_text(re.sub(r"  (mean|std): .*\n", "", text))
+    assert "data.mean and data.std" in fails("predict", tmp_path / "run", tmp_path / "a.png", capsys=capsys)
+
+
+def small_bpe() -> dict:
+    return {"kind": "bpe", "vocab_size": 300}
+
+
+def test_a_labelled_run(tmp_path):
+    for split, n in (("train", 12), ("valid", 6)):
+        (tmp_path / f"{split}.tsv").write_text("sentence\tlabel\n" + "".join(f"a {'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(n)))
+    recipe = recipes.load(
+        "sst2-bert", [f"data.path={tmp_path}", f"data.cache={tmp_path}/cache", f"log.dir={tmp_path}/run", "model.init=null", "model.preset=null", "train.epochs=null"],
+        model={"family": "bert", **TINY, "seq_len": 24}, tokenizer={"kind": "byte"}, data={"max_len": 24}, schedule={"warmup_steps": 0}, train={"steps": 3},
+        evaluate={"samples": 0}, layout={"device": "cpu"},
+    )  # fmt: skip
+    metrics = train(recipe).summary["metrics"]
+    assert evaluate(str(tmp_path / "run"), [], "valid") == pytest.approx(metrics, rel=1e-5)
+    split = run(tmp_path / "run", "--split", "valid", "--n", "6")
+    texts = run(tmp_path / "run", *(f"a {'good' if i % 2 else 'bad'} film {i}" for i in range(6)))
+    assert [line.split("  ")[0] for line in split[:6]] == [line.split("  ")[0] for line in texts]
+    assert all("positive" in line and "negative" in line for line in texts)
+    right = round(metrics["valid/accuracy"] * 6)
+    assert split[6] == f"{right} of 6 right"
+
+
+def test_a_translation_run(tmp_path):
+    german, english = ["ein Hund läuft", "eine Katze schläft", "zwei Hunde"] * 4, ["a dog runs", "a cat sleeps", "two dogs"] * 4
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.de").write_text("\n".join(german) + "\n")
+        (tmp_path / f"{split}.en").write_text("\n".join(english) + "\n")
+    recipe = recipes.load(
+        "multi30k-seq2seq", [f"data.path={tmp_path}", f"data.cache={tmp_path}/cache", f"log.dir={tmp_path}/run", "train.epochs=null", "data.test=null"],
+        model={**TINY, "seq_len": 40}, tokenizer=small_bpe(), schedule={"warmup_steps": 2}, train={"steps": 4}, evaluate={"samples": 0, "test": False},
+        layout={"device": "cpu"}, data={"max_len": None},
+    )  # fmt: skip
+    outcome = train(recipe)
+    found = evaluate(str(tmp_path / "run"), [], "valid")
+    assert found == pytest.approx(outcome.summary["metrics"], rel=1e-5)
+    assert "valid/bleu" in found
+    session = outcome.trainer
+    expected = session.task.translate_texts(session.model.eval(), german[:3])
+    lines = run(tmp_path / "run", *german[:3])
+    assert [line.splitlines()[1].split("→")[1].strip() for line in lines] == [e.strip() for e in expected]
+    split = run(tmp_path / "run", "--split", "valid", "--n", "3")
+    assert [line.splitlines()[2].split("it is")[1].strip() for line in split[:3]] == english[:3]
+
+
+def test_a_copy_run(tmp_path, capsys):
+    recipe = recipes.load(
+        "copy-task", [f"log.dir={tmp_path}/run"], model={"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32},
+        train={"steps": 2}, schedule={"warmup_steps": 1}, data={"n_train": 100, "n_valid": 5}, layout={"device": "cpu"},
+    )  # fmt: skip
+    outcome = train(recipe)
+    expected = outcome.trainer.task.decode(outcome.trainer.model.eval(), [list(range(1, 11))])[0]
+    line = run(tmp_path / "run", "1 2 3 4 5 6 7 8 9 10")[0].splitlines()
+    assert line[1].split("→")[1].split() == [str(i) for i in expected]
+    assert "copies numbers from 1 to 10" in fails("predict", tmp_path / "run", "1 2 hello", capsys=capsys)
+    assert "gradus predict" in fails("generate", tmp_path / "run", "1 2", capsys=capsys)
+    assert evaluate(str(tmp_path / "run"), [], "valid") == pytest.approx(outcome.summary["metrics"], rel=1e-5)
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+def test_options_without_effect_and_models_without_a_head(tmp_path, capsys):
+    models.save(models.build(GPTConfig(vocab_size=len(WORDS), seq_len=20, **TINY)), tmp_path / "gpt")
+    models.save(models.build(BertConfig(vocab_size=len(WORDS), seq_len=20, **TINY)), tmp_path / "bert")
+    models.save(models.build(BertConfig(vocab_size=len(WORDS), seq_len=20, head="masked_lm", **TINY)), tmp_path / "masked")
+    models.save(models.build(ViTConfig(image_size=8, patch_size=4, n_classes=2, **TINY)), tmp_path / "vit")
+    for name in ("bert", "masked"):
+        (tmp_path / name / "vocab.txt").write_text("\n".join(WORDS))
+    cases = [
+        (["gpt", "text"], "gradus generate"),
+        (["bert", "text"], "no head"),
+        (["masked", "a film"], "no [MASK]"),
+        (["masked", "a [MASK]" + " film" * 30], "more than the 20"),
+        (["bert", "text", "--split", "valid"], "leave out 'text'"),
+        (["bert", "--split", "valid"], "belongs to no run"),
+        (["bert", "text", "--features", "--to", "x.jsonl"], ".npy"),
+        (["masked", "a [MASK]", "--to", "x.npy"], ".jsonl"),
+        (["masked", "a [MASK]", "--grid", "x.png"], "--grid"),
+        (["masked", "a [MASK]", "--to", f"{tmp_path}/no/folder/x.jsonl"], "cannot be written"),
+        (["masked", "a [MASK]", "--top", "0"], "--top=0"),
+        (["vit", f"{tmp_path}/none.png"], "no such image file"),
+    ]
+    for (name, *words), said in cases:
+        message = fails("predict", tmp_path / name, *words, capsys=capsys)
+        assert said in message and message.count("\n") == 1, message
