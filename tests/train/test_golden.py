@@ -21,12 +21,12 @@ SIZE = ["model.n_layers=2", "model.d_model=32", "model.n_heads=4", "layout.preci
         "train.steps=10", "schedule.name=constant", "schedule.warmup_steps=0"]  # fmt: skip
 TEXT = ["model.seq_len=24", "tokenizer.kind=byte", "tokenizer.vocab_size=null", "evaluate.test=false"]
 FAMILIES = {
-    "seq2seq": ("copy-task", ["model.d_ff=64", "model.dropout=0.1", "optimizer.lr=1e-3"]),
-    "gpt": ("shakespeare-char-gpt", [*TEXT, "model.dropout=0.1"]),
-    "llama": ("shakespeare-char-gpt", [*TEXT, "model.family=llama", "model.n_kv_heads=2", "model.bias=null"]),
+    "seq2seq": ("copy-task", ["model.d_ff=64", "model.dropout=0.1", "optimizer.lr=1e-3", "model.share_embeddings=true", "model.tie_output=true"]),
+    "gpt": ("shakespeare-char-gpt", [*TEXT, "model.dropout=0.1", "optimizer.lr=1e-3"]),
+    "llama": ("shakespeare-char-gpt", [*TEXT, "model.family=llama", "model.n_kv_heads=2", "model.bias=null", "optimizer.lr=1e-3"]),
     "bert": ("wikitext2-bert", [*TEXT, "model.d_ff=64", "data.pack=documents"]),
     "t5": ("wikitext2-t5", [*TEXT, "model.d_ff=64", "model.d_head=8", "data.pack=documents", "tokenizer.kind=bpe", "tokenizer.vocab_size=400"]),
-    "vit": ("digits-vit", ["model.d_ff=64", "model.dropout=0.1", "evaluate.test=false", "data.workers=0"]),
+    "vit": ("digits-vit", ["model.d_ff=64", "model.dropout=0.1", "model.pool=mean", "data.crop=1", "data.mixup=0.5", "optimizer.lr=2e-3", "evaluate.test=false"]),
 }
 
 

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,6 +212,7 @@ class Loader:
             return iter(())
         self._keys.keys = keys
         if self._background is None:
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # how many there are is the recipe's to say
             self._background = torch.utils.data.DataLoader(
                 self._fetch,
                 batch_size=None,

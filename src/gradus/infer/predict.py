@@ -431,9 +431,6 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     samples = recipe.evaluate.batch or recipe.layout.micro_batch or recipe.batch.samples or 64
     loader = Loader(data, task.plan(split, samples=samples, tokens=None), task.collate, prepare=task.prepare_evaluation, seed=recipe.train.seed)
     metrics = loop.evaluate(model, task, loader, precision, device, split)
-    if hasattr(task, "decoded_metrics"):
-        with torch.no_grad(), precision.autocast():
-            metrics |= task.decoded_metrics(model, split)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

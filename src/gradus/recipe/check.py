@@ -223,6 +223,8 @@ def _chunk(layout, given) -> Iterator[Problem]:
 def _evaluate(task, evaluate, given) -> Iterator[Problem]:
     if task.name == "copy" and evaluate.test:
         yield Problem("evaluate.test", "cannot take effect with task copy: made data has no test split. Leave it out.", ("task.name",))
+    if task.name != "translation":
+        yield from _moot("evaluate.decode", given, f" with task {task.name}. It is for translation.", "task.name")
     if task.name not in ("translation", "causal_lm"):
         yield from _moot("evaluate.max_new", given, f" with task {task.name}. It is for translation and causal_lm.", "task.name")
     elif task.name == "causal_lm" and evaluate.samples == 0:

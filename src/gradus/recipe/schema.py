@@ -447,6 +447,7 @@ class Evaluate(Section):
     batch: PositiveInt | None = None  # samples at a time; None: the micro-batch
     best: str | None = None  # metric whose best checkpoint is kept, e.g. valid/loss; None: the task's own
     test: bool = False  # also evaluate the test split at the very end
+    decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
     samples: NonNegativeInt = 0  # decoded samples to print at the end
     max_new: PositiveInt | None = None  # tokens, for decoding
 

@@ -23,7 +23,7 @@ class Task:
     best = "loss"  # the metric whose best checkpoint is kept
     loss_unit = "nats/token"
     counts_tokens = True  # speed is told in tokens (else in samples)
-    units = {"loss": "nats/token", "perplexity": "", "accuracy": "", "bits_per_byte": "bits/byte", "exact_match": "", "bleu": "BLEU"}
+    units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -72,6 +72,10 @@ class Task:
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """Metrics that follow from the means over a whole split, such as perplexity."""
         return means
+
+    def decoded_metrics(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Metrics of what the model writes by itself, over a whole split; slow, so that evaluate.decode=false leaves them out."""
+        return {}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         """Lines that show what the model does on `n` validation samples."""

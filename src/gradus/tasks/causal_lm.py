@@ -19,6 +19,8 @@ from gradus.tasks.sources import fit_vocabulary, open_running_text
 class CausalLM(Task):
     """Next-token prediction over windows of running text."""
 
+    units = Task.units | {"bits_per_byte": "bits/byte", "word_perplexity": ""}
+
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
         super().__init__(recipe)
         self.seq_len = recipe.data.max_len or recipe.model.seq_len

@@ -20,7 +20,7 @@ class Classification(Task):
 
     best = "accuracy"
     loss_unit = "nats/sample"
-    units = Task.units | {"loss": "nats/sample"}
+    units = {"loss": "nats/sample", "accuracy": ""}
     classes: list[str]
 
     def fit_classes(self, model: ModelConfig) -> ModelConfig:

@@ -67,7 +67,7 @@ class Trainer:
         self.clock = Clock(device)
         self.loader = self._loader("train")
         self.last_step = total_steps(recipe, self.loader)
-        self.metrics_position: int | None = None
+        self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
     def _loader(self, split: str) -> Loader:
@@ -241,8 +241,6 @@ class Trainer:
         if split == "valid":
             p.last_evaluation = metrics
             name = self.recipe.evaluate.best or f"valid/{self.task.best}"
-            if name not in metrics:
-                raise UserError(f"evaluate.best={name}: no such metric here. There are {', '.join(metrics)}.")
             value, sign = metrics[name], 1 if self.task.higher_is_better(name.split("/")[1]) else -1
             if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
                 p.best, p.best_step = value, p.step
@@ -293,9 +291,13 @@ def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision,
                     total = totals.setdefault(name, [0.0, 0])
                     total[0] += float(value)
                     total[1] += count
+        metrics = task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()}, split)
+        if task.recipe.evaluate.decode:
+            with precision.autocast():
+                metrics |= task.decoded_metrics(model, split)
     finally:
         model.train(was_training)
-    return task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()}, split)
+    return metrics
 
 
 @contextlib.contextmanager

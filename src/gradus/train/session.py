@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from gradus import models, tasks
 from gradus import recipe as recipes
-from gradus.errors import UserError
+from gradus.errors import UserError, did_you_mean
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
@@ -58,6 +59,12 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None) -> Session:
     if layout.tf32:
         torch.set_float32_matmul_precision("high")
     task = tasks.open_task(recipe, tokenizers)
+    if recipe.evaluate.test and "test" not in task.splits:
+        raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
+    if recipe.evaluate.best is not None and recipe.evaluate.best not in (known := [f"valid/{metric}" for metric in task.units]):
+        raise UserError(f"evaluate.best={recipe.evaluate.best}: no such metric here.{did_you_mean(recipe.evaluate.best, known)}")
+    if recipe.data.workers > (os.cpu_count() or 1):
+        print(f"note: data.workers={recipe.data.workers} share {os.cpu_count()} processors", flush=True)
     model = task.complete(recipe.model)
     resolved = task.resolved(recipe.model_copy(update={"model": model}))
     task.recipe = resolved
@@ -187,7 +194,7 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     if resume is not None:
         at = trainer.resume()
         print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
-    log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position if resume else None)
+    log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position)
     try:
         trainer.run(log)
         summary = finish(trainer, log, derived)
@@ -202,13 +209,7 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
     metrics = dict(p.last_evaluation)
     model.eval()
     if r.evaluate.test:
-        if "test" not in task.splits:
-            raise UserError("evaluate.test=true: this data has no test split. Give data.test or leave it out.")
         metrics |= trainer.evaluate(log, "test")
-    if hasattr(task, "decoded_metrics"):
-        split = "test" if r.evaluate.test else "valid"
-        with trainer.clock.count("evaluate"), trainer.precision.autocast():
-            metrics |= {f"{split}/{k}": v for k, v in task.decoded_metrics(model, split).items()}
     examples = []
     if r.evaluate.samples:
         with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast():
