@@ -321,7 +321,7 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     """Predictions for the first `args.n` samples of a split, with the right answers."""
     if place.recipe is None:
         raise UserError(f"--split={args.split}: {place.name} belongs to no run, so there is no data. Give inputs, or a run folder.")
-    task = tasks.open_task(place.recipe, tasks.load_tokenizers(place.path))
+    task = tasks.open_task(asking_for(place.recipe, args.split), tasks.load_tokenizers(place.path))
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
@@ -346,6 +346,11 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
         raise UserError(
             f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. Give texts instead, or use gradus evaluate."
         )
+
+
+def asking_for(recipe: Recipe, split: str) -> Recipe:
+    """The recipe, with the test split opened when it is wanted."""
+    return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"test": split == "test"})})
 
 
 def split_of(task: Task, split: str) -> Any:
@@ -422,7 +427,7 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     place = models.locate(checkpoint or name)
     recipe = recipe.model_copy(update={"model": with_config(recipe, models.config_of(place))})
     tokenizers = tasks.load_tokenizers(place) if place.is_dir() else None
-    session = open_session(recipe, tokenizers)
+    session = open_session(asking_for(recipe, split), tokenizers)
     task, device, precision = session.task, session.device, session.precision
     data = split_of(task, split)
     model = models.build(session.recipe.model)

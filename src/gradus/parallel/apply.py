@@ -6,11 +6,14 @@ A model does not know what was applied to it; parameter names stay as they are.
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
 from gradus.recipe.schema import Layout
 
@@ -76,6 +79,9 @@ def use_compile(model: nn.Module, mode: str) -> None:
     """Compile every block, in place: one graph serves all blocks of a kind, and heads and losses stay eager."""
     if mode == "none":
         return
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        raise UserError(f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. Install g++ or set layout.compile=none.")
     for module in model.modules():
         if isinstance(module, Block):
             module.compile(mode=None if mode == "default" else mode)

@@ -140,6 +140,8 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
             raise UserError(f"{path}: neither a valid nor a test split to evaluate on. Set data.valid=NAME.")
         print(f"note: {path} has no valid split: the test split is evaluated instead. Choose nothing by it.", flush=True)
         files["valid"] = files.pop("test")
+    if not (recipe.evaluate.test or data.test):
+        files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
     column = data.text or "text"
     tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], column)])}
     options = {"text": data.text, "label": data.label, "cache": data.cache}

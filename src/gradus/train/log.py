@@ -26,7 +26,7 @@ def human(value: float) -> str:
     return f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
 
 
-def environment(device: torch.device, layout_threads: int | None) -> dict:
+def environment(device: torch.device) -> dict:
     """The conditions of every number of this run: software, device, threads."""
     versions = {}
     for package in ("torch", "numpy", "safetensors", "tokenizers", "pydantic"):
@@ -108,8 +108,12 @@ def new_run_folder(config: Log, name: str) -> Path:
     return folder
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_text(path: Path, text: str) -> None:
     """Written aside and renamed."""
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
+
+
+def write_json(path: Path, value: dict) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")

@@ -19,7 +19,7 @@ from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.log import RunLog, environment, human, new_run_folder, write_json
+from gradus.train.log import RunLog, environment, human, new_run_folder, write_json, write_text
 from gradus.train.loop import Progress, Trainer, total_steps
 from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate
@@ -175,8 +175,8 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if resume is None:
-            (folder / "recipe.yaml").write_text(recipes.dump(session.recipe))
-            write_json(folder / "environment.json", environment(session.device, recipe.layout.threads))
+            write_json(folder / "environment.json", environment(session.device))
+            write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
 
