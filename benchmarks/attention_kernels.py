@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from gradus.layers.kernels import get_kernel
 from gradus.measure.memory import peak_of
+from gradus.train.log import environment
 
 
 def call(kernel, q, k, v, backward: bool, causal: bool):
@@ -78,7 +78,7 @@ def main() -> None:
     if args.out:
         conditions = {
             "heads": 12, "head_dim": 64, "batch": 1, "dtype": "float32", "causal": args.causal, "torch": torch.__version__,
-            "threads": torch.get_num_threads(), "device": args.device, "machine": platform.processor() or platform.machine(), "repeat": args.repeat,
+            "threads": torch.get_num_threads(), "device": args.device, "environment": environment(torch.device(args.device)), "repeat": args.repeat,
         }  # fmt: skip
         Path(args.out).write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from torch import nn
 from gradus import models
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import BertConfig, GPTConfig, Layout
+from gradus.train.log import environment
 
 VOCAB = 16_384
 
@@ -144,9 +144,11 @@ def main() -> None:
             Side("transformers bf16", theirs(family, a).to(a.device), lambda m, b, f=family: their_loss(f, m, b), bf16=True),
             Side("gradus bf16", ours(family, a).to(a.device), lambda m, b, f=family: our_loss(f, m, b), bf16=True),
         ]
+        naive = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive"))  # on CPUs, fused attention is slow in bf16
+        sides.append(Side("gradus bf16 naive", naive, lambda m, b, f=family: our_loss(f, m, b), bf16=True))
         if not a.no_compile:
-            compiled = apply(ours(family, a).to(a.device), Layout(precision="bf16", compile="default"))
-            sides.append(Side("gradus bf16 + compile", compiled, lambda m, b, f=family: our_loss(f, m, b), bf16=True))
+            compiled = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive", compile="default"))
+            sides.append(Side("gradus bf16 naive compiled", compiled, lambda m, b, f=family: our_loss(f, m, b), bf16=True))
         for side in sides:  # warm-up: two steps, compilation included
             for b in data[:2]:
                 side.step(b)
@@ -175,7 +177,7 @@ def main() -> None:
     if a.out:
         conditions = {
             **{k: v for k, v in vars(a).items() if k != "out"}, "vocabulary": VOCAB, "torch": torch.__version__, "transformers": transformers.__version__,
-            "threads": torch.get_num_threads(), "machine": platform.processor() or platform.machine(), "optimizer": "AdamW fused, clip 1.0",
+            "threads": torch.get_num_threads(), "environment": environment(torch.device(a.device)), "optimizer": "AdamW fused, clip 1.0",
         }  # fmt: skip
         Path(a.out).write_text(json.dumps({"conditions": conditions, "rows": out}, indent=1) + "\n")
 

@@ -145,3 +145,31 @@ def test_tokenizer_train(capsys, tmp_path):
     t = tokenizers.load(tmp_path / "bpe")
     assert t.decode(t.encode("the cat sat")) == "the cat sat" and len(t.encode("the cat")) < 7
     assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
+
+
+def test_a_full_disk_anywhere_is_one_clear_line(capsys, monkeypatch, tmp_path):
+    from gradus.rows import RowFile
+
+    def full(self, rows):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(RowFile, "write", full)
+    assert "metrics.jsonl: No space left on device" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}")
+
+
+def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
+    import torch
+
+    from gradus.train.loop import Trainer
+
+    def full(self, micro_batches):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", full)
+    assert "layout.micro_batch (it is 16)" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}")
+
+
+def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "gradus[track]" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")
+    assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0

@@ -95,7 +95,7 @@ def train(args) -> int:
         extra, notes = from_training_args(args.json_file)
         for note in notes:
             print(f"{args.json_file}: {note}", file=sys.stderr)
-    folder = resolve.run_to_resume(args.recipe, args.overrides) if args.resume else None
+    folder = resolve.run_to_resume(args.recipe, args.overrides, extra) if args.resume else None
     if folder:
         args.recipe = str(folder)
     recipe = load_recipe(args, extra)
@@ -242,6 +242,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as e:  # a full disk, a file that may not be read: where it is not told nearer by
+        if e.errno is None:
+            raise
+        print(f"error: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -166,3 +166,97 @@ def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
     outcome = train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
     assert 0 < outcome.summary["skipped_steps"] < 12
     assert all(torch.isfinite(p).all() for p in outcome.trainer.model.parameters())
+
+
+def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path, monkeypatch):
+    """The evaluation is cut, the run saved; when it goes on, the evaluation is made first: the same weights, rows and best."""
+    from gradus.tasks.translation import Copy
+    from gradus.train.loop import Stopped
+
+    run, real, calls = tmp_path / "run", Copy.evaluate, []
+
+    def interrupted(self, model, batch):
+        calls.append(batch)
+        if len(calls) == 3:  # 32 held-out sequences in batches of 16: within the evaluation at step 14
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            calls.append("too late")
+        return real(self, model, batch)
+
+    monkeypatch.setattr(Copy, "evaluate", interrupted)
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}"])
+    with pytest.raises(Stopped) as stop:
+        train(recipe)
+    assert stop.value.checkpoint.name == "step-00000014" and "too late" not in calls
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(recipes.load(run), resume=run)
+    assert digest(run) == digest(undisturbed)
+    evaluations = [[(r["name"], r["step"], r["value"]) for r in read_rows(f / "metrics.jsonl") if r["name"].startswith("valid/")] for f in (run, undisturbed)]
+    assert evaluations[0] == evaluations[1]
+    assert os.readlink(run / "checkpoints" / "best") == os.readlink(undisturbed / "checkpoints" / "best")
+
+
+def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
+    from gradus.tasks.translation import Copy
+    from gradus.train.loop import Stopped
+
+    run, real, calls = tmp_path / "run", Copy.evaluate, []
+
+    def interrupted(self, model, batch):
+        calls.append(batch)
+        if len(calls) in (1, 5):  # two batches an evaluation: 1 (cut) | 2 3 | 4 5 (cut) | 6 7
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+
+    monkeypatch.setattr(Copy, "evaluate", interrupted)
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=6", "evaluate.at_start=true"])
+    for resume, step in ((None, 0), (run, 6)):
+        with pytest.raises(Stopped) as stop:
+            train(recipe if resume is None else recipes.load(run), resume=resume)
+        assert stop.value.checkpoint.name == f"step-{step:08d}"
+    train(recipes.load(run), resume=run)
+    assert [r["step"] for r in read_rows(run / "metrics.jsonl") if r["name"] == "valid/loss"] == [0, 6]
+    assert json.loads((run / "summary.json").read_text())["best"]["step"] == 6
+
+
+def test_what_changes_no_update_may_change_on_resume(undisturbed, tmp_path):
+    import shutil
+
+    from gradus.cli import main
+
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    (run / "checkpoints" / ".writing-step-00000050").mkdir()
+    assert main(["train", str(run), "--resume", "train.on_nonfinite=skip", "train.keep=5", "train.checkpoint_every=9"]) == 0
+    assert not list((run / "checkpoints").glob(".writing-*")), "what a kill left behind is cleared away"
+    assert main(["train", str(run), "--resume", "train.steps=50"]) == 2
+    assert main(["train", str(run), "--resume", f"log.dir={tmp_path / 'other'}"]) == 2
+
+
+def test_resume_finds_the_folder_that_a_recipe_file_names(tmp_path, monkeypatch, capsys):
+    from gradus.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.dump(recipes.load("copy-task", [*TINY, "train.steps=6", "name=mine"]))
+    Path("file.yaml").write_text(recipe)
+    assert main(["train", "file.yaml"]) == 0 and main(["train", "file.yaml", "--resume"]) == 0
+    assert len(list(Path("runs/mine").iterdir())) == 1
+    Path("there.yaml").write_text(recipe.replace("log:\n", "log:\n  dir: there\n") if "log:\n" in recipe else recipe + "log: {dir: there}\n")
+    assert main(["train", "there.yaml"]) == 0 and main(["train", "there.yaml", "--resume"]) == 0
+    assert "run folder: there" in capsys.readouterr().out
+
+
+def test_another_best_metric_on_resume_starts_from_nothing(tmp_path):
+    """Values of two metrics have no order: a loss of 2.6 must not keep an accuracy of 0.1 from being the best."""
+    from gradus.train.loop import Progress
+
+    run = tmp_path / "run"
+    few = [*TINY, f"log.dir={run}", "train.steps=7", "evaluate.every=7"]
+    train(recipes.load("copy-task", [*few, "evaluate.best=valid/loss"]))
+    path = run / "checkpoints" / "step-00000007" / "training.json"
+    state = json.loads(path.read_text())
+    assert Progress(**state["progress"]).best_metric == "valid/loss"
+    state["progress"]["evaluation_due"] = True
+    path.write_text(json.dumps(state))
+    outcome = train(recipes.load(run, ["evaluate.best=valid/accuracy"]), resume=run)
+    assert outcome.summary["best"] == {"metric": "valid/accuracy", "value": outcome.summary["metrics"]["valid/accuracy"], "step": 7}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -193,3 +195,106 @@ def test_fp16_scales_its_loss(text, tmp_path):
     assert torch.isfinite(loss) and torch.isfinite(norm) and norm < 1e4  # unscaled
     assert t.precision.scaler.get_scale() > 1
     assert any(not torch.equal(a, b) for a, b in zip(before, t.model.parameters()))
+
+
+@pytest.mark.parametrize(("epochs", "n", "batch", "steps"), [(0.5, 60, 12, 3), (1.1, 120, 12, 11), (0.01, 60, 12, 1), (2.0, 61, 12, 12), (1e-9, 60, 12, 1)])
+def test_part_of_an_epoch_is_the_same_number_of_steps_wherever_it_is_said(epochs, n, batch, steps):
+    from gradus.train.session import derive
+
+    noam = ["train.steps=null", f"train.epochs={epochs}", f"data.n_train={n}", f"batch.samples={batch}", "schedule.name=noam", "layout.device=cpu"]
+    session = open_session(recipes.load("copy-task", [*TINY["copy-task"], *noam]))
+    t = Trainer(session.recipe, session.task, session.build(), Path("nowhere"), session.device, precision=session.precision)
+    assert derive(session)["steps"] == t.last_step == steps
+
+
+def test_a_skipped_first_step_leaves_no_garbage_in_the_momentum():
+    """The fused SGD kernel allocates its buffers at step 1 and fills them only if that step is taken (fp16 often skips it)."""
+    from gradus.recipe.schema import SGD
+    from gradus.train.optim import make_optimizer
+
+    results = {}
+    for skip in (True, False):
+        model = nn.Linear(64, 64, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = make_optimizer(model, SGD(lr=0.1, momentum=0.9, weight_decay=0.1))
+        dirt = [torch.full((64, 64), 1e9) for _ in range(64)]  # what freed memory holds
+        del dirt
+        for bad in (True, False, False) if skip else (False, False):
+            model.weight.grad = torch.full((64, 64), float("inf") if bad else 1.0)
+            optimizer.found_inf = torch.tensor(float(bad))
+            optimizer.step()
+        results[skip] = model.weight.detach().clone()
+    assert torch.equal(results[True], results[False])
+    reference = nn.Parameter(torch.ones(64, 64))
+    optimizer = torch.optim.SGD([reference], lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        reference.grad = torch.ones(64, 64)
+        optimizer.step()
+    assert torch.equal(results[False], reference.detach())
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "metric"),
+    [
+        ("wikitext2-bert", ["evaluate.best=valid/next_sentence_accuracy"], "next_sentence_accuracy"),
+        ("shakespeare-char-gpt", ["evaluate.best=valid/bits_per_byte"], "bits_per_byte"),  # data.limit_valid: nobody counted the bytes
+    ],
+)
+def test_a_best_metric_that_will_not_be_there_is_told_before_step_0(name, more, metric, text, tmp_path):
+    from gradus.errors import UserError
+
+    with pytest.raises(UserError, match=f"evaluate.best=valid/{metric}: no such metric here"):
+        trainer(name, text, tmp_path, *more)
+
+
+def test_more_next_sentences_right_is_better(text, tmp_path):
+    more = ["task.next_sentence=true", "model.head=pretraining", "model.pooler=true", "evaluate.best=valid/next_sentence_accuracy"]
+    t = trainer("wikitext2-bert", text, tmp_path, *more)
+    assert all(t.task.higher_is_better(m) == (m not in ("loss", "perplexity")) for m in t.task.units)
+
+
+@pytest.mark.parametrize("precision", ["pure_bf16", "pure_fp16"])
+def test_examples_of_images_in_pure_half_precision(precision):
+    small = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.limit=32", "data.limit_valid=8", "layout.device=cpu"]
+    pytest.importorskip("sklearn")
+    session = open_session(recipes.load("digits-vit", [*small, f"layout.precision={precision}"]))
+    with torch.no_grad():
+        assert len(session.task.examples(session.build().eval(), 3)) == 3
+
+
+def test_a_span_has_at_least_one_token(text, tmp_path):
+    from gradus.errors import UserError
+
+    with pytest.raises(UserError, match=r"task\.mean_span=0\.5"):
+        trainer("wikitext2-t5", text, tmp_path, "task.mean_span=0.5")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.de").write_text("eins zwei drei vier\nzwei\n" * 8)
+        (tmp_path / f"{split}.en").write_text("one two three four\ntwo\n" * 8)
+    more = ["layout.device=cpu", "layout.precision=fp32", "evaluate.test=false", "data.test=null", "optimizer.lr=1", f"data.cache={tmp_path / 'cache'}"]
+    size = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.seq_len=16", "tokenizer.kind=word", "batch.tokens=64"]
+    return [f"data.path={tmp_path}", *size, *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["model.share_embeddings=false", "model.target_vocab_size=3"], "model.target_vocab_size=3: the tokenizer has"),
+        (["evaluate.best=valid/bleu", "evaluate.decode=false"], "evaluate.best=valid/bleu: no such metric here"),
+        (["tokenizer.kind=file", "tokenizer.path=.", "tokenizer.shared=false", "model.share_embeddings=false"], "tokenizer.shared=false has no effect"),
+    ],
+)
+def test_mistakes_in_translation_are_told_before_step_0(more, said, pairs):
+    from gradus.errors import UserError
+
+    with pytest.raises(UserError, match=said):
+        open_session(recipes.load("multi30k-seq2seq", [*pairs, *more]))
+
+
+def test_t5_translates_rows_longer_than_its_training_length(pairs):
+    size = ["model.family=t5", "model.d_head=8", "model.seq_len=2"]
+    assert open_session(recipes.load("multi30k-seq2seq", [*pairs, *size])).task.splits["train"].lengths.max() == 2  # one of each, and their ends
+    assert open_session(recipes.load("multi30k-seq2seq", [*pairs, *size, "data.max_len=16"])).task.splits["train"].lengths.max() == 8

@@ -32,7 +32,7 @@ class Task:
 
     @staticmethod
     def higher_is_better(metric: str) -> bool:
-        return metric in ("accuracy", "exact_match", "bleu")
+        return metric in ("accuracy", "next_sentence_accuracy", "exact_match", "bleu")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration with what only the data knows (vocabulary, classes). Raises UserError where they clash."""

@@ -142,5 +142,6 @@ class ImageClassification(Classification):
         data, device = self.splits["valid"], next(model.parameters()).device
         chosen = [i * len(data) // n for i in range(min(n, len(data)))]
         batch = self.to_device(self.collate([data[i] for i in chosen]), device)
+        batch["images"] = batch["images"].to(next(model.parameters()).dtype)  # pure_bf16 and pure_fp16 take no other
         p = self.logits(model, batch).float().softmax(-1)
         return [f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[int(data[i]['label'])]})" for i, row in zip(chosen, p)]

@@ -34,7 +34,8 @@ class MaskedLM(Task):
                 raise UserError(
                     f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe."
                 )
-        self.specials = {i for i in (t.pad_id, t.bos_id, t.eos_id, t.unk_id, t.mask_id, t.cls_id, t.sep_id) if i is not None}
+        if not self.next_sentence:
+            self.units = Task.units
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         wanted = "pretraining" if self.next_sentence else "masked_lm"

@@ -163,7 +163,9 @@ def open_pairs(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tok
         pair = find_pairs(path, split, data.source, data.target, getattr(data, split), required=split != "test" or recipe.evaluate.test)
         if pair is not None:
             corpora[split] = pair
-    shared = recipe.tokenizer is None or recipe.tokenizer.shared or recipe.tokenizer.kind == "file"
+    shared = recipe.tokenizer is None or recipe.tokenizer.shared
+    if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
+        raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. Set tokenizer.shared=true.")
     if given:
         tokenizers = given
     elif shared:

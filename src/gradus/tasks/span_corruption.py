@@ -40,6 +40,8 @@ class SpanCorruption(SequenceToSequence):
         if t.eos_id is None or t.pad_id is None:
             raise UserError("tokenizer: span corruption needs padding and end tokens. Use a T5 SentencePiece model or tokenizer.kind=bpe.")
         t.sentinel(0)  # raises where there are none
+        if recipe.task.mean_span < 1:
+            raise UserError(f"task.mean_span={recipe.task.mean_span}: a span has at least one token. Set 1 or more; T5 used 3.")
         self.pad_id = t.pad_id
 
     def complete(self, model: ModelConfig) -> ModelConfig:

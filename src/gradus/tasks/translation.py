@@ -122,7 +122,11 @@ class Translation(SequenceToSequence):
         from gradus.tasks.sources import open_pairs
 
         super().__init__(recipe)
-        self.room = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len) - 1
+        if not recipe.evaluate.decode:
+            self.units = Task.units
+        seq_len, max_len = recipe.model.seq_len, recipe.data.max_len
+        t5 = recipe.model.family == "t5"  # whose relative positions set no limit
+        self.room = (max_len or seq_len if t5 else min(max_len or seq_len, seq_len)) - 1
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
         self.source_tokenizer = self.tokenizers[""]
         self.target_tokenizer = self.tokenizers.get("target", self.source_tokenizer)
@@ -131,7 +135,7 @@ class Translation(SequenceToSequence):
         t = self.target_tokenizer
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
         # T5 starts its decoder with padding, the original Transformer with a begin token
-        self.start_id = (t.pad_id or 0) if recipe.model.family == "t5" or t.bos_id is None else t.bos_id
+        self.start_id = (t.pad_id or 0) if t5 or t.bos_id is None else t.bos_id
         if self.eos_id is None:
             raise UserError("tokenizer: it has no end-of-sequence token, which translation needs. Use tokenizer.kind=bpe or another file.")
         self.end = np.array([self.eos_id])
@@ -141,11 +145,12 @@ class Translation(SequenceToSequence):
     def complete(self, model: ModelConfig) -> ModelConfig:
         update = {}
         for key, tokenizer in (("vocab_size", self.source_tokenizer), ("target_vocab_size", self.target_tokenizer)):
-            if not hasattr(model, key) or (key == "target_vocab_size" and "target" not in self.tokenizers):
+            if not hasattr(model, key):
                 continue
             size = getattr(model, key)
             if size is None:
-                update[key] = tokenizer.vocab_size
+                if key == "vocab_size" or "target" in self.tokenizers:
+                    update[key] = tokenizer.vocab_size
             elif size < tokenizer.vocab_size:
                 raise UserError(f"model.{key}={size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out or set at least that.")
         if "target" in self.tokenizers and getattr(model, "share_embeddings", False):

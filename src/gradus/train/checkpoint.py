@@ -130,6 +130,8 @@ class Checkpoints:
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> dict:
         """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it."""
+        for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
         models.load_weights(model, path)
         tensors = load_file(path / "training.safetensors")
         rng = {k: tensors.pop(k) for k in list(tensors) if k.startswith("rng.")}

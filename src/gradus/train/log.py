@@ -64,13 +64,13 @@ class RunLog:
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
     def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
-        self.rows = RowFile(folder / "metrics.jsonl", position)
         self.live = sys.stdout.isatty()
         self.board = self.wandb = None
         if config.tensorboard:
             self.board = need("torch.utils.tensorboard", "track", "log.tensorboard=true").SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
             self.wandb = need("wandb", "track", "log.wandb").init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
+        self.rows = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
 
     def write(self, rows: list[Row]) -> None:
         self.rows.write(rows)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradus.data.loader import Loader
+from gradus.data.loader import Loader, Plan
 from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -41,7 +41,9 @@ class Progress:
     loss_sum: float = 0.0  # of the steps' losses, for the mean over the run
     best: float | None = None
     best_step: int | None = None
+    best_metric: str | None = None
     last_evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluation_due: bool = False  # a stop came before it was done
 
 
 class Stopped(Exception):
@@ -66,8 +68,9 @@ class Trainer:
         self.progress = Progress()
         self.clock = Clock(device)
         self.loader = self._loader("train")
-        self.last_step = total_steps(recipe, self.loader)
+        self.last_step = total_steps(recipe, self.loader.plan)
         self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
+        self.asked = Asked()
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
     def _loader(self, split: str) -> Loader:
@@ -119,9 +122,11 @@ class Trainer:
         """Train to the last step. Raises Stopped after a signal, UserError on a loss that is not finite."""
         p, recipe = self.progress, self.recipe
         every = recipe.train.checkpoint_every
-        with stop_signals() as asked:
-            if recipe.evaluate.at_start and p.step == 0:
-                self.evaluate(log)
+        with stop_signals(self.asked) as asked:
+            p.evaluation_due |= recipe.evaluate.at_start and p.step == 0 and not p.last_evaluation
+            self._evaluate_if_due(log)
+            if asked:
+                raise Stopped(asked[0], self.save(log))
             self.start, self.start_step = self._mark(), p.step
             self.mark = self.start
             while p.step < self.last_step:
@@ -138,11 +143,11 @@ class Trainer:
                     self.pending.append((p.step, rate, loss, norm))
                     if p.step % recipe.log.every == 0 or p.step == self.last_step:
                         self._flush(log)
-                    if self._evaluate_now(p.epoch_step == n_steps):
-                        self.evaluate(log)
+                    p.evaluation_due = self._evaluate_now(p.epoch_step == n_steps)
+                    self._evaluate_if_due(log)
                     if asked or p.step == self.last_step or (every and p.step % every == 0):
                         saved = self.save(log)
-                        if asked and p.step < self.last_step:
+                        if asked and (p.step < self.last_step or p.evaluation_due):
                             raise Stopped(asked[0], saved)
                     if p.step == self.last_step:
                         return p
@@ -164,6 +169,12 @@ class Trainer:
         if "valid" not in self.task.splits:
             return False
         return p.step == self.last_step or (p.step % every == 0 if every else epoch_ends)
+
+    def _evaluate_if_due(self, log: RunLog) -> None:
+        """A stop does not wait for an evaluation, which may take minutes: it is cut, and done first when the run goes on."""
+        if self.progress.evaluation_due:
+            with contextlib.suppress(Cut):
+                self.evaluate(log)
 
     def _flush(self, log: RunLog) -> None:
         """Read the pending losses from the device (the only place that waits for it), check them, log them."""
@@ -232,16 +243,19 @@ class Trainer:
         """Every sample of the split exactly once; metrics are sums divided by counts. Keeps the best checkpoint."""
         with self.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
-        with self.clock.count("evaluate"):
+        with self.clock.count("evaluate"), self.asked.at_once():
             metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, self._loader(split), self.precision, self.device, split).items()}
         p = self.progress
         if log is not None:
             log.write([Row(name, value, self.task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()])
             log.line(f"step {p.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if split == "valid":
-            p.last_evaluation = metrics
+            p.last_evaluation, p.evaluation_due = metrics, False
             name = self.recipe.evaluate.best or f"valid/{self.task.best}"
             value, sign = metrics[name], 1 if self.task.higher_is_better(name.split("/")[1]) else -1
+            if p.best_metric not in (None, name):  # a resume may choose another: values of two kinds have no order
+                p.best = None
+            p.best_metric = name
             if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
                 p.best, p.best_step = value, p.step
                 with self.clock.count("checkpoint"):
@@ -265,14 +279,14 @@ class Trainer:
         return latest
 
 
-def total_steps(recipe: Recipe, loader: Loader) -> int:
+def total_steps(recipe: Recipe, plan: Plan) -> int:
     """Optimizer steps of the whole run; part of an epoch counts its steps, rounded up."""
     if recipe.train.steps is not None:
         return recipe.train.steps
     whole = int(recipe.train.epochs)
-    steps = sum(len(loader.plan.epoch(e)) for e in range(whole))
+    steps = sum(len(plan.epoch(e)) for e in range(whole)) if plan.batch_samples is None else whole * plan.steps_per_epoch
     rest = recipe.train.epochs - whole
-    return steps + (math.ceil(rest * len(loader.plan.epoch(whole))) if rest else 0)
+    return steps + (math.ceil(round(rest * len(plan.epoch(whole)), 6)) if rest else 0) or 1  # 1.1 - 1 is a little more than 0.1
 
 
 @torch.no_grad()
@@ -300,10 +314,30 @@ def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision,
     return metrics
 
 
+class Cut(Exception):
+    """A signal came where there is nothing to lose."""
+
+
+class Asked(list[int]):
+    """The signals that came."""
+
+    cut = False
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Where a signal, also one that came before, raises Cut."""
+        self.cut = True
+        try:
+            if self:
+                raise Cut
+            yield
+        finally:
+            self.cut = False
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that holds the signal once Ctrl-C or SIGTERM came; a second Ctrl-C stops at once."""
-    asked: list[int] = []
+def stop_signals(asked: Asked) -> Iterator[Asked]:
+    """`asked`, which while this lasts holds the signal once Ctrl-C or SIGTERM came; a second Ctrl-C stops at once."""
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -312,6 +346,8 @@ def stop_signals() -> Iterator[list[int]]:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)
+        if asked.cut:
+            raise Cut
 
     old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -319,3 +355,4 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+        asked.clear()

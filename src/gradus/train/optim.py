@@ -23,7 +23,10 @@ def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer
     groups = [g for g in groups if g["params"]]
     fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        for p in (p for _, p in named if config.momentum):  # the fused kernel allocates these without a value, which stays if step 1 is skipped
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 

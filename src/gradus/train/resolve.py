@@ -30,17 +30,20 @@ def _configuration(init: str) -> dict[str, Any] | None:
     return models.config_of(init).model_dump()
 
 
-def run_to_resume(name: str, overrides: list[str]) -> Path:
+def run_to_resume(name: str, overrides: list[str], extra: dict[str, Any] | None = None) -> Path:
     """The run folder that `--resume` means: RECIPE itself, else log.dir, else the newest run of that recipe."""
     if (Path(name) / "recipe.yaml").exists():
+        given = dict(o.split("=", 1) for o in overrides if "=" in o).get("log.dir")
+        if given is not None and Path(given).resolve() != Path(name).resolve():
+            raise UserError(f"--resume: log.dir={given} has no effect: the run goes on in {name}. Leave it out.")
         return Path(name)
-    given = dict(o.split("=", 1) for o in overrides if "=" in o)
-    if "log.dir" in given:
-        folder = Path(given["log.dir"])
+    recipe = load(name, overrides, extra)[0]  # a file may say log.dir and name
+    if recipe.log.dir is not None:
+        folder = Path(recipe.log.dir)
         if not (folder / "recipe.yaml").exists():
             raise UserError(f"--resume: {folder} holds no run. Start it without --resume.")
         return folder
-    base = Path("runs") / Path(name).stem
+    base = Path("runs") / recipe.name
     runs = sorted(p.parent for p in base.glob("*/recipe.yaml"))
     if not runs:
         raise UserError(f"--resume: no run of {name} in {base}. Give a run folder, or start it without --resume.")

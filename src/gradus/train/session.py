@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -77,7 +78,7 @@ def derive(session: Session) -> dict[str, Any]:
     plan = task.plan("train", r.batch.samples, r.batch.tokens)
     steps_an_epoch = len(plan.epoch(0))
     counts = models.count(r.model)
-    last = r.train.steps or round(r.train.epochs * steps_an_epoch)
+    last = total_steps(r, plan)
     samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
     samples = min(samples, len(task.splits["train"]))
     micro = min(r.layout.micro_batch or samples, samples)
@@ -119,6 +120,7 @@ def describe(derived: dict[str, Any]) -> str:
 
 # what may change between a run and its continuation, since it changes no sample and no update
 FREE_ON_RESUME = ("layout", "log", "evaluate", "name")
+FREE_KEYS = {"data": ("workers", "prefetch", "persistent", "pin", "path", "cache"), "train": ("checkpoint_every", "keep", "on_nonfinite")}
 
 
 def check_same(before: Recipe, now: Recipe) -> None:
@@ -129,7 +131,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
             continue
         a, b = old[section] or {}, new[section] or {}
         for key in dict.fromkeys([*a, *b]):
-            if a.get(key) != b.get(key) and not (section == "data" and key in ("workers", "prefetch", "persistent", "pin", "path", "cache")):
+            if a.get(key) != b.get(key) and key not in FREE_KEYS.get(section, ()):
                 was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
                 raise UserError(f"--resume: {was}: that would be another run. Start it without --resume in a new folder.")
 
@@ -198,6 +200,11 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     try:
         trainer.run(log)
         summary = finish(trainer, log, derived)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"after step {trainer.progress.step}: the memory of {session.device} is full. Set a smaller layout.micro_batch (it is "
+            f"{derived['micro_batch']}) or evaluate.batch, layout.checkpointing=full or layout.precision=bf16, and go on with --resume."
+        ) from None
     finally:
         log.close()
     return Outcome(folder, summary, trainer)
@@ -237,7 +244,8 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "best": {"metric": r.evaluate.best or f"valid/{task.best}", "value": p.best, "step": p.best_step} if p.best is not None else None,
         "metrics": metrics,
     }
-    write_json(trainer.folder / "summary.json", summary)
+    finite = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}  # JSON has no infinity
+    write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
     print_summary(trainer, summary, examples)
     return summary
 
