@@ -60,8 +60,9 @@ def test_components_are_what_they_must_be(tmp_path):
     assert rows["memory/weights", None] == 4 * n
     assert rows["memory/gradients", None] == 4 * n
     assert rows["memory/optimizer", None] == 8 * n + 4 * n_tensors  # Adam's two moments, and its count of steps a tensor
-    table = 4 * session.recipe.model.seq_len * 32  # sinusoidal positions, which are no weights
-    assert rows["memory/building/allocated", None] == 4 * n + table
+    n_embeddings = 1 if session.recipe.model.share_embeddings else 2
+    tables = n_embeddings * 4 * session.recipe.model.seq_len * 32  # sinusoidal positions, which are no weights
+    assert rows["memory/building/allocated", None] == 4 * n + tables
     # step by step: the first leaves the optimizer's state, which the second finds
     assert rows["memory/step/allocated", 1] - rows["memory/building/allocated", None] == pytest.approx(4 * n + 8 * n, rel=0.03)
     assert rows["memory/forward/allocated", 2] - rows["memory/forward/allocated", 1] == pytest.approx(8 * n, rel=0.03)

@@ -97,7 +97,7 @@ def test_schedules_equal_transformers_and_the_paper():
 def test_an_absent_device_is_refused():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(UserError, match="layout.device=cuda: there is none here"):
+    with pytest.raises(UserError, match=r"layout\.device=cuda: there is none here"):
         pick_device("cuda")
 
 

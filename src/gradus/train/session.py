@@ -15,6 +15,7 @@ from torch import nn
 
 from gradus import models, tasks
 from gradus import recipe as recipes
+from gradus.data.loader import Loader
 from gradus.errors import UserError, did_you_mean
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
@@ -82,10 +83,7 @@ def derive(session: Session) -> dict[str, Any]:
     samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
     samples = min(samples, len(task.splits["train"]))
     micro = min(r.layout.micro_batch or samples, samples)
-    lengths = getattr(task.splits["train"], "lengths", None)
-    mean_length = float(lengths.sum(-1).mean() if lengths is not None and lengths.ndim > 1 else lengths.mean()) if lengths is not None else None
-    if mean_length is None and hasattr(task, "seq_len"):
-        mean_length = float(task.seq_len)
+    first = next(Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed).steps(0))
     rate = [learning_rate(r.schedule, r.optimizer.lr, s, last, r.model.d_model) for s in (1, last)]
     return {
         "parameters": counts["total"],
@@ -96,7 +94,7 @@ def derive(session: Session) -> dict[str, Any]:
         "steps": last,
         "epochs": round(last / steps_an_epoch, 3),
         "samples_a_step": samples if r.batch.samples else f"about {samples}",
-        "tokens_a_step": r.batch.tokens or (round(samples * mean_length) if mean_length else None),
+        "tokens_first_step": sum(b["n_tokens"] for b in first.micro_batches),  # without padding
         "micro_batch": micro,
         "accumulation": -(-samples // micro),
         "learning_rate": {"first_step": rate[0], "last_step": rate[1]},
@@ -109,10 +107,9 @@ def derive(session: Session) -> dict[str, Any]:
 def describe(derived: dict[str, Any]) -> str:
     """The lines printed before step 0."""
     d = derived
-    tokens = f", {d['tokens_a_step']:,} tokens" if d["tokens_a_step"] else ""
     return (
         f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, {d['steps_an_epoch']:,} steps an epoch\n"
-        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples{tokens}; "
+        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples ({d['tokens_first_step']:,} tokens in the first); "
         f"micro-batch {d['micro_batch']} × accumulation {d['accumulation']}; {d['precision']} on {d['device']}\n"
         f"learning rate {d['learning_rate']['first_step']:.2e} at the first step, {d['learning_rate']['last_step']:.2e} at the last"
     )
@@ -162,6 +159,9 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
         check_same(recipes.load(folder), recipe)
         latest = Checkpoints(folder / "checkpoints", recipe.train.keep).latest()
         tokenizers = tasks.load_tokenizers(latest) if latest else None
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UserError(f"log.dir={folder}: cannot write below {there}. Set log.dir to a folder you may write.")
     session = open_session(recipe, tokenizers)
     model = session.build()
     derived = derive(session)
