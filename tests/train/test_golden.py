@@ -26,7 +26,10 @@ FAMILIES = {
     "llama": ("shakespeare-char-gpt", [*TEXT, "model.family=llama", "model.n_kv_heads=2", "model.bias=null", "optimizer.lr=1e-3"]),
     "bert": ("wikitext2-bert", [*TEXT, "model.d_ff=64", "data.pack=documents"]),
     "t5": ("wikitext2-t5", [*TEXT, "model.d_ff=64", "model.d_head=8", "data.pack=documents", "tokenizer.kind=bpe", "tokenizer.vocab_size=400"]),
-    "vit": ("digits-vit", ["model.d_ff=64", "model.dropout=0.1", "model.pool=mean", "data.crop=1", "data.mixup=0.5", "optimizer.lr=2e-3", "evaluate.test=false"]),
+    "vit": (
+        "digits-vit",
+        ["model.d_ff=64", "model.dropout=0.1", "model.pool=mean", "data.crop=1", "data.mixup=0.5", "optimizer.lr=2e-3", "evaluate.test=false"],
+    ),
 }
 
 

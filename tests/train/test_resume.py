@@ -161,6 +161,15 @@ def test_a_nonfinite_loss_stops_with_step_checkpoint_and_advice(tmp_path):
     assert "optimizer.lr" in str(e.value) and "checkpoint" in str(e.value)
 
 
+def test_skipping_ends_when_it_does_not_help(tmp_path, monkeypatch):
+    from gradus.train import loop
+
+    monkeypatch.setattr(loop, "HOPELESS", 5)
+    more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.checkpoint_every=null"]
+    with pytest.raises(UserError, match="the (loss|gradient norm) is"):
+        train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
+
+
 def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
     more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.steps=12"]
     outcome = train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
@@ -191,7 +200,9 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path,
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     train(recipes.load(run), resume=run)
     assert digest(run) == digest(undisturbed)
-    evaluations = [[(r["name"], r["step"], r["value"]) for r in read_rows(f / "metrics.jsonl") if r["name"].startswith("valid/")] for f in (run, undisturbed)]
+    evaluations = [
+        [(r["name"], r["step"], r["value"]) for r in read_rows(f / "metrics.jsonl") if r["name"].startswith("valid/")] for f in (run, undisturbed)
+    ]
     assert evaluations[0] == evaluations[1]
     assert os.readlink(run / "checkpoints" / "best") == os.readlink(undisturbed / "checkpoints" / "best")
 

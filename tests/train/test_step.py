@@ -197,7 +197,9 @@ def test_fp16_scales_its_loss(text, tmp_path):
     assert any(not torch.equal(a, b) for a, b in zip(before, t.model.parameters()))
 
 
-@pytest.mark.parametrize(("epochs", "n", "batch", "steps"), [(0.5, 60, 12, 3), (1.1, 120, 12, 11), (0.01, 60, 12, 1), (2.0, 61, 12, 12), (1e-9, 60, 12, 1)])
+@pytest.mark.parametrize(
+    ("epochs", "n", "batch", "steps"), [(0.5, 60, 12, 3), (1.1, 120, 12, 11), (0.01, 60, 12, 1), (2.0, 61, 12, 12), (1e-9, 60, 12, 1)]
+)
 def test_part_of_an_epoch_is_the_same_number_of_steps_wherever_it_is_said(epochs, n, batch, steps):
     from gradus.train.session import derive
 
@@ -274,7 +276,14 @@ def pairs(tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.de").write_text("eins zwei drei vier\nzwei\n" * 8)
         (tmp_path / f"{split}.en").write_text("one two three four\ntwo\n" * 8)
-    more = ["layout.device=cpu", "layout.precision=fp32", "evaluate.test=false", "data.test=null", "optimizer.lr=1", f"data.cache={tmp_path / 'cache'}"]
+    more = [
+        "layout.device=cpu",
+        "layout.precision=fp32",
+        "evaluate.test=false",
+        "data.test=null",
+        "optimizer.lr=1",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     size = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.seq_len=16", "tokenizer.kind=word", "batch.tokens=64"]
     return [f"data.path={tmp_path}", *size, *more]
 
@@ -284,7 +293,10 @@ def pairs(tmp_path):
     [
         (["model.share_embeddings=false", "model.target_vocab_size=3"], "model.target_vocab_size=3: the tokenizer has"),
         (["evaluate.best=valid/bleu", "evaluate.decode=false"], "evaluate.best=valid/bleu: no such metric here"),
-        (["tokenizer.kind=file", "tokenizer.path=.", "tokenizer.shared=false", "model.share_embeddings=false"], "tokenizer.shared=false has no effect"),
+        (
+            ["tokenizer.kind=file", "tokenizer.path=.", "tokenizer.shared=false", "model.share_embeddings=false"],
+            "tokenizer.shared=false has no effect",
+        ),
     ],
 )
 def test_mistakes_in_translation_are_told_before_step_0(more, said, pairs):

@@ -27,6 +27,9 @@ from gradus.train.precision import Precision
 from gradus.train.schedule import learning_rate
 
 
+HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
+
+
 @dataclasses.dataclass
 class Progress:
     """Where a run stands; all of it survives a resume."""
@@ -71,6 +74,7 @@ class Trainer:
         self.last_step = total_steps(recipe, self.loader.plan)
         self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
         self.asked = Asked()
+        self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
     def _loader(self, split: str) -> Loader:
@@ -187,8 +191,11 @@ class Trainer:
             scaler_skips = self.precision.scaler is not None and math.isfinite(loss)  # fp16: the scaler backs off by itself
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 p.skipped += 1
-                if self.recipe.train.on_nonfinite == "stop" and not scaler_skips:
+                self.in_a_row += 1
+                if self.in_a_row >= HOPELESS or (self.recipe.train.on_nonfinite == "stop" and not scaler_skips):
                     self._stop_nonfinite(at, loss, norm, log)
+            else:
+                self.in_a_row = 0
             if math.isfinite(loss):
                 p.loss_sum += loss
         self.pending.clear()
