@@ -166,7 +166,7 @@ def test_skipping_ends_when_it_does_not_help(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "HOPELESS", 5)
     more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.checkpoint_every=null"]
-    with pytest.raises(UserError, match="the (loss|gradient norm) is"):
+    with pytest.raises(UserError, match=r"the (loss|gradient norm) is"):
         train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
 
 

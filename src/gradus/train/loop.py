@@ -26,7 +26,6 @@ from gradus.train.optim import make_optimizer
 from gradus.train.precision import Precision
 from gradus.train.schedule import learning_rate
 
-
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
 
 
