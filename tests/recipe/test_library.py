@@ -64,7 +64,7 @@ def test_copy_task_as_the_source_coded_it():
 def test_nanogpts_setting():
     r = load("shakespeare-char-gpt")
     assert (r.model.n_layers, r.model.n_heads, r.model.d_model, r.model.seq_len, r.model.bias, r.model.dropout) == (4, 4, 128, 64, False, 0.0)
-    assert (r.batch.samples, r.train.steps, r.train.clip_norm, r.evaluate.every, r.data.valid_fraction) == (12, 2000, 1.0, 250, 0.1)
+    assert (r.batch.samples, r.train.steps, r.train.clip_norm, r.data.valid_fraction) == (12, 2000, 1.0, 0.1)
     assert (r.optimizer.name, r.optimizer.betas, r.optimizer.weight_decay) == ("adamw", (0.9, 0.99), 0.1)  # the rate is our own
     assert (r.schedule.name, r.schedule.warmup_steps) == ("cosine", 100)
 
