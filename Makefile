@@ -20,7 +20,7 @@ lint: .venv/installed-dev
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0
-	$(PIP) --editable .
+	$(PIP) --editable '.[vision]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

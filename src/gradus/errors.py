@@ -32,4 +32,5 @@ def need(package: str, extra: str, what: str):
     try:
         return importlib.import_module(package)
     except ImportError as e:
-        raise UserError(f"{what} needs the package {package.split('.')[0]} ({e}). Install it: pip install 'gradus[{extra}]'") from None
+        how = f"pip install 'gradus[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
+        raise UserError(f"{what} needs the package {package.split('.')[0]} ({e}). Install it: {how}") from None
