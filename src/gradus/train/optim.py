@@ -9,7 +9,7 @@ from gradus.recipe.schema import Optimizer
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Matrices decay; biases, norms, class tokens and positions do not (Loshchilov & Hutter 2019; Devlin et al. 2019, code)."""
+    """Matrices and tables of embeddings decay; biases, norms, and ViT's class token and positions do not."""
     return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm"))
 
 
