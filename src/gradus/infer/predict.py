@@ -18,7 +18,6 @@ from gradus import models, tasks
 from gradus import recipe as recipes
 from gradus.data import images as pictures
 from gradus.data.collate import pad_sequences
-from gradus.data.loader import Loader
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, did_you_mean
 from gradus.infer import Place, encode, find, note, special
@@ -429,13 +428,11 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     tokenizers = tasks.load_tokenizers(place) if place.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     task, device, precision = session.task, session.device, session.precision
-    data = split_of(task, split)
+    split_of(task, split)  # raises where there is none
     model = models.build(session.recipe.model)
     models.load_weights(model, place)
     model = apply(precision.cast(model).to(device), session.recipe.layout).eval()
-    samples = recipe.evaluate.batch or recipe.layout.micro_batch or recipe.batch.samples or 64
-    loader = Loader(data, task.plan(split, samples=samples, tokens=None), task.collate, prepare=task.prepare_evaluation, seed=recipe.train.seed)
-    metrics = loop.evaluate(model, task, loader, precision, device, split)
+    metrics = loop.evaluate(model, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

@@ -69,28 +69,23 @@ class Trainer:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.progress = Progress()
         self.clock = Clock(device)
-        self.loader = self._loader("train")
+        self.loader = Loader(
+            task.splits["train"],
+            task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens),
+            task.collate,
+            prepare=task.prepare,
+            seed=recipe.train.seed,
+            micro_batch=recipe.layout.micro_batch,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            persistent=recipe.data.persistent,
+            pin=recipe.data.pin and device.type == "cuda",
+        )
         self.last_step = total_steps(recipe, self.loader.plan)
         self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
         self.asked = Asked()
         self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
-
-    def _loader(self, split: str) -> Loader:
-        r, training = self.recipe, split == "train"
-        batch = (r.batch.samples, r.batch.tokens) if training else (r.evaluate.batch or r.layout.micro_batch or r.batch.samples or 64, None)
-        return Loader(
-            self.task.splits[split],
-            self.task.plan(split, samples=batch[0], tokens=batch[1]),
-            self.task.collate,
-            prepare=self.task.prepare if training else self.task.prepare_evaluation,
-            seed=r.train.seed,
-            micro_batch=r.layout.micro_batch if training else None,
-            workers=r.data.workers if training else 0,
-            prefetch=r.data.prefetch,
-            persistent=r.data.persistent,
-            pin=r.data.pin and self.device.type == "cuda",
-        )
 
     # ------------------------------------------------------------ one step
 
@@ -250,7 +245,7 @@ class Trainer:
         with self.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
         with self.clock.count("evaluate"), self.asked.at_once():
-            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, self._loader(split), self.precision, self.device, split).items()}
+            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, split, self.precision, self.device).items()}
         p = self.progress
         if log is not None:
             log.write([Row(name, value, self.task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()])
@@ -296,8 +291,12 @@ def total_steps(recipe: Recipe, plan: Plan) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision, device: torch.device, split: str) -> dict[str, float]:
-    """The task's metrics over a whole split, in evaluation mode; the model's mode is put back."""
+def evaluate(model: nn.Module, task: Task, split: str, precision: Precision, device: torch.device) -> dict[str, float]:
+    """The task's metrics over a whole split, each sample exactly once, in evaluation mode; the model's mode is put back."""
+    r = task.recipe
+    plan = task.plan(split, samples=r.evaluate.batch or r.layout.micro_batch or r.batch.samples or 64, tokens=None)
+    pin = r.data.pin and device.type == "cuda"
+    loader = Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin)
     was_training = model.training
     model.eval()
     totals: dict[str, list[float]] = {}
@@ -312,7 +311,7 @@ def evaluate(model: nn.Module, task: Task, loader: Loader, precision: Precision,
                     total[0] += float(value)
                     total[1] += count
         metrics = task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()}, split)
-        if task.recipe.evaluate.decode:
+        if r.evaluate.decode:
             with precision.autocast():
                 metrics |= task.decoded_metrics(model, split)
     finally:

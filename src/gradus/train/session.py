@@ -22,7 +22,7 @@ from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.log import RunLog, environment, human, new_run_folder, write_json, write_text
-from gradus.train.loop import Progress, Trainer, total_steps
+from gradus.train.loop import Trainer, total_steps
 from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate
 
@@ -267,6 +267,3 @@ def print_summary(trainer: Trainer, summary: dict[str, Any], examples: list[str]
     for line in examples:
         print(line)
     print(f"run folder: {trainer.folder}", flush=True)
-
-
-__all__ = ["Outcome", "Progress", "Session", "derive", "describe", "open_session", "total_steps", "train"]
