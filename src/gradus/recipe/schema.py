@@ -452,18 +452,59 @@ class Evaluate(Section):
     max_new: PositiveInt | None = None  # tokens, for decoding
 
 
+class LocalSGD(Section):
+    """Workers take `every` steps alone, then average their weights (Stich 2019)."""
+
+    every: PositiveInt
+
+
+class DiLoCo(Section):
+    """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard et al. 2023)."""
+
+    every: PositiveInt
+    outer_lr: PositiveFloat = 0.7
+    outer_momentum: Fraction = 0.9
+
+
 class Layout(Section):
-    """How and where; never what. Changing it changes no sample of any step."""
+    """How and where; never what. Changing it changes no sample of any step.
+
+    The number of processes is not said here: it is what was started, and must be pipeline × shard × context × tensor × expert ×
+    the replicas, of which there are as many as are left over.
+    """
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    threads: PositiveInt | None = None  # CPU threads; None: PyTorch's choice
+    threads: PositiveInt | None = None  # CPU threads a process; None: PyTorch's choice, or with several processes an equal share
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
-    micro_batch: PositiveInt | None = None  # samples a forward pass; None: the whole batch
+    micro_batch: PositiveInt | None = None  # samples a forward pass and process; None: the process's whole share of the batch
     attention: Literal["sdpa", "chunked", "naive"] = "sdpa"
     chunk: PositiveInt = 256  # query rows at a time, for chunked
     checkpointing: Literal["none", "attention", "selective", "full"] = "none"
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    # several processes
+    replicate: Literal["auto", "none", "manual", "parameter_server", "data_parallel", "ddp"] = "auto"  # auto: ddp where processes are left over
+    transport: Literal["torch", "mpi"] = "torch"  # of manual: torch.distributed, or mpi4py under mpirun
+    bucket_mb: PositiveFloat = 25.0  # of ddp: gradients sent at a time
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # of ddp: gradients as they are sent
+    shard: PositiveInt = 1  # processes that share weights, gradients and optimizer state (FSDP2); with replicas: HSDP
+    reshard: bool = True  # of shard: forget the gathered weights after the forward pass and gather them again for the backward pass
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: weights as they are gathered and computed with
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: gradients as they are reduced; None: fp32
+    offload: bool = False  # of shard: weights, gradients and optimizer state stay in the host's memory
+    shard_optimizer: bool = False  # of ddp and manual: each replica keeps the optimizer's state of a part of the weights (ZeRO-1)
+    tensor: PositiveInt = 1  # processes that split every matrix product
+    sequence_parallel: bool = True  # of tensor: norms, dropout and residuals split along the sequence
+    vocab_parallel: bool = True  # of tensor: the loss over logits split along the vocabulary
+    pipeline: PositiveInt = 1  # processes that each hold a part of the layers
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of pipeline
+    stages: PositiveInt | None = None  # of pipeline: stages a process; None: 2 for interleaved and zero_bubble, else 1
+    context: PositiveInt = 1  # processes that split the sequence, attention included
+    context_method: Literal["ring", "ulysses"] = "ring"
+    expert: PositiveInt = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
+    local_sgd: LocalSGD | None = None
+    diloco: DiLoCo | None = None
+    timeout: PositiveFloat = 600.0  # seconds after which a process that does not reach a collective is given up
 
 
 class Log(Section):

@@ -1,0 +1,82 @@
+"""How the processes are arranged: one axis for each way to split the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from gradus.parallel.world import World
+from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipeline", "replicate", "expert", "shard", "context", "tensor")  # from the farthest apart to the nearest
+DATA = ("replicate", "expert", "shard")  # along these, processes see different samples
+
+
+def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
+    """Axis → processes along it. What the named axes leave over is `replicate`. The product is n_processes (parallel.check says why not)."""
+    named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
+    taken = math.prod(named.values())
+    assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"
+    return {axis: n_processes // taken if axis == "replicate" else named[axis] for axis in AXES}
+
+
+@dataclasses.dataclass
+class Mesh:
+    """The arrangement as one process sees it. `sizes`: axis → processes; the world's ranks run along the last axis first."""
+
+    world: World
+    sizes: dict[str, int]
+    devices: DeviceMesh | None = None  # None: one process
+
+    @classmethod
+    def make(cls, layout: Layout, world: World, device: str = "cpu") -> Mesh:
+        """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes it."""
+        shape = sizes(layout, world.size)
+        if world.size == 1:
+            return cls(world, shape)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return cls(world, shape, init_device_mesh(device, tuple(shape.values()), mesh_dim_names=AXES))
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def rank(self, *axes: str) -> int:
+        """This process's place along the axes taken as one, the first the slowest."""
+        place, rest = {}, self.world.rank
+        for axis in reversed(AXES):
+            rest, place[axis] = divmod(rest, self.sizes[axis])
+        index = 0
+        for axis in axes:
+            index = index * self.sizes[axis] + place[axis]
+        return index
+
+    def sub(self, *axes: str) -> DeviceMesh:
+        """The mesh of these axes taken as one, through this process: one-dimensional."""
+        return self._flat(axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no other."""
+        return None if self.size(*axes) == 1 else self._flat(axes).get_group()
+
+    def __hash__(self):
+        return id(self)
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019  (a mesh lives as long as the process)
+    def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
+        assert list(axes) == [a for a in AXES if a in axes], f"{axes}: not in the order of {AXES}"
+        wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]
+        if len(wide) == 1:
+            return self.devices[wide[0]]
+        return self.devices[wide]._flatten("_".join(wide))
+
+    def describe(self) -> str:
+        """For example `shard 2 × tensor 2`."""
+        return " × ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one process"
