@@ -162,7 +162,7 @@ def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
 
     from gradus.train.loop import Trainer
 
-    def full(self, micro_batches):
+    def full(self, micro_batches, counts=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Trainer, "step", full)

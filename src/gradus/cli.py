@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -32,7 +33,10 @@ def parser() -> Parser:
 
     p = verb("train", train, "train a recipe into a run folder")
     p.add_argument("--resume", action="store_true", help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
+    p.add_argument("--auto-resume", action="store_true", help="start, or go on where log.dir holds a run already: for jobs that are requeued")
     p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
+    p.add_argument("--processes", type=int, metavar="N", help="start N processes on this machine (others: torchrun, mpirun, srun)")
+    p.add_argument("--max-restarts", type=int, default=0, metavar="K", help="of --processes: start again from the last checkpoint, up to K times")
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
@@ -72,20 +76,47 @@ def parser() -> Parser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
     p.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    p = verb("collectives", collectives, "time broadcast, all-reduce and the other collectives between processes", recipe=False)
+    p.add_argument("--processes", type=int, metavar="N", help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
+    p.add_argument("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
+    p.add_argument("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
+    p.add_argument("--to", metavar="FILE.jsonl", help="add the rows to this file")
+    p = verb("env", env, "the machine as found, with a word on each figure", recipe=False)
+    p.add_argument("--json", action="store_true", help="as JSON")
+    p = verb("launch", None, "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal", recipe=False)
+    places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
+    for place in ("slurm", "ssh", "modal"):
+        module = importlib.import_module(f"gradus.launch.{place}")
+        text = module.__doc__.partition(": ")[2].strip()
+        q = places.add_parser(place, help=text, description=text)
+        q.set_defaults(function=module.launch, words="overrides", options=q)
+        module.options(q)
+    p = verb("export", export, "write a checkpoint, of any layout, as a folder that Hugging Face's tools load", recipe=False, words="model")
+    p.add_argument("model", nargs=1, metavar="RUN_OR_CHECKPOINT", help="a run folder (its best checkpoint, else its newest), or a checkpoint")
+    p.add_argument("--to", required=True, metavar="DIR", help="folder to write")
+    p.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights (default 5); as much memory is used")
     return top
 
 
-def load_recipe(args, extra: dict | None = None):
-    """The recipe with its overrides; what a switched kind made void is said, and where the data are the weights' own, taken from them."""
+def load_recipe(args, extra: dict | None = None, quiet: bool = False):
+    """The recipe with its overrides; what a switched kind made void is said (unless `quiet`), and where the data are the weights' own,
+    taken from them."""
     from gradus.train import resolve
 
     recipe, notes = resolve.load(args.recipe, args.overrides, extra or {})
-    for note in notes:
+    for note in () if quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     return recipe
 
 
 def train(args) -> int:
+    if args.max_restarts and args.processes is None:
+        raise UserError("--max-restarts has no effect without --processes: another launcher restarts by its own rules. Leave it out.")
+    if args.processes is not None:
+        from gradus.launch import local
+
+        found = {"max_restarts": args.max_restarts, "resume": args.resume, "json_file": args.json_file}
+        return local.train(args.processes, args.recipe, args.overrides, **found)
     from gradus.train import resolve
 
     extra, notes = {}, []
@@ -95,20 +126,29 @@ def train(args) -> int:
         extra, notes = from_training_args(args.json_file)
         for note in notes:
             print(f"{args.json_file}: {note}", file=sys.stderr)
-    folder = resolve.run_to_resume(args.recipe, args.overrides, extra) if args.resume else None
+    from gradus.parallel import world
+
+    here = world.find()
+    if args.resume and args.auto_resume:
+        raise UserError("--resume and --auto-resume: the second starts where there is nothing to resume. Give one of them.")
+    if args.resume:
+        folder = resolve.run_to_resume(args.recipe, args.overrides, extra)
+    else:
+        folder = resolve.started(args.recipe, args.overrides, extra, here) if args.auto_resume else None
     if folder:
         args.recipe = str(folder)
-    recipe = load_recipe(args, extra)
+    recipe = load_recipe(args, extra, quiet=not here.first)
     from gradus.measure.flops import for_run
     from gradus.train.loop import Stopped
     from gradus.train.session import train as run
 
     try:
-        outcome = run(recipe, resume=folder, flops=for_run)
+        outcome = run(recipe, resume=folder, flops=for_run, here=here)
     except Stopped as stop:
-        print(f"\nstopped; saved {stop.checkpoint}. Go on with: gradus train {stop.checkpoint.parent.parent} --resume")
+        if here.first:
+            print(f"\nstopped; saved {stop.checkpoint}. Go on with: gradus train {stop.checkpoint.parent.parent} --resume", flush=True)
         return 128 + stop.signal_number
-    if recipe.task.name == "copy":
+    if recipe.task.name == "copy" and here.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
         for line in outcome.trainer.task.examples(outcome.trainer.model.eval(), 1):
@@ -213,20 +253,54 @@ def generate(args) -> int:
     return 0
 
 
+def collectives(args) -> int:
+    from gradus.measure.collectives import collectives as run
+
+    return run(args)
+
+
+def env(args) -> int:
+    from gradus.measure.machine import env as run
+
+    return run(args)
+
+
+def export(args) -> int:
+    from gradus.infer.export_weights import export as run
+
+    if len(args.model) != 1:
+        raise UserError(f"gradus export: one model, not {len(args.model)} ({', '.join(args.model)}).")
+    for line in run(args.model[0], Path(args.to), args.shard_gb):
+        print(line, flush=True)
+    return 0
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Words may stand before, between and after options, which argparse alone does not allow below a verb."""
     top = parser()
     args, rest = top.parse_known_args(argv)
     for word in rest:
         if word.startswith("-") or not hasattr(args, getattr(args, "words", "")):
-            known = [s for a in top._subparsers._group_actions[0].choices[args.verb]._actions for s in a.option_strings] if args.verb else []
+            options = getattr(args, "options", None) or (top._subparsers._group_actions[0].choices[args.verb] if args.verb else None)
+            known = [s for a in options._actions for s in a.option_strings] if options else []
             raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{did_you_mean(word.split('=')[0], known)}")
         getattr(args, args.words).append(word)
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2."""
+    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2.
+
+    One of several processes does not come back from here: it ends when the others do.
+    """
+    code = run(argv)
+    world = sys.modules.get("gradus.parallel.world")
+    if world is not None and world.joined():
+        world.leave(code)
+    return code
+
+
+def run(argv: list[str] | None) -> int:
     try:
         args = parse(argv)
         if args.verb is None:
@@ -234,7 +308,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return args.function(args)
     except UserError as e:
-        print(f"error: {e}" if "\n" not in str(e) else f"error:\n{e}", file=sys.stderr)
+        world = sys.modules.get("gradus.parallel.world")
+        text = world.mistake(str(e)) if world is not None and world.joined() else str(e)
+        if text is not None:
+            print(f"error: {text}" if "\n" not in text else f"error:\n{text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

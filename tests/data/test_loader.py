@@ -103,8 +103,9 @@ def rows(steps):
     """[(epoch, step, sample indices, unpadded ids, drawn numbers)]: all that must not depend on how it was loaded."""
     out = []
     for s in steps:
-        ids = [row[keep].tolist() for m in s.micro_batches for row, keep in zip(m["ids"], m["keep"])]
-        drawn = [x for m in s.micro_batches for x in m["drawn"].tolist()]
+        busy = [m for m in s.micro_batches if "idle" not in m]
+        ids = [row[keep].tolist() for m in busy for row, keep in zip(m["ids"], m["keep"])]
+        drawn = [x for m in busy for x in m["drawn"].tolist()]
         out.append((s.epoch, s.step, s.indices.tolist(), ids, drawn))
     return out
 
@@ -129,13 +130,18 @@ def test_micro_batches_ranks_and_resumes_change_nothing(n, epoch, micro_batch, w
         assert all(share[k][:2] == (epoch, step) for share in shares)
         assert [[x for share in shares for x in share[k][2 + i]] for i in range(3)] == parts
         assert max(len(share[k][2]) for share in shares) - min(len(share[k][2]) for share in shares) <= 1
+    steps = [list(loader(n, micro_batch=micro_batch, rank=r, world=world).steps(epoch, start)) for r in range(world)]
+    for of_ranks, (_, _, indices, *_) in zip(zip(*steps), whole[start:]):  # all ranks compute as often, whatever they have
+        assert len({len(s.micro_batches) for s in of_ranks}) == 1 and {s.samples for s in of_ranks} == {len(indices)}
 
 
 def test_micro_batches_are_the_batch_in_pieces():
     (step,) = Loader(Ragged(10), Plan(10, 0, batch_samples=10), collate, micro_batch=4).steps(0)
     assert [m["count"] for m in step.micro_batches] == [4, 4, 2]
     (step,) = Loader(Ragged(2), Plan(2, 0, batch_samples=10), collate, rank=2, world=3).steps(0)
-    assert step.indices.size == 0 and step.micro_batches == []
+    assert step.indices.size == 0
+    (idle,) = step.micro_batches
+    assert idle["idle"] and idle["n_tokens"] == 0 and len(idle["ids"]) == 1
 
 
 def test_what_is_drawn_depends_on_seed_epoch_and_index_alone():

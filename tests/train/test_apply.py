@@ -30,7 +30,7 @@ def test_compiled_blocks_give_the_same_gradients():
     grads = []
     for mode in ("none", "default"):
         torch.manual_seed(0)
-        model = apply(models.build(CONFIG), Layout(compile=mode))
+        model = apply(models.build(CONFIG), Layout(compile=mode)).model
         assert list(model.state_dict()) == list(models.build(CONFIG).state_dict())
         model(ids).square().mean().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -43,7 +43,7 @@ def test_checkpointing_keeps_less():
     kept = {}
     ids = torch.randint(50, (2, 16))
     for mode in ("none", "attention", "selective", "full"):
-        model = apply(models.build(CONFIG), Layout(checkpointing=mode))
+        model = apply(models.build(CONFIG), Layout(checkpointing=mode)).model
         seen: dict[int, int] = {}
 
         def pack(t, seen=seen):

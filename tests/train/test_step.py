@@ -218,7 +218,7 @@ def test_a_skipped_first_step_leaves_no_garbage_in_the_momentum():
     for skip in (True, False):
         model = nn.Linear(64, 64, bias=False)
         nn.init.ones_(model.weight)
-        optimizer = make_optimizer(model, SGD(lr=0.1, momentum=0.9, weight_decay=0.1))
+        optimizer = make_optimizer(model.named_parameters(), SGD(lr=0.1, momentum=0.9, weight_decay=0.1))
         dirt = [torch.full((64, 64), 1e9) for _ in range(64)]  # what freed memory holds
         del dirt
         for bad in (True, False, False) if skip else (False, False):

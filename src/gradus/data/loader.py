@@ -114,13 +114,17 @@ class Plan:
 
 @dataclasses.dataclass
 class Step:
-    """What one process takes for one optimizer step: its samples, in order, and their micro-batches. Both are empty on a
-    rank whose share is empty, which happens when a batch has fewer samples than there are ranks."""
+    """What one process takes for one optimizer step: its samples, in order, and their micro-batches.
+
+    Every rank has as many micro-batches as the one with most samples, since in some layouts all must compute at once. One that
+    is there for that reason alone holds a sample of the batch again, counts nothing, and says so: `batch["idle"]` is there.
+    """
 
     epoch: int
     step: int  # within the epoch
     indices: np.ndarray
     micro_batches: list[dict[str, torch.Tensor]]
+    samples: int  # of the global batch
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -178,22 +182,28 @@ class Loader:
 
         Raises UserError as the data set did; any other failure as RuntimeError that names the data set and the sample.
         """
-        shares = [np.array_split(batch, self.world)[self.rank] for batch in self.plan.epoch(epoch)]
-        assert 0 <= start <= len(shares), f"epoch {epoch} has {len(shares)} steps; there is no position {start}"
+        batches = self.plan.epoch(epoch)
+        assert 0 <= start <= len(batches), f"epoch {epoch} has {len(batches)} steps; there is no position {start}"
         self._turn += 1
         turn = self._turn
-        keys = [(epoch, step, shares[step]) for step in range(start, len(shares))]
+        keys = [(epoch, step, *self._share(batches[step])) for step in range(start, len(batches))]
         began = time.perf_counter()
         results = self._results(keys)
-        for _, step, indices in keys:
+        for _, step, indices, *_ in keys:
             assert turn == self._turn, "another iteration of this loader has begun: the workers serve one at a time"
             result = next(results)
             if isinstance(result, _Failure):
                 raise result.error()
             micro_batches = [{name: self._tensor(value) for name, value in batch.items()} for batch in result]
             self.wait_s += time.perf_counter() - began
-            yield Step(epoch, step, indices, micro_batches)
+            yield Step(epoch, step, indices, micro_batches, len(batches[step]))
             began = time.perf_counter()
+
+    def _share(self, batch: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """(this rank's samples, how many micro-batches every rank has, a sample for those that would have none)."""
+        most = -(-len(batch) // self.world)
+        count = -(-most // (self._fetch.micro_batch or most))
+        return np.array_split(batch, self.world)[self.rank], count, int(batch[0])
 
     def close(self) -> None:
         """End the workers. The next iteration starts new ones."""
@@ -260,17 +270,19 @@ class _Fetch(torch.utils.data.Dataset):
         return sample if self.prepare is None else self.prepare(sample, sample_rng(self.seed, epoch, index))
 
     def __getitem__(self, key) -> list[dict[str, Any]] | _Failure:
-        epoch, step, indices = key
+        epoch, step, indices, count, spare = key
         size = self.micro_batch or max(1, len(indices))
         batches, at = [], ""
         try:
-            for lo in range(0, len(indices), size):
-                samples = []
-                for index in indices[lo : lo + size].tolist():
+            for lo in range(0, count * size, size):
+                samples, chosen = [], indices[lo : lo + size].tolist()
+                for index in chosen or [spare]:
                     at = f"sample {index}"
                     samples.append(self.sample(index, epoch))
-                at = f"collating samples {', '.join(map(str, indices[lo : lo + size][:8]))}{', ...' if len(samples) > 8 else ''}"
+                at = f"collating samples {', '.join(map(str, chosen[:8]))}{', ...' if len(samples) > 8 else ''}"
                 batch = self.collate(samples)
+                if not chosen:
+                    batch |= {"idle": True, "counts": dict.fromkeys(batch.get("counts", {}), 0), "n_tokens": 0}
                 batches.append({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         except UserError as e:
             return _Failure(str(e), None)

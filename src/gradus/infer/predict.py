@@ -431,8 +431,8 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     split_of(task, split)  # raises where there is none
     model = models.build(session.recipe.model)
     models.load_weights(model, place)
-    model = apply(precision.cast(model).to(device), session.recipe.layout).eval()
-    metrics = loop.evaluate(model, task, split, precision, device)
+    parallel = apply(precision.cast(model).to(device), session.recipe.layout)
+    metrics = loop.evaluate(parallel, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

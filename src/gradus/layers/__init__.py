@@ -5,6 +5,7 @@ from gradus.layers.block import Block
 from gradus.layers.cache import Cache, LayerCache
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
 from gradus.layers.positions import (
     apply_rotary,
@@ -22,9 +23,11 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "ExpertLinear",
     "FeedForward",
     "GatedFeedForward",
     "LayerCache",
+    "MixtureOfExperts",
     "Patches",
     "apply_rotary",
     "chunked",
@@ -33,6 +36,7 @@ __all__ = [
     "get_kernel",
     "halves_to_interleaved",
     "interleaved_to_halves",
+    "keep_balance",
     "naive",
     "relative_buckets",
     "rotary_frequencies",

@@ -32,10 +32,20 @@ def _cpu_attention_backward(grad, q, k, v, *_, out_shape=None, **__) -> int:
     return sdpa_backward_flop_count(grad, q, k, v)
 
 
-# PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing
-_CPU_ATTENTION = {
+def _experts(x, weights, *_, out_shape=None, **__) -> int:
+    return 2 * x[0] * weights[1] * weights[2]  # each row takes one expert
+
+
+def _experts_backward(x, y, *_, out_shape=None, **__) -> int:
+    return 2 * x[0] * x[1] * y[1]
+
+
+# PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own operators
+_MORE = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    torch.ops.gradus.grouped_mm: _experts,
+    torch.ops.gradus.grouped_outer: _experts_backward,
 }
 
 
@@ -45,7 +55,7 @@ def count_flops(function: Callable[[], Any]) -> int:
     All that is done counts: also what checkpointing computes again, and the scores that a fused attention's backward pass computes
     again (naive attention keeps them). A causal kernel counts in full. Works on real, fake and meta tensors.
     """
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         function()
     return counter.get_total_flops()
 

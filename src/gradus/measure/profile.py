@@ -101,8 +101,8 @@ class CudaTimeline:
 @contextlib.contextmanager
 def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, the trainer's step marks where its passes begin and end."""
-    task, precision = trainer.task, trainer.precision
-    own = {(task, "losses"): task.losses, (precision, "backward"): precision.backward, (precision, "step"): precision.step}
+    task, precision, parallel = trainer.task, trainer.precision, trainer.parallel
+    own = {(task, "losses"): task.losses, (parallel, "backward"): parallel.backward, (precision, "step"): precision.step}
 
     def losses(model, batch):
         mark("ready")
@@ -111,7 +111,7 @@ def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
         return sums
 
     def backward(loss):
-        own[precision, "backward"](loss)
+        own[parallel, "backward"](loss)
         mark("backward")
 
     def step(optimizer, bad):

@@ -42,7 +42,7 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
     """
     from torch import nn
 
-    from gradus.layers import Attention, FeedForward, GatedFeedForward, Patches
+    from gradus.layers import Attention, FeedForward, GatedFeedForward, MixtureOfExperts, Patches
 
     model = build(config, device="meta")
     modules = dict(model.named_modules())
@@ -52,7 +52,7 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
         path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]  # from the model's child down to the owner
         if any(isinstance(m, Attention) for m in path):
             return "attention"
-        if any(isinstance(m, FeedForward | GatedFeedForward) for m in path):
+        if any(isinstance(m, FeedForward | GatedFeedForward | MixtureOfExperts) for m in path):
             return "feedforward"
         if path and isinstance(path[-1], nn.LayerNorm | nn.RMSNorm):
             return "norms"
@@ -130,7 +130,12 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 
         with _one_line(path / "params.json"):
             return meta_llama.read(path)
-    return _read_config(path / "config.json"), weights.read_tensors(path) if weights_too else {}
+    config = _read_config(path / "config.json")
+    if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
+        from gradus.models.weights import sharded
+
+        return config, sharded.under_their_names(config, sharded.read(path))
+    return config, weights.read_tensors(path) if weights_too else {}
 
 
 # ---------------------------------------------------------------- config.json
@@ -152,6 +157,11 @@ def _write_config(config: schema.ModelConfig) -> dict:
     ours = config.model_dump(mode="json", exclude={"preset", "init"})
     extra = {k: v for k, v in ours.items() if v != understood.model_dump(mode="json")[k]}
     return {**hf, "gradus": extra} if extra else hf
+
+
+def to_config_json(config: schema.ModelConfig, dtype: torch.dtype) -> dict:
+    """What config.json says beside weights of this dtype."""
+    return {**_write_config(config), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object) -> schema.ModelConfig:
@@ -229,5 +239,28 @@ def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> 
 
     Holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises UserError where the disk refuses.
     """
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    weights.write(weights.to_hf(model), {**_write_config(model.config), "dtype": dtype}, folder, max_shard_bytes)
+    weights.write(weights.to_hf(model), to_config_json(model.config, next(model.parameters()).dtype), folder, max_shard_bytes)
+
+
+def convert(name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
+    """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is read, one
+    shard of the result is held. Values and dtype stay as they are stored. Errors as in `load` and `save`."""
+    path = locate(name_or_path)
+    config, tensors = _open(path, weights_too=True)
+    model = build(config, device="meta")
+    found, _ = weights.match(model, tensors, True, path)
+    ours = model.state_dict(keep_vars=True)
+
+    def keys(rule: weights.Rule) -> tuple:
+        return tuple(rule.key(ours[name]) for name in rule.names)
+
+    called: dict[tuple, str] = {}  # the first name of a tied tensor is the one that Hugging Face reads for all
+    for rule in weights.rules_of(config.family).rules(config):
+        called.setdefault(keys(rule), rule.theirs)
+
+    def once() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, rule in found.items():
+            if keys(rule) in called:
+                yield called.pop(keys(rule)), tensors[name].read()
+
+    weights.write(once(), to_config_json(config, tensors[next(iter(found))].read().dtype), folder, max_shard_bytes)

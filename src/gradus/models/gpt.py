@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, FeedForward
+from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts
 from gradus.recipe.schema import GPTConfig
 
 
@@ -19,7 +19,12 @@ class GPTBlock(Block):
         self.attention_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
         self.attention = Attention(config.d_model, config.n_heads, bias=config.bias, dropout=config.dropout)
         self.feedforward_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
-        self.feedforward = FeedForward(config.d_model, config.d_ff, config.activation, bias=config.bias)
+        if config.n_experts is None:
+            self.feedforward = FeedForward(config.d_model, config.d_ff, config.activation, bias=config.bias)
+        else:
+            self.feedforward = MixtureOfExperts(
+                config.d_model, config.d_ff, config.n_experts, config.top_k, config.activation, gated=False, bias=config.bias
+            )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = True, cache=None, positions: Tensor | None = None) -> Tensor:
@@ -49,14 +54,14 @@ class GPT(nn.Module):
         """Normal of 0.02, and 0.02 / sqrt(2 n_layers) for the projections that end in the residual stream, of which there are two
         a layer (Radford et al. 2019, section 2.3); biases 0."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.LayerNorm):
                 nn.init.ones_(module.weight)
             if isinstance(getattr(module, "bias", None), nn.Parameter):
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
-            for projection in (block.attention.to_out, block.feedforward.down):
+            for projection in (block.attention.to_out, getattr(block.feedforward, "experts", block.feedforward).down):
                 nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:

@@ -1,5 +1,6 @@
 """Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder, pre-norm with
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the feed-forward network it is Mixtral
+(Jiang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, GatedFeedForward, rotary_table
+from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, rotary_table
 from gradus.models.gpt import looks
 from gradus.recipe.schema import LlamaConfig
 
@@ -20,7 +21,10 @@ class LlamaBlock(Block):
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, bias=False, dropout=config.dropout)
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
+        if config.n_experts is None:
+            self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
+        else:
+            self.feedforward = MixtureOfExperts(config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True)
 
     def forward(
         self,
@@ -57,7 +61,7 @@ class Llama(nn.Module):
     def reset_parameters(self) -> None:
         """Every matrix from a normal of 0.02, norms 1. (The papers do not say; this is Hugging Face's.)"""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)

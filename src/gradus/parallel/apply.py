@@ -1,4 +1,5 @@
-"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel → checkpointing → compile.
+"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel and context → experts → tensor →
+pipeline → checkpointing → compile → shard or replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
@@ -15,15 +16,86 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 
 
-def apply(model: nn.Module, layout: Layout) -> nn.Module:
-    """The whole of the layout that concerns one process, in order. Returns the same module."""
+def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
+    """The whole of the layout, in order. `model` is on its device; it is changed in place. Collective.
+
+    That it fits together was checked before (`parallel.check`). Without a mesh: one process.
+    """
+    mesh = mesh or Mesh(World(), dict.fromkeys(AXES, 1))
+    p = Parallel(model, layout, mesh)
     use_kernel(model, layout.attention, layout.chunk)
+    if mesh.size("context") > 1:
+        from gradus.parallel.context import Context
+
+        p.context = Context(model, mesh.group("context"), layout)
+    if mesh.size("expert") > 1:
+        from gradus.parallel.expert import expert_parallel, is_expert
+
+        expert_parallel(model, mesh.sub("expert"))
+        p.is_expert = is_expert
+    if mesh.size("tensor") > 1:
+        from gradus.parallel.tensor import loss_context, tensor_parallel
+
+        tensor_parallel(model, mesh.sub("tensor"), layout)
+        p.around = functools.partial(loss_context, layout)
+    if mesh.size("pipeline") > 1:
+        from gradus.parallel.pipeline import Pipeline
+
+        p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, next(model.parameters()).device)
+        model = p.pipeline.model
     use_checkpointing(model, layout.checkpointing)
     use_compile(model, layout.compile)
-    return model
+    if mesh.size("shard") > 1:
+        use_shard(p, model)
+    elif p.several or layout.replicate == "data_parallel":
+        use_replicas(p, model)
+    if layout.shard_optimizer and mesh.size("replicate") > 1:
+        from gradus.parallel.shard import OptimizerShards
+
+        p.optimizer_shards = OptimizerShards([(h.name, h.local.data) for h in p.held], mesh.group("replicate"))
+    assert p.held, "every process must hold a part of the model"
+    return p
+
+
+def use_shard(p: Parallel, model: nn.Module) -> None:
+    """FSDP2 over shard × context (ranks that split the sequence share the weights too), replicated if there are replicas."""
+    from gradus.parallel.shard import shard, sync_on
+
+    mesh = p.mesh.sub("shard", "context")
+    if p.mesh.size("replicate") > 1:
+        mesh = p.mesh.devices["replicate", mesh.mesh_dim_names[0]]
+    shard(model, mesh, p.layout)
+    p.summed_by_engine = ("replicate", "shard", "context")
+    p.sync_on = functools.partial(sync_on, model)
+
+
+def use_replicas(p: Parallel, model: nn.Module) -> None:
+    """Replicas as layout.replicate says. DDP takes whole, plain parameters; where they are split, or the pipeline runs the backward
+    pass, gradients are summed in buckets after it."""
+    from gradus.parallel import replicate
+
+    layout, mesh = p.layout, p.mesh
+    group = mesh.group("replicate", "context")
+    if layout.replicate == "data_parallel":
+        p.replicas = replicate.Replicas(p.bare)
+        p.replicas.model = nn.DataParallel(model)
+    elif layout.local_sgd or layout.diloco:
+        p.apart = replicate.Apart(layout, [h.local.data for h in p.held], mesh.group("replicate"), layout.bucket_mb * 2**20)
+    elif group is None:
+        return
+    elif layout.replicate == "manual":
+        p.replicas = replicate.ManualMPI(p.bare) if layout.transport == "mpi" else replicate.Manual(p.bare, group)
+    elif layout.replicate == "parameter_server":
+        p.replicas = replicate.ParameterServer(p.bare, group)
+    elif mesh.size("expert", "tensor", "pipeline") == 1:
+        p.replicas = replicate.DDP(p.bare, group, layout)
+        p.summed_by_engine = ("replicate", "context")
 
 
 def use_kernel(model: nn.Module, name: str, chunk: int) -> None:

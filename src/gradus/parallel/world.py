@@ -6,10 +6,15 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
+import signal
 import socket
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,14 +47,15 @@ class Launcher(NamedTuple):
     rank: str
     size: str
     local_rank: str
-    local_size: str | None
+    local_size: str
 
 
-# Looked through from the top: torchrun inside srun is torchrun. A batch script of Slurm has SLURM_PROCID too, but no step.
+# Looked through from the top: torchrun or mpirun inside srun are themselves. A batch script of Slurm has SLURM_PROCID too, but no step.
+# srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not Hydra's MPI_LOCALRANKID. MPICH and Intel MPI both start by Hydra.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
@@ -59,24 +65,29 @@ def find(environment: Mapping[str, str] = os.environ) -> World:
 
     Raises UserError where a launcher has told half of it.
     """
+    half = None
     for launcher in LAUNCHERS:
-        if launcher.rank not in environment or launcher.size not in environment:
+        missing = [name for name in launcher[1:] if name not in environment]
+        if missing:
+            if launcher.rank not in missing and launcher.size not in missing and environment[launcher.size] != "1":
+                half = half or UserError(f"{launcher.rank} and {launcher.size} are set, but not {missing[0]}. Set it too, or unset {launcher.rank}.")
             continue
         try:
-            rank, size = int(environment[launcher.rank]), int(environment[launcher.size])
-            local_rank = int(environment.get(launcher.local_rank, rank))
-            local_size = _local_size(environment, launcher, size)
+            rank, size, local_rank = (int(environment[name]) for name in (launcher.rank, launcher.size, launcher.local_rank))
+            local_size = _local_size(environment, launcher)
+            address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
         except ValueError as e:
             raise UserError(f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}.") from None
         if not 0 <= rank < size:
             raise UserError(f"{launcher.name}: {launcher.rank}={rank} is not below {launcher.size}={size}. Start again, or unset both.")
-        address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
         return World(rank, size, local_rank, local_size, launcher.name, address, port)
+    if half:
+        raise half
     return World()
 
 
-def _local_size(environment: Mapping[str, str], launcher: Launcher, size: int) -> int:
-    told = environment.get(launcher.local_size or "", str(size))
+def _local_size(environment: Mapping[str, str], launcher: Launcher) -> int:
+    told = environment[launcher.local_size]
     if launcher.name != "Slurm":
         return int(told)
     counts = []  # 2(x3),1: two tasks on each of three nodes, one on the fourth
@@ -87,29 +98,46 @@ def _local_size(environment: Mapping[str, str], launcher: Launcher, size: int) -
 
 
 def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int, local_size: int) -> tuple[str, int]:
-    """Where the processes find each other: MASTER_ADDR and MASTER_PORT, else the first node, at a port that the job's number gives."""
+    """Where the processes find each other: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port that the job's name gives."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if address and port:
-        return address, int(port)
+    if not address and local_size == size:
+        address = "127.0.0.1"
+    elif not address and launcher.name == "Slurm":
+        address = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
+    elif not address:
+        how = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}.get(launcher.name, "MASTER_ADDR=HOST")
+        raise UserError(f"{launcher.name}: {size} processes on several hosts, and which has rank 0 is not told. Add {how}, with that host's name.")
+    # below 32768, where Linux begins to give out ports by itself, and the same for all processes of a job
+    return address, int(port or 20_000 + zlib.crc32(_job(environment, launcher, local_size == size).encode()) % 12_768)
+
+
+def _job(environment: Mapping[str, str], launcher: Launcher, one_host: bool) -> str:
+    """What tells this job from others on the same host; equal for all of its processes."""
     if launcher.name == "Slurm":
-        job = environment.get("SLURM_JOB_ID", "0") + "." + environment.get("SLURM_STEP_ID", "0")
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        address = address or environment.get("SLURM_LAUNCH_NODE_IPADDR") or first_host(nodes)
-    elif local_size == size:
-        job = next((environment[k] for k in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "HYDI_CONTROL_FD") if k in environment), "0")
-        address = address or "127.0.0.1"
-    else:
-        raise UserError(f"{launcher.name} on several hosts: where is rank 0? Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the host of rank 0.")
-    return address, int(port or 20_000 + sum(ord(c) * 31**i for i, c in enumerate(job)) % 40_000)
+        return environment.get("SLURM_JOB_ID", "") + "." + environment.get("SLURM_STEP_ID", "")
+    if launcher.name == "Hydra":
+        return _hydra() if one_host else ""
+    return environment.get("PMIX_NAMESPACE" if launcher.name == "Open MPI" else "TORCHELASTIC_RUN_ID", "")
+
+
+def _hydra() -> str:
+    """The process that started this job's processes on this host: Hydra's environment names no job."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # not Linux
+            break
+        if name.startswith("hydra"):
+            return str(pid)
+        pid = int(rest.split()[1])
+    return str(os.getppid())
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's compressed list: gpu[07-09,11],login1 → gpu07."""
-    head, bracket, rest = nodes.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    inside, _, tail = rest.partition("]")
-    return head + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
+    """The first host of Slurm's compressed list: gpu[07-09,11],login1 → gpu07; rack[1-2]n[01-16] → rack1n01."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
@@ -121,28 +149,75 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
-        torch.cuda.set_device(world.local_rank)
-    store = dist.TCPStore if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU only
+    limit = datetime.timedelta(seconds=timeout)
     try:
-        if store is None:
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            dist.init_process_group(backend, timeout=limit)
         else:
-            meeting = store(world.address, world.port, world.size, is_master=world.first, timeout=datetime.timedelta(seconds=min(timeout, 300)))
-            dist.init_process_group(backend, store=meeting, rank=world.rank, world_size=world.size, timeout=datetime.timedelta(seconds=timeout))
+            meet = datetime.timedelta(seconds=min(timeout, 300))
+            store = dist.TCPStore(world.address, world.port, world.size, is_master=world.first, timeout=meet)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except (RuntimeError, ValueError) as e:
         reason = str(e).strip().splitlines()[0]
+        if "EADDRINUSE" in reason:
+            raise UserError(f"{socket.gethostname()}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one.") from None
+        where = f"{world.address}:{world.port}"
         raise UserError(
-            f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at {world.address}:{world.port} ({reason}). "
+            f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at {where} ({reason}). "
             "Were all of them started? Is MASTER_ADDR reachable from here?"
         ) from None
 
 
-def leave(code: int = 0) -> NoReturn:
-    """End this process at once, after the others are done too when all went well.
+@contextlib.contextmanager
+def one_first(world: World) -> Iterator[None]:
+    """Rank 0 of this host goes through this part before the others, who then find what it has made."""
+    if world.size > 1 and world.local_rank:
+        dist.barrier()
+    yield
+    if world.size > 1 and not world.local_rank:
+        dist.barrier()
 
+
+def from_first(value: Any) -> Any:
+    """Rank 0's value, on every process."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def joined() -> bool:
+    """Whether this is one of several processes that have met."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def mistake(text: str) -> str | None:
+    """What this process says of a user's mistake: rank 0 says it, another only what rank 0 does not say (then with its own name)."""
+    rank, mine = dist.get_rank(), f"gradus/mistake/{hash_of(text)}"
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):
+        if rank == 0:
+            store.set(mine, "said")
+            return text
+        for _ in range(10):
+            if store.check([mine]):
+                return None
+            time.sleep(0.1)
+    return f"rank {rank} on {socket.gethostname()}: {text}"
+
+
+def hash_of(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process at once, after the others are done too when all went well, or when all were stopped by SIGTERM or SIGUSR1.
+
+    mpirun and srun terminate the others as soon as one process ends with a code; that must not change their own codes any more.
     Interpreters that shut down while gloo's threads still hold Python objects abort now and then, so nothing is finalised.
     """
-    if dist.is_initialized() and code == 0:
+    if dist.is_initialized() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(RuntimeError):  # the others are gone: they ended otherwise
             dist.barrier()
     sys.stdout.flush()

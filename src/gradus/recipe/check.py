@@ -123,6 +123,12 @@ def _no_vocabulary(model, given) -> Iterator[Problem]:
         yield from _moot("model.vocab_size", given, ": vit reads images. Leave it out.", "model.family")
 
 
+def _experts(model, given) -> Iterator[Problem]:
+    if getattr(model, "n_experts", None) is None:
+        for key in ("top_k", "balance"):
+            yield from _moot(f"model.{key}", given, " without experts. Set model.n_experts=8, say, or leave it out.", "model.n_experts")
+
+
 # ---------------------------------------------------------------- tokenizer
 
 
@@ -232,6 +238,6 @@ def _evaluate(task, evaluate, given) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
-    _task_and_data, _task_and_family, _head, _copy, _max_len, _no_vocabulary, _tokenizer, _workers, _source, _images,
+    _task_and_data, _task_and_family, _head, _copy, _max_len, _no_vocabulary, _experts, _tokenizer, _workers, _source, _images,
     _schedule, _warmup, _batch, _micro_batch, _chunk, _evaluate,
 )  # fmt: skip

@@ -46,6 +46,12 @@ def _llama3(n_layers: int, d_model: int, n_heads: int, rope_factor: float = 8.0,
     return {"family": "llama", "vocab_size": 128_256, **size, "seq_len": 131_072, "rope_theta": 500_000.0, "rope_scaling": rope, **more}
 
 
+def _mixtral(n_layers: int, d_model: int, n_heads: int, d_ff: int) -> dict[str, Any]:
+    """Jiang et al. 2024, table 1: Llama's block with eight experts, of which a token takes two. 32k context, rotary base of the release."""
+    size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "n_kv_heads": 8, "d_ff": d_ff, "n_experts": 8, "top_k": 2}
+    return {"family": "llama", "vocab_size": 32_000, **size, "seq_len": 32_768, "rope_theta": 1_000_000.0}
+
+
 def _vit(patch_size: int, n_layers: int, d_model: int, d_ff: int, n_heads: int) -> dict[str, Any]:
     """Dosovitskiy et al. 2021, table 1; Ti, S, g and G: Zhai et al. 2022, table 2. 224 pixels, the 1,000 classes of ImageNet."""
     size = {"n_layers": n_layers, "d_model": d_model, "d_ff": d_ff, "n_heads": n_heads}
@@ -89,6 +95,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.1-405b": _llama3(126, 16_384, 128, multiple_of=4096, ffn_multiplier=1.2),
     "llama3.2-1b": _llama3(16, 2048, 32, 32.0, multiple_of=256, ffn_multiplier=1.5, tie_output=True),
     "llama3.2-3b": _llama3(28, 3072, 24, 32.0, multiple_of=256, ffn_multiplier=1.0, tie_output=True),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336),
     "vit-ti16": _vit(16, 12, 192, 768, 3),
     "vit-s16": _vit(16, 12, 384, 1536, 6),
     "vit-b16": _vit(16, 12, 768, 3072, 12),

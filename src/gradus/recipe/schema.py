@@ -45,6 +45,20 @@ class ModelConfig(Section):
         return self
 
 
+class ExpertsConfig(ModelConfig):
+    """A mixture of experts in place of every feed-forward network, in the families that have it."""
+
+    n_experts: PositiveInt | None = None  # None: one feed-forward network, which all tokens take
+    top_k: PositiveInt = 2  # experts a token takes
+    balance: NonNegativeFloat = 0.01  # weight of the loss that is least where all experts are equally loaded (Fedus et al. 2021)
+
+    @model_validator(mode="after")
+    def _enough_experts(self):
+        if self.n_experts is not None and self.top_k > self.n_experts:
+            raise ValueError(f"top_k={self.top_k} is more than n_experts={self.n_experts}; set top_k={self.n_experts} or fewer")
+        return self
+
+
 class Seq2SeqConfig(ModelConfig):
     """The original Transformer (Vaswani et al. 2017)."""
 
@@ -84,7 +98,7 @@ class BertConfig(ModelConfig):
     norm_eps: PositiveFloat = 1e-12
 
 
-class GPTConfig(ModelConfig):
+class GPTConfig(ExpertsConfig):
     """GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020)."""
 
     family: Literal["gpt"] = "gpt"
@@ -131,8 +145,8 @@ class RopeScaling(Section):
     original_seq_len: PositiveInt = 8192
 
 
-class LlamaConfig(ModelConfig):
-    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024)."""
+class LlamaConfig(ExpertsConfig):
+    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024)."""
 
     family: Literal["llama"] = "llama"
     n_kv_heads: PositiveInt | None = None  # None: n_heads

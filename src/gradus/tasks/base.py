@@ -22,6 +22,7 @@ class Task:
 
     best = "loss"  # the metric whose best checkpoint is kept
     loss_unit = "nats/token"
+    decodes = False  # whether `evaluate` writes token by token, for which a process needs the whole model
     counts_tokens = True  # speed is told in tokens (else in samples)
     units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 

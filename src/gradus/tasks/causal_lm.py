@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE
+from gradus.layers import keep_balance
 from gradus.models.decoding import complete, sampler
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
@@ -49,14 +50,21 @@ class CausalLM(Task):
                 segments[row, :length], positions[row, :length] = sample["segments"][:-1], sample["positions"][:-1]
                 labels[row, :length][sample["segments"][1:] != sample["segments"][:-1]] = IGNORE
             batch |= {"segments": torch.from_numpy(segments), "positions": torch.from_numpy(positions)}
-        count = int((labels != IGNORE).sum())
-        return {**batch, "labels": torch.from_numpy(labels), "counts": {"tokens": count}, "n_tokens": sum(len(s["ids"]) - 1 for s in samples)}
+        counts = {"tokens": int((labels != IGNORE).sum())}
+        if self.recipe.model.n_experts is not None:
+            counts["balance"] = n
+        return {**batch, "labels": torch.from_numpy(labels), "counts": counts, "n_tokens": sum(len(s["ids"]) - 1 for s in samples)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions")).flatten(0, 1)  # (batch · seq, vocab)
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return {"tokens": summed_cross_entropy(self._logits(model, batch), batch["labels"].flatten(), self.label_smoothing)}
+        with keep_balance(model) as balance:
+            logits = self._logits(model, batch)
+        sums = {"tokens": summed_cross_entropy(logits, batch["labels"].flatten(), self.label_smoothing)}
+        if balance:  # the mean over the layers, of each sequence
+            sums["balance"] = self.recipe.model.balance * torch.stack(balance).mean(0).sum()
+        return sums
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         logits, labels = self._logits(model, batch), batch["labels"].flatten()

@@ -59,6 +59,7 @@ class SequenceToSequence(Task):
 class Copy(SequenceToSequence):
     """Copy symbols 1 .. n_symbols-1; 0 is padding and, with start=zero, the decoder's first symbol."""
 
+    decodes = True
     units = Task.units | {"exact_match": ""}
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -95,6 +96,22 @@ class RunLog:
             self.board.close()
         if self.wandb:
             self.wandb.finish()
+
+
+class Silence:
+    """The log of a process that another one speaks for."""
+
+    rows = types.SimpleNamespace(position=0)
+    live = False
+
+    def write(self, rows: list[Row]) -> None:
+        pass
+
+    def line(self, text: str, passing: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def new_run_folder(config: Log, name: str) -> Path:

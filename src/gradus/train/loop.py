@@ -7,15 +7,20 @@ import dataclasses
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from gradus.data.loader import Loader, Plan
+from gradus.data.loader import Loader, Plan, Step
 from gradus.errors import UserError
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.traffic import Traffic
+from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
@@ -27,6 +32,8 @@ from gradus.train.precision import Precision
 from gradus.train.schedule import learning_rate
 
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # ask for a stop; Slurm sends the last before a time limit
+COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the first one may set things up
 
 
 @dataclasses.dataclass
@@ -49,21 +56,41 @@ class Progress:
 
 
 class Stopped(Exception):
-    """The run was asked to stop (Ctrl-C, SIGTERM) and has saved itself."""
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGUSR1) and has saved itself."""
 
     def __init__(self, signal_number: int, checkpoint: Path):
         self.signal_number, self.checkpoint = signal_number, checkpoint
 
 
+def alone(model: nn.Module, recipe: Recipe) -> Parallel:
+    """A model that one process has for itself."""
+    return Parallel(model, recipe.layout, Mesh(World(), dict.fromkeys(AXES, 1)))
+
+
+@dataclasses.dataclass
+class Agreed:
+    """What the processes told each other before a step."""
+
+    counts: dict[str, int]  # kind of target → how many the global batch has
+    tokens: int
+    signal: int | None  # that one of them got
+    saved: bool  # the checkpoint under way is on every process's disk
+
+
 class Trainer:
-    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied."""
+    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied: a module that this
+    process has for itself, or what `parallel.apply.apply` made. Every process of a layout has its Trainer and calls the same methods.
+    """
 
     def __init__(
-        self, recipe: Recipe, task: Task, model: nn.Module, folder: Path, device: torch.device, *,
-        precision: Precision, flops_per_token: float | None = None, peak_flops: float | None = None,
+        self, recipe: Recipe, task: Task, model: nn.Module | Parallel, folder: Path, device: torch.device, *,
+        precision: Precision, flops_per_token: float | None = None, peak_flops: float | None = None, status: Callable[[str, int], None] | None = None,
     ):  # fmt: skip
-        self.recipe, self.task, self.model, self.device, self.precision = recipe, task, model, device, precision
-        self.optimizer = make_optimizer(model, recipe.optimizer)
+        self.recipe, self.task, self.device, self.precision = recipe, task, device, precision
+        self.parallel = model if isinstance(model, Parallel) else alone(model, recipe)
+        self.model = self.parallel.bare
+        self.at = status or (lambda what, step: None)  # tells what this process is doing
+        self.optimizer = make_optimizer(self.parallel.trained(), recipe.optimizer)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
         self.folder = folder
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
@@ -80,39 +107,71 @@ class Trainer:
             prefetch=recipe.data.prefetch,
             persistent=recipe.data.persistent,
             pin=recipe.data.pin and device.type == "cuda",
+            rank=self.parallel.mesh.rank(*DATA),
+            world=self.parallel.mesh.size(*DATA),
         )
         self.last_step = total_steps(recipe, self.loader.plan)
         self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
         self.asked = Asked()
+        self.signal: int | None = None  # that all processes know of
+        self.apart_tokens = 0  # seen by this worker alone since the workers met
+        self.traffic: Traffic | None = None
         self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
     # ------------------------------------------------------------ one step
 
-    def step(self, micro_batches: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    def step(self, micro_batches: list[dict[str, Any]], counts: dict[str, int] | None = None) -> tuple[Tensor, Tensor]:
         """One optimizer step over one global batch. Returns (loss, gradient norm), scalars that stay on the device.
 
         Each kind of target (tokens, next sentences) has its own count over the whole batch, known before the first backward pass.
-        So accumulation, ragged lengths and micro-batch sizes change nothing but rounding: never a mean of means.
+        So accumulation, ragged lengths, micro-batch sizes and processes change nothing but rounding: never a mean of means.
+        counts: None asks the other processes.
         """
-        counts = {kind: sum(b["counts"][kind] for b in micro_batches) for kind in micro_batches[0]["counts"]}
-        loss = torch.zeros((), device=self.device)
-        for batch in micro_batches:
-            batch = self.precision.cast_batch(self.task.to_device(batch, self.device))
+        counts = counts or self.agree(micro_batches).counts
+        parallel, optimizer = self.parallel, self.optimizer
+
+        def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
             with self.precision.autocast():
-                sums = self.task.losses(self.model, batch)
-            share = sum(sums[kind] / max(1, counts[kind]) for kind in sums)
-            self.precision.backward(share)
-            loss += share.detach()
-        self.precision.unscale(self.optimizer)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if self.recipe.train.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.train.clip_norm, norm)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self.precision.step(self.optimizer, (~finite).float())  # a bad gradient never reaches the weights
-        self.optimizer.zero_grad(set_to_none=True)
+                sums = self.task.losses(model, batch)
+            return sum(sums[kind] / max(1, counts[kind]) for kind in sums)
+
+        self.at("the forward and backward passes with their collectives", self.progress.step + 1)
+        batches = [self.precision.cast_batch(self.task.to_device(batch, self.device)) for batch in micro_batches]
+        loss = parallel.forward_backward(batches, loss_of, self.precision.scaled)
+        if optimizer is not None:
+            self.precision.unscale(optimizer, parallel)
+        self.at("the gradient norm", self.progress.step + 1)
+        norm = parallel.norm()
+        if optimizer is not None:
+            if self.recipe.train.clip_norm is not None:
+                parameters = [p for _, p in parallel.trained() if p.grad is not None]
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.train.clip_norm, norm)
+            finite = torch.isfinite(loss) & torch.isfinite(norm)
+            self.precision.step(optimizer, (~finite).float())  # a bad gradient never reaches the weights
+        parallel.after_step()
+        parallel.zero_grad()
         return loss, norm
+
+    def agree(self, micro_batches: list[dict[str, Any]]) -> Agreed:
+        """Sums over all processes of what each knows of the coming step."""
+        speaks, kinds = self.parallel.speaks, sorted(micro_batches[0]["counts"])
+        mine = [sum(b["counts"][kind] for b in micro_batches) * speaks for kind in kinds]
+        mine.append(sum(b["n_tokens"] for b in micro_batches) * speaks)
+        mine += [number in self.asked for number in SIGNALS]
+        mine.append(self.checkpoints.saved())
+        if self.parallel.apart and not self._meets():  # workers that are apart ask nobody
+            return Agreed(dict(zip(kinds, mine)), mine[len(kinds)], None, False)
+        *counts, saved = self.parallel.agree([int(n) for n in mine])
+        asked = [number for number, n in zip(SIGNALS, counts[-len(SIGNALS) :]) if n]
+        self.signal = self.signal or (int(asked[0]) if asked else None)
+        if self.parallel.apart:  # they agree on when to stop; their losses stay their own
+            counts = mine
+        return Agreed(dict(zip(kinds, counts)), counts[len(kinds)], self.signal, saved == self.parallel.mesh.world.size)
+
+    def _meets(self) -> bool:
+        """Whether the workers meet after the coming step."""
+        return (self.progress.step + 1) % self.parallel.apart.every == 0 or self.progress.step + 1 == self.last_step
 
     # ------------------------------------------------------------ the run
 
@@ -123,8 +182,8 @@ class Trainer:
         with stop_signals(self.asked) as asked:
             p.evaluation_due |= recipe.evaluate.at_start and p.step == 0 and not p.last_evaluation
             self._evaluate_if_due(log)
-            if asked:
-                raise Stopped(asked[0], self.save(log))
+            if self._stop_signal(asked):
+                raise Stopped(self.signal, self.save(log, wait=True))
             self.start, self.start_step = self._mark(), p.step
             self.mark = self.start
             while p.step < self.last_step:
@@ -134,23 +193,55 @@ class Trainer:
                     for group in self.optimizer.param_groups:
                         group["lr"] = rate
                     with self.clock.count("train"):
-                        loss, norm = self.step(step.micro_batches)
+                        agreed, loss, norm = self._train(step)
+                    if agreed.saved:
+                        self.checkpoints.finish(self.parallel)
                     p.step, p.epoch_step, p.accumulations = p.step + 1, step.step + 1, p.accumulations + len(step.micro_batches)
-                    p.samples += len(step.indices)
-                    p.tokens += sum(b["n_tokens"] for b in step.micro_batches)
+                    p.samples += step.samples
+                    p.tokens += agreed.tokens
                     self.pending.append((p.step, rate, loss, norm))
-                    if p.step % recipe.log.every == 0 or p.step == self.last_step:
+                    last = p.step == self.last_step
+                    if p.step % recipe.log.every == 0 or last:
                         self._flush(log)
-                    p.evaluation_due = self._evaluate_now(p.epoch_step == n_steps)
+                    p.evaluation_due |= self._evaluate_now(p.epoch_step == n_steps)
+                    if self.parallel.apart and p.step % self.parallel.apart.every and not last:
+                        continue  # with the weights of one worker there is nothing to evaluate or keep
                     self._evaluate_if_due(log)
-                    if asked or p.step == self.last_step or (every and p.step % every == 0):
-                        saved = self.save(log)
-                        if asked and (p.step < self.last_step or p.evaluation_due):
-                            raise Stopped(asked[0], saved)
-                    if p.step == self.last_step:
+                    stop = self._stop_signal(asked)
+                    if stop or last or (every and p.step % every == 0):
+                        saved = self.save(log, wait=bool(stop) or last)
+                        if stop and (not last or p.evaluation_due):
+                            raise Stopped(stop, saved)
+                    if last:
                         return p
                 p.epoch, p.epoch_step = p.epoch + 1, 0
         return p
+
+    def _train(self, step: Step) -> tuple[Agreed, Tensor, Tensor]:
+        """One step of the run, and what goes with it between processes. In apart workers, `tokens` come when they meet."""
+        self.at("the all-reduce of counts", self.progress.step + 1)
+        agreed = self.agree(step.micro_batches)
+        counting = self.parallel.several and self.progress.step - self.start_step + 1 == COUNTED_STEP and self.recipe.layout.compile == "none"
+        if counting or (self.parallel.apart and self._meets()):
+            self.traffic = Traffic()
+        with self.traffic or contextlib.nullcontext():
+            loss, norm = self.step(step.micro_batches, agreed.counts)
+            if self.parallel.apart:
+                self.apart_tokens += agreed.tokens
+                agreed.tokens = 0
+                if self._meets():
+                    self.at("the meeting of the workers", self.progress.step + 1)
+                    self.parallel.apart.meet()
+                    (agreed.tokens,) = self.parallel.agree([self.apart_tokens])
+                    self.apart_tokens = 0
+        self.at("reading data", self.progress.step + 2)
+        return agreed, loss, norm
+
+    def _stop_signal(self, asked: Asked) -> int | None:
+        """The signal to stop at, if any: one process's own, or one that all agreed on."""
+        if asked and not self.parallel.several:
+            self.signal = asked[0]
+        return self.signal
 
     def _steps(self) -> Iterator[Any]:
         """The loader's steps from where the run stands, with the time spent waiting for each counted."""
@@ -212,6 +303,11 @@ class Trainer:
             mfu = self.flops_per_token * n_tokens / elapsed / self.peak_flops
             rows.append(Row("train/mfu", mfu, "of peak", step, {"convention": "model FLOPs, full attention, no recompute"}))
             speed += f"  MFU {mfu:.1%}"
+        if self.traffic:  # of one step, or of one meeting of workers that are apart
+            conditions = {"of": "one meeting" if self.parallel.apart else "one step", "counted": "ring algorithms, this process"}
+            rows += [Row(f"traffic/{name}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for name, c in self.traffic.found.items()]
+            rows.append(Row("traffic/sent", self.traffic.sent, "bytes", step, conditions))
+            self.traffic = None
         log.write(rows)
         spent, _, _, steps = (now - then for now, then in zip((*self.mark, p.step), (*self.start, self.start_step)))
         left = (self.last_step - p.step) * spent / max(1, steps)
@@ -244,8 +340,10 @@ class Trainer:
         """Every sample of the split exactly once; metrics are sums divided by counts. Keeps the best checkpoint."""
         with self.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
-        with self.clock.count("evaluate"), self.asked.at_once():
-            metrics = {f"{split}/{k}": v for k, v in evaluate(self.model, self.task, split, self.precision, self.device).items()}
+        several = self.parallel.several
+        with self.clock.count("evaluate"), contextlib.nullcontext() if several else self.asked.at_once():
+            found = evaluate(self.parallel, self.task, split, self.precision, self.device, self._cut_together if several else None)
+            metrics = {f"{split}/{k}": v for k, v in found.items()}
         p = self.progress
         if log is not None:
             log.write([Row(name, value, self.task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()])
@@ -260,20 +358,32 @@ class Trainer:
             if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
                 p.best, p.best_step = value, p.step
                 with self.clock.count("checkpoint"):
-                    self.checkpoints.save_best(p.step, self.model, self.task.tokenizers)
+                    self.at("the gathering of the best weights", p.step)
+                    self.checkpoints.save_best(p.step, self.parallel, self.task.tokenizers)
         return metrics
 
-    def save(self, log: RunLog) -> Path:
+    def _cut_together(self) -> None:
+        """Between two batches of an evaluation: raises Cut on every process once any of them was asked to stop."""
+        self.at("the evaluation", self.progress.step)
+        numbers = self.parallel.agree([int(number in self.asked) for number in SIGNALS])
+        asked = [number for number, n in zip(SIGNALS, numbers) if n]
+        if asked or self.signal:
+            self.signal = self.signal or int(asked[0])
+            raise Cut
+
+    def save(self, log: RunLog, wait: bool = False) -> Path:
+        """Write a checkpoint; with several processes in the background, unless `wait`."""
         self._flush(log)
         state = {"progress": dataclasses.asdict(self.progress), "seconds": self.clock.seconds, "metrics_position": log.rows.position}
         with self.clock.count("checkpoint"):
-            return self.checkpoints.save(self.progress.step, self.model, self.task.tokenizers, self.optimizer, self.precision, state)
+            self.at("the writing of a checkpoint", self.progress.step)
+            return self.checkpoints.save(self.progress.step, self.parallel, self.task.tokenizers, self.optimizer, self.precision, state, wait)
 
     def resume(self) -> Path | None:
         """Go back to the newest whole checkpoint, if there is one."""
         latest = self.checkpoints.latest()
         if latest is not None:
-            state = self.checkpoints.load(latest, self.model, self.optimizer, self.precision)
+            state = self.checkpoints.load(latest, self.parallel, self.optimizer, self.precision, self.recipe.train.seed)
             self.progress = Progress(**state["progress"])
             self.clock.seconds |= state["seconds"]
             self.metrics_position = state["metrics_position"]
@@ -291,32 +401,73 @@ def total_steps(recipe: Recipe, plan: Plan) -> int:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, split: str, precision: Precision, device: torch.device) -> dict[str, float]:
-    """The task's metrics over a whole split, each sample exactly once, in evaluation mode; the model's mode is put back."""
-    r = task.recipe
-    plan = task.plan(split, samples=r.evaluate.batch or r.layout.micro_batch or r.batch.samples or 64, tokens=None)
+def evaluate(
+    parallel: Parallel, task: Task, split: str, precision: Precision, device: torch.device, between: Callable[[], None] | None = None
+) -> dict[str, float]:
+    """The task's metrics over a whole split, each sample exactly once, in evaluation mode; the model's mode is put back.
+
+    Collective: processes take shares of every batch and sum what they found. between: called before every batch, on all alike.
+    """
+    r, mesh, model = task.recipe, parallel.mesh, parallel.bare
+    batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // mesh.size(*DATA))
+    plan = task.plan(split, samples=batch_size * mesh.size(*DATA), tokens=None)
     pin = r.data.pin and device.type == "cuda"
-    loader = Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin)
+    loader = Loader(
+        task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin,
+        rank=mesh.rank(*DATA), world=mesh.size(*DATA),
+    )  # fmt: skip
     was_training = model.training
     model.eval()
     totals: dict[str, list[float]] = {}
     try:
-        for step in loader.steps(0):
-            for batch in step.micro_batches:
-                batch = precision.cast_batch(task.to_device(batch, device))
-                with precision.autocast():
-                    found = task.evaluate(model, batch)
-                for name, (value, count) in found.items():
-                    total = totals.setdefault(name, [0.0, 0])
-                    total[0] += float(value)
+        writes = r.evaluate.decode and type(task).decoded_metrics is not Task.decoded_metrics
+        with parallel.whole() if task.decodes or writes else contextlib.nullcontext() as whole:
+            for step in loader.steps(0):
+                if between:
+                    between()
+                for batch in step.micro_batches:
+                    batch = precision.cast_batch(task.to_device(batch, device))
+                    found = _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else None)
+                    for name, (value, count) in found.items():
+                        total = totals.setdefault(name, [0.0, 0])
+                        total[0] += float(value)
+                        total[1] += count
+            sums: dict[str, list[float]] = {}
+            for mine in parallel.collect(totals):
+                for name, (value, count) in mine.items():
+                    total = sums.setdefault(name, [0.0, 0])
+                    total[0] += value
                     total[1] += count
-        metrics = task.metrics({name: total / max(1, count) for name, (total, count) in totals.items()}, split)
-        if r.evaluate.decode:
-            with precision.autocast():
-                metrics |= task.decoded_metrics(model, split)
+            metrics = task.metrics({name: total / max(1, count) for name, (total, count) in sums.items()}, split)
+            if writes:
+                with precision.autocast():
+                    metrics |= task.decoded_metrics(whole, split)
     finally:
         model.train(was_training)
     return metrics
+
+
+def _evaluate_batch(parallel: Parallel, task: Task, batch: dict, precision: Precision, whole: nn.Module | None) -> dict[str, tuple[float, int]]:
+    """What this process adds to the metrics' (sum, count): each target once over all processes."""
+
+    def run(model: nn.Module, batch: dict) -> dict:
+        with precision.autocast():
+            found = task.evaluate(model, batch)
+        return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), count) for name, (v, count) in found.items()}
+
+    context, mesh = parallel.context, parallel.mesh
+    if whole is not None:
+        found = run(whole, batch) if parallel.speaks else {}
+    else:
+        if context:
+            batch = context.prepare(batch)
+        with parallel.around():
+            found = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
+        if found is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
+            return {}
+        if context and mesh.rank("context"):  # its part of the sequences; whose targets are counted once
+            found = {name: (value, 0) for name, (value, _) in found.items()}
+    return {} if "idle" in batch else found
 
 
 class Cut(Exception):
@@ -354,7 +505,7 @@ def stop_signals(asked: Asked) -> Iterator[Asked]:
         if asked.cut:
             raise Cut
 
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, ask) for number in SIGNALS}
     try:
         yield asked
     finally:

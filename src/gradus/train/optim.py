@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,17 +12,20 @@ from gradus.recipe.schema import Optimizer
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Matrices and tables of embeddings decay; biases, norms, and ViT's class token and positions do not."""
-    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm"))
+    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm", "bias"))
 
 
-def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the model's parameters that are trained, in two groups: decayed and not."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer) -> torch.optim.Optimizer | None:
+    """The recipe's optimizer over named parameters (this process's parts of them), in two groups: decayed and not. None where there
+    are no parameters: another process steps them."""
+    named = [(name, p) for name, p in named if p.requires_grad]
     groups = [
         {"params": [p for name, p in named if decays(name, p)], "weight_decay": getattr(config, "weight_decay", 0.0)},
         {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    if not groups:
+        return None
     fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
     if config.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
@@ -31,15 +36,17 @@ def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """The optimizer's state by parameter name, e.g. `exp_avg.blocks.0.mlp.up.weight`."""
-    names = {p: name for name, p in model.named_parameters()}
+    if optimizer is None:
+        return {}
+    names = {p: name for name, p in named}
     return {f"{key}.{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_state_tensors(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The inverse of `state_tensors`."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(named)
     for key, value in tensors.items():
         kind, name = key.split(".", 1)
         parameter = parameters[name]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import AXES
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
 
@@ -38,12 +40,15 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What is differentiated: fp16 gradients would underflow."""
+        return self.scaler.scale(loss) if self.scaler else loss
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer, parallel: Parallel) -> None:
         if self.scaler:
             self.scaler.unscale_(optimizer)
+            for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                parallel.sum(found, *AXES)  # where one process skips a step, all do; PyTorch has this for FSDP1 alone
 
     def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
         """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite): decided on the device, without

@@ -8,7 +8,9 @@ from typing import Any
 from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.parallel import world
 from gradus.recipe.schema import Recipe
+from gradus.train.precision import pick_device
 
 
 def load(name: str, overrides: list[str], extra: dict[str, Any] | None = None) -> tuple[Recipe, list[str]]:
@@ -28,6 +30,18 @@ def _configuration(init: str) -> dict[str, Any] | None:
         except UserError:
             return None
     return models.config_of(init).model_dump()
+
+
+def started(name: str, overrides: list[str], extra: dict[str, Any] | None, here: world.World) -> Path | None:
+    """The run that `--auto-resume` goes on with; None where log.dir holds none yet. Rank 0 decides for all."""
+    recipe = load(name, overrides, extra)[0]
+    if recipe.log.dir is None:
+        raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
+    there = (Path(recipe.log.dir) / "recipe.yaml").exists()
+    if here.size > 1:
+        world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+        there = world.from_first(there)
+    return Path(recipe.log.dir) if there else None
 
 
 def run_to_resume(name: str, overrides: list[str], extra: dict[str, Any] | None = None) -> Path:

@@ -17,11 +17,15 @@ from gradus import models, tasks
 from gradus import recipe as recipes
 from gradus.data.loader import Loader
 from gradus.errors import UserError, did_you_mean
+from gradus.parallel import check, world
 from gradus.parallel.apply import apply
+from gradus.parallel.mesh import DATA, Mesh
+from gradus.parallel.status import Status, watched
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.log import RunLog, environment, human, new_run_folder, write_json, write_text
+from gradus.train.clock import peak_memory
+from gradus.train.log import RunLog, Silence, environment, human, new_run_folder, write_json, write_text
 from gradus.train.loop import Trainer, total_steps
 from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate
@@ -35,6 +39,7 @@ class Session:
     task: Task
     device: torch.device
     precision: Precision
+    mesh: Mesh
 
     def build(self) -> nn.Module:
         """The model: the paper's initialisation drawn from the recipe's seed, or `model.init`'s weights; on its device, not yet changed
@@ -49,28 +54,35 @@ class Session:
         return self.precision.cast(model).to(self.device)
 
 
-def open_session(recipe: Recipe, tokenizers: dict | None = None) -> Session:
-    """Open the data, complete the model's configuration from it, choose device and precision.
+def open_session(recipe: Recipe, tokenizers: dict | None = None, here: world.World = world.World()) -> Session:
+    """Meet the other processes, open the data, complete the model's configuration from it, choose device and precision. Collective.
 
-    Raises UserError for anything in the recipe that the data, the weights or this machine cannot follow.
+    Raises UserError for anything in the recipe that the data, the weights, this machine or the number of processes cannot follow.
     """
     layout = recipe.layout
     if layout.threads:
         torch.set_num_threads(layout.threads)
+    elif here.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_size))
     device = pick_device(layout.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", here.local_rank)
     if layout.tf32:
         torch.set_float32_matmul_precision("high")
-    task = tasks.open_task(recipe, tokenizers)
+    world.join(here, device.type, layout.timeout)
+    with world.one_first(here):  # caches of tokens are made once a host
+        task = tasks.open_task(recipe, tokenizers)
     if recipe.evaluate.test and "test" not in task.splits:
         raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
     if recipe.evaluate.best is not None and recipe.evaluate.best not in (known := [f"valid/{metric}" for metric in task.units]):
         raise UserError(f"evaluate.best={recipe.evaluate.best}: no such metric here.{did_you_mean(recipe.evaluate.best, known)}")
-    if recipe.data.workers > (os.cpu_count() or 1):
+    if recipe.data.workers > (os.cpu_count() or 1) and here.first:
         print(f"note: data.workers={recipe.data.workers} share {os.cpu_count()} processors", flush=True)
     model = task.complete(recipe.model)
     resolved = task.resolved(recipe.model_copy(update={"model": model}))
     task.recipe = resolved
-    return Session(resolved, task, device, Precision(layout.precision, device))
+    check.validate(resolved, here.size)  # once more, now that every size is known
+    return Session(resolved, task, device, Precision(layout.precision, device), Mesh.make(layout, here, device.type))
 
 
 def derive(session: Session) -> dict[str, Any]:
@@ -82,7 +94,8 @@ def derive(session: Session) -> dict[str, Any]:
     last = total_steps(r, plan)
     samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
     samples = min(samples, len(task.splits["train"]))
-    micro = min(r.layout.micro_batch or samples, samples)
+    share = -(-samples // session.mesh.size(*DATA))
+    micro = min(r.layout.micro_batch or share, share)
     first = next(Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed).steps(0))
     rate = [learning_rate(r.schedule, r.optimizer.lr, s, last, r.model.d_model) for s in (1, last)]
     return {
@@ -96,7 +109,9 @@ def derive(session: Session) -> dict[str, Any]:
         "samples_a_step": samples if r.batch.samples else f"about {samples}",
         "tokens_first_step": sum(b["n_tokens"] for b in first.micro_batches),  # without padding
         "micro_batch": micro,
-        "accumulation": -(-samples // micro),
+        "accumulation": -(-share // micro),
+        "processes": session.mesh.world.size,
+        "layout": session.mesh.describe(),
         "learning_rate": {"first_step": rate[0], "last_step": rate[1]},
         "schedule_end": r.schedule.end_step or last,
         "device": str(session.device),
@@ -110,8 +125,9 @@ def describe(derived: dict[str, Any]) -> str:
     return (
         f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, {d['steps_an_epoch']:,} steps an epoch\n"
         f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples ({d['tokens_first_step']:,} tokens in the first); "
-        f"micro-batch {d['micro_batch']} × accumulation {d['accumulation']}; {d['precision']} on {d['device']}\n"
-        f"learning rate {d['learning_rate']['first_step']:.2e} at the first step, {d['learning_rate']['last_step']:.2e} at the last"
+        f"micro-batch {d['micro_batch']} × accumulation {d['accumulation']}; {d['precision']} on {d['device']}"
+        + (f"; {d['processes']} processes: {d['layout']}\n" if d["processes"] > 1 else "\n")
+        +        f"learning rate {d['learning_rate']['first_step']:.2e} at the first step, {d['learning_rate']['last_step']:.2e} at the last"
     )
 
 
@@ -142,16 +158,20 @@ class Outcome:
     trainer: Trainer
 
 
-def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> Outcome:
-    """Train a recipe into a run folder, or go on with the run in `resume`.
+def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here: world.World = world.World()) -> Outcome:
+    """Train a recipe into a run folder, or go on with the run in `resume`. `here`: this process among all that call this.
 
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU.
     Raises UserError, and Stopped after a signal once everything is saved.
     """
+    check.validate(recipe, here.size)
     folder = resume or new_run_folder(recipe.log, recipe.name)
+    if here.size > 1:
+        world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+        folder = Path(world.from_first(str(folder)))  # its name may be the time
     tokenizers = None
     if resume is None:
-        if (folder / "metrics.jsonl").exists():
+        if here.first and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
     else:
         if not (folder / "recipe.yaml").exists():
@@ -162,12 +182,13 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"log.dir={folder}: cannot write below {there}. Set log.dir to a folder you may write.")
-    session = open_session(recipe, tokenizers)
+    session = open_session(recipe, tokenizers, here)
     model = session.build()
     derived = derive(session)
-    print(describe(derived), flush=True)
+    if here.first:
+        print(describe(derived), flush=True)
     report = getattr(model, "load_report", None)
-    if report is not None:
+    if report is not None and here.first:
         print(
             f"weights from {recipe.model.init}"
             + (f"; new: {', '.join(report.new)}" if report.new else "")
@@ -176,30 +197,37 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if resume is None:
+        if resume is None and here.first:
             write_json(folder / "environment.json", environment(session.device))
             write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
 
-    if resume is None and hasattr(session.task, "untrained"):
+    if resume is None and here.first and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:")
         print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
 
-    apply(model, session.recipe.layout)
-    torch.manual_seed(recipe.train.seed)  # dropout draws from here on
-    model.train()
-    per_token, peak = flops(session) if flops else (None, None)
+    per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
+    parallel = apply(model, session.recipe.layout, session.mesh)
+    torch.manual_seed(dropout_seed(recipe.train.seed, session.mesh))
+    parallel.bare.train()
+    status = Status(folder, here)
     trainer = Trainer(
-        session.recipe, session.task, model, folder, session.device, precision=session.precision, flops_per_token=per_token, peak_flops=peak
-    )
+        session.recipe, session.task, parallel, folder, session.device, precision=session.precision, flops_per_token=per_token,
+        peak_flops=peak * here.size if peak else None, status=status.at,
+    )  # fmt: skip
     if resume is not None:
         at = trainer.resume()
-        print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
-    log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position)
+        if here.first:
+            print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
+    log: Any = Silence()
+    if here.first:
+        log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position)
     try:
-        trainer.run(log)
-        summary = finish(trainer, log, derived)
+        with watched(folder, here):
+            trainer.run(log)
+            summary = finish(trainer, log, derived)
+        status.close()
     except torch.OutOfMemoryError:
         raise UserError(
             f"after step {trainer.progress.step}: the memory of {session.device} is full. Set a smaller layout.micro_batch (it is "
@@ -210,18 +238,23 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None) -> O
     return Outcome(folder, summary, trainer)
 
 
+def dropout_seed(seed: int, mesh: Mesh) -> int:
+    """What a process draws its dropout from: the recipe's seed where it is alone or first; processes that split the matrix products of
+    the same samples draw alike, others differ."""
+    return seed + 1_000_003 * mesh.rank("pipeline", "replicate", "expert", "shard", "context")
+
+
 def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, Any]:
     """Last evaluation, samples, `summary.json`. The clock's kinds are kept apart: training is training."""
-    p, r, task, model = trainer.progress, trainer.recipe, trainer.task, trainer.model
+    p, r, task, parallel = trainer.progress, trainer.recipe, trainer.task, trainer.parallel
     metrics = dict(p.last_evaluation)
-    model.eval()
     if r.evaluate.test:
         metrics |= trainer.evaluate(log, "test")
     examples = []
     if r.evaluate.samples:
-        with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast():
-            examples = task.examples(model, r.evaluate.samples)
-    model.train()
+        with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
+            examples = task.examples(model.eval(), r.evaluate.samples)
+            model.train()
     seconds = trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
     epochs = p.step / derived["steps_an_epoch"]
@@ -229,6 +262,9 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "recipe": r.name,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
         "parameters": derived["parameters"],
+        "processes": derived["processes"],
+        "layout": derived["layout"],
+        "memory_per_rank": parallel.collect(peak_memory(trainer.device)),
         "steps": p.step,
         "epoch": round(epochs, 4),
         "samples": p.samples,
@@ -245,8 +281,9 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "metrics": metrics,
     }
     finite = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}  # JSON has no infinity
-    write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
-    print_summary(trainer, summary, examples)
+    if parallel.mesh.world.first:
+        write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
+        print_summary(trainer, summary, examples)
     return summary
 
 

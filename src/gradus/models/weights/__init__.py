@@ -36,7 +36,9 @@ if TYPE_CHECKING:  # a configuration is read without torch
 FAMILIES = {  # model_type → family, so that one module is imported and not six
     "bert": "bert",
     "gpt2": "gpt",
+    "gradus-gpt-moe": "gpt",
     "llama": "llama",
+    "mixtral": "llama",
     "t5": "t5",
     "vit": "vit",
     "gradus-vit": "vit",
@@ -54,16 +56,25 @@ def identity(tensor: Tensor) -> Tensor:
 class Rule:
     """`theirs` becomes `ours` by to_ours(tensor) (a tuple of tensors where `ours` is a tuple, as for a fused q, k, v) and comes
     back by to_theirs(*tensors). `ours` are names of the model's state_dict. to_theirs must also work on the meta device: the shape
-    expected in a file is that of to_theirs' result."""
+    expected in a file is that of to_theirs' result. index: theirs is this one of the tensors that ours, a single one, stacks."""
 
     ours: str | tuple[str, ...]
     theirs: str
     to_ours: Callable[..., Any] = identity
     to_theirs: Callable[..., Any] = identity
+    index: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What of our tensor is theirs; a view."""
+        return tensor if self.index is None else tensor[self.index]
+
+    def key(self, tensor: Tensor) -> tuple[int, int | None]:
+        """The same for the same tensor, or slice of it, under any name."""
+        return id(tensor), self.index
 
 
 @dataclass(frozen=True)
@@ -216,14 +227,14 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
 
     found: dict[str, Rule] = {}
     unused, misshapen, reshaped, wrong = [], [], [], []
-    there: set[int] = set()  # our tensors that have one of theirs, of whatever shape
+    there: set[tuple[int, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
         if rule is None:
             if not getattr(table, "ignorable", lambda key: False)(name):
                 unused.append(name)
             continue
-        shape = tuple(rule.to_theirs(*(torch.empty(ours[n].shape, device="meta") for n in rule.names)).shape)
+        shape = tuple(rule.to_theirs(*(torch.empty(rule.part(ours[n]).shape, device="meta") for n in rule.names)).shape)
         if shape == tuple(tensor.shape):
             found[name] = rule
         elif not strict and all(in_head(n) for n in rule.names):
@@ -232,11 +243,13 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
         else:
             wrong.append(rule)
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
-        there.update(id(ours[n]) for n in rule.names)
-    new = [name for name, p in model.named_parameters() if id(p) not in there]
+        there.update(rule.key(ours[n]) for n in rule.names)
+    called = {rule.key(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
+    absent = [key for key in called if key not in there]
+    lacking = {tensor for tensor, _ in absent}
+    new = [name for name, p in model.named_parameters() if id(p) in lacking]
     if misshapen or (strict and (new or unused)):
-        called = {id(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
-        missing = list(dict.fromkeys(called[id(ours[n])] for n in new)) if strict else []
+        missing = list(dict.fromkeys(called[key] for key in reversed(absent))) if strict else []
         extra = unused if strict else []
         problems = [f"{what} {some(names)}" for what, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen)) if names]
         hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
@@ -256,18 +269,18 @@ def fill(model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Tens
     import torch
 
     ours = model.state_dict(keep_vars=True)
-    filled: dict[int, str] = {}
+    filled: dict[tuple[int, int | None], str] = {}
     with torch.no_grad():
         for name, rule in found.items():
             tensor = tensors[name]
             parts = rule.to_ours(tensor.read() if isinstance(tensor, Stored) else tensor)
             for our, part in zip(rule.names, parts if isinstance(parts, tuple) else (parts,), strict=True):
-                target = ours[our]
-                if id(target) not in filled:
+                target, key = rule.part(ours[our]), rule.key(ours[our])
+                if key not in filled:
                     target.copy_(part)
-                    filled[id(target)] = name
+                    filled[key] = name
                 elif not torch.equal(target, part.to(target)):
-                    raise UserError(f"{where}: {name} and {filled[id(target)]} differ, but the model ties them. Load with tie_output=False")
+                    raise UserError(f"{where}: {name} and {filled[key]} differ, but the model ties them. Load with tie_output=False")
 
 
 def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -292,13 +305,14 @@ def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under Hugging Face's names, one at a time, each stored tensor once."""
     ours = model.state_dict(keep_vars=True)
-    written: set[int] = set()
+    written: set[tuple[int, int | None]] = set()
     for rule in rules_of(model.config.family).rules(model.config):
         parts = [ours[name] for name in rule.names]
-        if not all(id(part) in written for part in parts):
-            written.update(id(part) for part in parts)
-            yield rule.theirs, rule.to_theirs(*(part.detach() for part in parts))
-    forgotten = [name for name, tensor in ours.items() if id(tensor) not in written]
+        if not all(rule.key(part) in written for part in parts):
+            written.update(rule.key(part) for part in parts)
+            yield rule.theirs, rule.to_theirs(*(rule.part(part.detach()) for part in parts))
+    known = {tensor for tensor, _ in written}
+    forgotten = [name for name, tensor in ours.items() if id(tensor) not in known]
     assert not forgotten, f"no rule for {forgotten}"
 
 

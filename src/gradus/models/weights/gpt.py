@@ -2,6 +2,8 @@
 as one (`c_attn`).
 
 A model with bias=false has no tensors for the biases; Hugging Face's starts missing ones at zero, which is the same model.
+Hugging Face has no GPT-2 with experts; it is saved with model_type gradus-gpt-moe: our configuration, its experts named and laid out as
+ours, everything else as GPT-2's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from gradus.recipe.schema import GPTConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODEL_TYPES = ("gpt2",)
+MODEL_TYPES = ("gpt2", "gradus-gpt-moe")
 
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}  # theirs → ours
@@ -24,6 +26,8 @@ FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "
 
 def config_from_hf(hf: dict) -> GPTConfig:
     """Raises UserError naming the field of a feature that Gradus' GPT has not."""
+    if hf.get("model_type") == "gradus-gpt-moe":
+        return GPTConfig(**{k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype")})
     for name, value in FIXED.items():
         if hf.get(name, value) != value:
             raise UserError(f"config.json: {name}={hf[name]} is not supported by family gpt (only {value} is)")
@@ -52,6 +56,8 @@ def config_from_hf(hf: dict) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict:
+    if config.n_experts is not None:
+        return {"model_type": "gradus-gpt-moe", "architectures": ["GPT"], **config.model_dump(mode="json", exclude={"preset", "init"})}
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -89,9 +95,13 @@ def rules(config: GPTConfig) -> list[Rule]:
             Rule(tuple(f"{name}.bias" for name in qkv), f"{theirs}.attn.c_attn.bias", _split_bias, _fuse_biases),
             *_transposed(f"{ours}.attention.to_out", f"{theirs}.attn.c_proj"),
             *(Rule(f"{ours}.feedforward_norm.{kind}", f"{theirs}.ln_2.{kind}") for kind in ("weight", "bias")),
-            *_transposed(f"{ours}.feedforward.up", f"{theirs}.mlp.c_fc"),
-            *_transposed(f"{ours}.feedforward.down", f"{theirs}.mlp.c_proj"),
         ]
+        if config.n_experts is None:
+            table += _transposed(f"{ours}.feedforward.up", f"{theirs}.mlp.c_fc")
+            table += _transposed(f"{ours}.feedforward.down", f"{theirs}.mlp.c_proj")
+        else:
+            names = ["router.weight", *(f"experts.{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias"))]
+            table += [Rule(f"{ours}.feedforward.{name}", f"{theirs}.mlp.{name}") for name in names]
     return table if config.bias else [rule for rule in table if not rule.theirs.endswith(".bias")]
 
 

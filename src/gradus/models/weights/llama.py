@@ -1,16 +1,25 @@
-"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them. Its q and k rows are in the half-split rotary
-layout, as ours are."""
+"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, and with experts MixtralForCausalLM, under the names that
+lie in published files (transformers has other ones in memory). Its q and k rows are in the half-split rotary layout, as ours are."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from gradus.errors import UserError, did_you_mean
 from gradus.models.weights import Rule
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
-MODEL_TYPES = ("llama",)
+if TYPE_CHECKING:
+    from torch import Tensor
 
-ARCHITECTURES = ("LlamaForCausalLM", "LlamaModel")
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+MODEL_TYPES = ("llama", "mixtral")
+
+ARCHITECTURES = {"llama": ("LlamaForCausalLM", "LlamaModel"), "mixtral": ("MixtralForCausalLM", "MixtralModel")}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None, "router_jitter_noise": 0.0}
+MIXTRAL = {  # what its config.json means by a field that it lacks
+    "num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 SCALING = {  # theirs → ours
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -21,12 +30,17 @@ SCALING = {  # theirs → ours
 
 def config_from_hf(hf: dict) -> LlamaConfig:
     """Raises UserError naming the field of a feature that Gradus' Llama has not."""
+    kind = hf.get("model_type", "llama")
+    if kind == "mixtral":
+        hf = {**MIXTRAL, **hf}
     for name, value in FIXED.items():
         if hf.get(name, value) != value:
             raise UserError(f"config.json: {name}={hf[name]} is not supported by family llama (only {value} is)")
-    architecture = (hf.get("architectures") or ARCHITECTURES)[0]
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"config.json: architectures={architecture} is not supported by family llama.{did_you_mean(architecture, ARCHITECTURES)}")
+    known = ARCHITECTURES[kind]
+    architecture = (hf.get("architectures") or known)[0]
+    if architecture not in known:
+        raise UserError(f"config.json: architectures={architecture} is not supported by family llama.{did_you_mean(architecture, known)}")
+    experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
     d_model, n_heads = hf.get("hidden_size", 4096), hf.get("num_attention_heads", 32)
     d_head = hf.get("head_dim")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # the second is the name since transformers 5
@@ -44,6 +58,7 @@ def config_from_hf(hf: dict) -> LlamaConfig:
         tie_output=hf.get("tie_word_embeddings", False),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         dropout=hf.get("attention_dropout", 0.0),
+        **experts,
     )
 
 
@@ -63,9 +78,13 @@ def _scaling_from_hf(rope: dict) -> RopeScaling | None:
 
 def config_to_hf(config: LlamaConfig) -> dict:
     scaling = config.rope_scaling
+    if config.n_experts is None:
+        kind, only = "llama", {"attention_bias": False, "mlp_bias": False}
+    else:
+        kind, only = "mixtral", {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind][0]],
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.n_layers,
         "hidden_size": config.d_model,
@@ -78,9 +97,8 @@ def config_to_hf(config: LlamaConfig) -> dict:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for theirs, ours in SCALING.items()}},
         "rms_norm_eps": config.norm_eps,
-        "attention_bias": False,
         "attention_dropout": config.dropout,
-        "mlp_bias": False,
+        **only,
         "tie_word_embeddings": config.tie_output,
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
@@ -100,13 +118,23 @@ def rules(config: LlamaConfig) -> list[Rule]:
         "attention.to_v": "self_attn.v_proj",
         "attention.to_out": "self_attn.o_proj",
         "feedforward_norm": "post_attention_layernorm",
-        "feedforward.gate": "mlp.gate_proj",
-        "feedforward.up": "mlp.up_proj",
-        "feedforward.down": "mlp.down_proj",
     }
+    experts = {"gate": "w1", "up": "w3", "down": "w2"}
+    if config.n_experts is None:
+        parts |= {f"feedforward.{name}": f"mlp.{name}_proj" for name in experts}
+    else:
+        parts["feedforward.router"] = "block_sparse_moe.gate"
     for i in range(config.n_layers):
         table += [Rule(f"blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight") for ours, theirs in parts.items()]
+        for n in range(config.n_experts or 0):
+            for ours, theirs in experts.items():
+                ours, theirs = f"blocks.{i}.feedforward.experts.{ours}.weight", f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
+                table.append(Rule(ours, theirs, _transpose, _transpose, index=n))
     return table
+
+
+def _transpose(matrix: Tensor) -> Tensor:
+    return matrix.T
 
 
 def prefixes(keys: list[str]) -> str:

@@ -1,0 +1,45 @@
+"""`gradus export`: any checkpoint, of one process or of many in any layout, as a folder that Hugging Face's tools load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.infer import find, note
+from gradus.models import weights
+
+
+def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
+    """Write config.json, model.safetensors (in shards above shard_gb, in 10^9 bytes) and the tokenizer to the folder `to`.
+
+    name: as `infer.find`; of a run, its best checkpoint or else its newest. One stored tensor is read at a time, and one shard of
+    the result is held, never the model. Values and dtype stay as they are. Yields lines for the user.
+    Raises UserError where there is no model, or where `to` is what is read or holds something else.
+    """
+    if shard_gb <= 0:
+        raise UserError(f"--shard-gb={shard_gb}: must be above 0.")
+    place = find(name)
+    if to.is_file():
+        raise UserError(f"--to={to}: a file is there. Give a folder.")
+    if to.resolve() in (place.folder.resolve(), *place.folder.resolve().parents):
+        raise UserError(f"--to={to}: this folder holds the checkpoint that is read. Give another one.")
+    if (to / "training.json").is_file():
+        raise UserError(f"--to={to}: this is a checkpoint of a run. Give another folder.")
+    if to.is_dir() and os.listdir(to) and not (to / "config.json").is_file():
+        raise UserError(f"--to={to}: this folder holds {weights.some(sorted(os.listdir(to)))} and no model. Give a new or an empty one.")
+    tokenizers = {}
+    if place.config.family != "vit":
+        try:
+            tokenizers = place.tokenizers()
+        except UserError as e:
+            note(f"without a tokenizer: {str(e).removesuffix(' Give one with --tokenizer PATH.')}")
+    for sub, tokenizer in tokenizers.items():
+        tokenizer.save(to / sub)
+    models.convert(place.path, to, shard_gb * 1e9)
+    size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
+    yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {len(list(to.glob('*.safetensors')))} file(s)" + (
+        ", tokenizer" if tokenizers else ""
+    )

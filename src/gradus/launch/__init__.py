@@ -1,0 +1,107 @@
+"""Starting a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradus.errors import UserError
+
+if TYPE_CHECKING:
+    from gradus.recipe.schema import Recipe
+
+SAFE = r"[\w@%+:,.-][\w@%+:,./-]*"  # a relative path that no shell changes
+EXTRAS = ("hf", "vision")  # what a machine that was set up from here can read
+
+
+def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
+    """(recipe, run folder) of a command line that is to run on so many processes, so that its mistakes are told here and not there.
+
+    Raises UserError.
+    """
+    from gradus.parallel.check import validate
+    from gradus.train.log import new_run_folder
+    from gradus.train.resolve import load
+
+    for word in [args.recipe, *args.overrides]:
+        one_line("RECIPE key=value", word)
+    recipe, notes = load(args.recipe, args.overrides)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if recipe.layout.replicate != "data_parallel":  # which looks at the GPUs of this machine
+        validate(recipe, processes)
+    return recipe, str(new_run_folder(recipe.log, recipe.name))
+
+
+def train_words(args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None) -> list[str]:
+    """`train RECIPE key=value ... log.dir=RUN --auto-resume`: starts the run, or goes on with it. `settings` replace what was given."""
+    settings = {**(settings or {}), "log.dir": run}
+    kept = [word for word in args.overrides if word.split("=", 1)[0] not in settings]
+    return ["train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()), "--auto-resume"]
+
+
+def inputs(recipe: Recipe) -> dict[str, list[Path]]:
+    """Key of the recipe → the files and folders on this machine that it needs, the one that the key names first.
+
+    What is on the hub, or on the other machine, is not among them.
+    """
+    from gradus.train.fetch import TOKENIZERS
+
+    found = {}
+    for key, value in (
+        ("model.init", recipe.model.init),
+        ("tokenizer.path", recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None),
+        ("data.path", getattr(recipe.data, "path", None)),
+    ):
+        path = Path(value).expanduser() if value else None
+        if path is None or not path.exists():
+            continue
+        beside = []
+        if path.is_file() and key == "data.path":
+            beside = [path.parent / name for split in ("train", "valid", "test") if (name := getattr(recipe.data, split, None))]
+        elif path.is_file():
+            beside = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
+        found[key] = list(dict.fromkeys([path, *beside]))
+    return found
+
+
+def recipe_file(name: str) -> Path | None:
+    """The file behind RECIPE; None for a packaged recipe, which every machine has."""
+    path = Path(name)
+    with contextlib.suppress(OSError):
+        if (path / "recipe.yaml").is_file():
+            return path / "recipe.yaml"
+        if path.is_file():
+            return path
+    return None
+
+
+def checkout() -> Path | None:
+    """The folder of sources that this gradus runs from; None where it was installed from a package."""
+    import gradus
+
+    root = Path(gradus.__file__).resolve().parents[2]
+    return root if (root / "pyproject.toml").is_file() and (root / "src" / "gradus").is_dir() else None
+
+
+def one_line(option: str, value: str) -> str:
+    """The value. Raises UserError where it would break out of its line, or cannot be written in a script."""
+    if any(c in value for c in "\n\r\0"):
+        raise UserError(f"{option}={value!r}: must be one line.")
+    return value
+
+
+def at_least(option: str, value: int | None, least: int) -> None:
+    """Raises UserError for a number that is too small."""
+    if value is not None and value < least:
+        raise UserError(f"{option}={value}: must be at least {least}.")
+
+
+def portable(run: str) -> None:
+    """Raises UserError for a run folder that cannot be the same below another machine's folder."""
+    if not re.fullmatch(SAFE, run) or ".." in Path(run).parts:
+        raise UserError(f"log.dir={run}: it is the same below this folder and below the one there. Give a relative path without spaces.")

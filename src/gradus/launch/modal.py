@@ -1,0 +1,232 @@
+"""`gradus launch modal`: write an app that trains a recipe, or generates from a model, on Modal's GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from gradus.errors import UserError, did_you_mean
+from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_words
+
+GPUS = ("T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200", "B200", "B200+", "none")
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """The options of `gradus launch modal`."""
+    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder; none: only --model")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    p.add_argument("--to", required=True, metavar="FILE.py", help="where to write the app")
+    p.add_argument("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
+    p.add_argument("--model", metavar="MODEL", help="what to generate from: a folder here or a name on the hub (default: the recipe's run)")
+    p.add_argument("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
+    p.add_argument("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
+    p.add_argument("--hours", type=float, default=24.0, metavar="H", help="after which one attempt ends; the next goes on (default 24, the most)")
+
+
+def launch(args: Namespace) -> int:
+    """Write the app. Raises UserError for a mistake in the options or the recipe."""
+    gpu, n_gpus = _gpu(args.gpu)
+    if not 0 < args.hours <= 24:
+        raise UserError(f"--hours={args.hours}: must be more than 0 and at most 24.")
+    for option in ("volume", "secret"):
+        if (name := getattr(args, option)) is not None and not re.fullmatch(r"[\w.-]{1,64}", name):
+            raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
+    if not args.recipe and not args.model:
+        raise UserError("gradus launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
+    file = Path(args.to)
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise UserError(f"--to={args.to}: Modal imports it. Give a file name like app.py.")
+    text = app(args, gpu, n_gpus)
+    try:
+        file.write_text(text)
+    except OSError as e:
+        raise UserError(f"{file}: cannot be written ({e.strerror}). Give another --to.") from None
+    print(f"wrote {file}. With an account (pip install modal; modal setup):")
+    for line in text.split('"""')[1].splitlines()[2:]:
+        print(line.replace(f" {file.name}::", f" {shlex.quote(args.to)}::").rstrip())
+    return 0
+
+
+def _gpu(text: str) -> tuple[str | None, int]:
+    name, _, number = text.partition(":")
+    if name not in GPUS:
+        raise UserError(f"--gpu={text}: Modal has no {name}.{did_you_mean(name, GPUS)}")
+    if number and (not number.isdigit() or not 1 <= int(number) <= 8 or name == "none"):
+        raise UserError(f"--gpu={text}: give TYPE or TYPE:N with N from 1 to 8, e.g. A100:2, or none.")
+    return (None if name == "none" else text), int(number or 1)
+
+
+def packages() -> list[str]:
+    """What gradus needs, as pip names it, with the extras that read data."""
+    found = []
+    for requirement in importlib.metadata.requires("gradus") or ():
+        name, _, marker = requirement.partition(";")
+        if not marker or any(f'extra == "{extra}"' in marker for extra in EXTRAS):
+            found.append(name.strip())
+    return list(dict.fromkeys(found))
+
+
+def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
+    """The text of the app."""
+    import gradus
+
+    added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
+    run, words, model, name = "", [], args.model, "model"
+    if args.recipe:
+        recipe, run = read(args, n_gpus)
+        name, settings = recipe.name, {}
+        portable(run)
+        for key, paths in inputs(recipe).items():
+            added |= {f"/root/inputs/{key}/{path.resolve().name}": path.resolve() for path in paths}
+            settings[key] = f"/root/inputs/{key}/{paths[0].resolve().name}"
+        file = recipe_file(args.recipe)
+        if file:
+            added[f"/root/inputs/{file.name}"] = file.resolve()
+        words = train_words(args, run, f"/root/inputs/{file.name}" if file else None, settings)
+        words = [word for word in words if not word.startswith("log.dir=")]
+        if n_gpus > 1:
+            words += ["--processes", str(n_gpus)]
+    elif args.overrides:
+        raise UserError(f"{args.overrides[0]}: a setting of a recipe, and there is none. Give RECIPE too.")
+    if model and Path(one_line("--model", model)).expanduser().exists():
+        path = Path(model).expanduser().resolve()
+        model = f"/root/inputs/model/{path.name}"
+        added[model] = path
+
+    def word(text: str) -> str:
+        """As Python; a path of the image through `at`."""
+        key, _, value = text.rpartition("=")
+        if value not in added:
+            return _string(text)
+        return (f"{_string(key + '=')} + " if key else "") + f"at({_string(value)})"
+
+    file_name = Path(args.to).name
+    commands = [
+        f"modal secret create {args.secret} HF_TOKEN=...  # once: for what the hub gives only with a token" if args.secret else "",
+        f"modal run {file_name}::main  # train" if run else "",
+        f'modal run {file_name}::generate --prompt "..."  # generate',
+        f"modal volume get {args.volume} {run} .  # fetch the run folder" if run else "",
+    ]
+    kinds = {there: "dir" if here.is_dir() else "file" for there, here in added.items()}
+    parts = {
+        "NAME": re.sub(r"[^\w .-]", "-", name),
+        "APP": _string("gradus-" + re.sub(r"[^\w.-]", "-", name)[:50]),
+        "COMMANDS": "".join(f"    {line}\n" for line in commands if line),
+        "GPU": _string(gpu) if gpu else "None",
+        "VOLUME": _string(args.volume),
+        "SECRETS": f"[modal.Secret.from_name({_string(args.secret)})]" if args.secret else "[]",
+        "SECONDS": str(int(args.hours * 3600)),
+        "PYTHON": _string(f"{sys.version_info.major}.{sys.version_info.minor}"),
+        "PACKAGES": "".join(f"        {_string(package)},\n" for package in packages()),
+        "ADDED": "".join(f"    {_string(there)}: {_string(str(here))},\n" for there, here in added.items()),
+        "ADD": "".join(f"    .add_local_{kind}(ADDED[{_string(there)}], {_string(there)})\n" for there, kind in kinds.items()),
+        "MODEL": _string(model or run),
+        "WORDS": "".join(f"        {word(text)},\n" for text in words),
+        "RUN": _string(run),
+    }
+    text = APP.replace("#TRAIN#", TRAIN if run else "")
+    return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], text)
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+APP = '''"""@NAME@ on Modal, by gradus.
+
+@COMMANDS@"""
+
+from pathlib import Path
+
+import modal
+
+GPU = @GPU@
+ADDED = {  # path in the image: path on this machine
+@ADDED@}
+
+app = modal.App(@APP@)
+volume = modal.Volume.from_name(@VOLUME@, create_if_missing=True)  # runs and weights are kept in it
+secrets = @SECRETS@
+image = (
+    modal.Image.debian_slim(python_version=@PYTHON@)
+    .pip_install(
+@PACKAGES@    )
+    .env({"HF_HOME": "/volume/huggingface", "GRADUS_CACHE": "/volume/cache"})
+@ADD@)
+machine = {"image": image, "gpu": GPU, "volumes": {"/volume": volume}, "secrets": secrets, "timeout": @SECONDS@}
+
+
+def at(name):
+    """Where a path lies on the machine that asks: added to the image, or in the volume. What is neither is a name on the hub."""
+    if modal.is_local():
+        return ADDED.get(name, name)
+    kept = Path("/volume") / name
+    return str(kept) if kept.exists() else name
+
+#TRAIN#
+@app.cls(**machine)
+class Model:
+    """A model that stays in memory between calls."""
+
+    name: str = modal.parameter(default=@MODEL@)
+
+    @modal.enter()
+    def load(self):
+        from gradus import infer
+
+        self.place = infer.find(at(self.name))
+        self.tokenizers = self.place.tokenizers()
+        self.model = self.place.load()
+
+    @modal.method()
+    def generate(self, prompt: str, max_new: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
+        from gradus import infer
+        from gradus.models import decoding
+
+        given = infer.encode(self.place, self.tokenizers, [prompt])
+        ids = [] if given.sources else list(given.prompts[0])
+        choose = decoding.sampler(temperature, seed=seed)
+        for new in decoding.generate(
+            self.model, given.prompts, max_new=max_new, choose=choose, sources=given.sources, eos_id=given.eos_id, pad_id=given.pad_id
+        ):
+            if new.item() != given.eos_id:
+                ids.append(new.item())
+        return self.tokenizers.get("target", self.tokenizers[""]).decode(ids)
+
+
+@app.local_entrypoint()
+def generate(prompt: str = "", max_new: int = 200, temperature: float = 0.8, seed: int = 0, here: bool = False):
+    """Generate there, or with --here on this machine."""
+    method = Model().generate
+    print((method.local if here else method.remote)(prompt, max_new, temperature, seed))
+'''
+
+TRAIN = '''
+@app.function(**machine, retries=modal.Retries(max_retries=5, initial_delay=10.0))
+def train() -> str:
+    """Train, or go on where an attempt before this one came to. Returns the run's summary."""
+    from gradus.cli import main
+
+    run = Path("." if modal.is_local() else "/volume") / @RUN@
+    words = [
+@WORDS@    ]
+    code = main([*words, f"log.dir={run}"])
+    if not modal.is_local():
+        volume.commit()
+    if code:
+        raise RuntimeError(f"gradus train ended with exit code {code}")
+    return (run / "summary.json").read_text()
+
+
+@app.local_entrypoint()
+def main(here: bool = False):
+    """Train there, or with --here on this machine."""
+    print(train.local() if here else train.remote())
+
+'''

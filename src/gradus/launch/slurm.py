@@ -1,0 +1,339 @@
+"""`gradus launch slurm`: a batch script that trains on a cluster, saves before its time is over, and goes on by itself."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradus.errors import UserError
+from gradus.launch import at_least, one_line, read, train_words
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+TAIL = 10  # lines
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """The options of `gradus launch slurm`, by sbatch's own names where it has them."""
+    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    p.add_argument("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
+    p.add_argument("-D", "--chdir", metavar="DIR", default=".", help="working folder, to which all paths are relative (default: this one)")
+    p.add_argument("-o", "--output", metavar="FILE", help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)")
+    p.add_argument("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
+    p.add_argument("-N", "--nodes", type=int, default=1, metavar="N")
+    p.add_argument("-n", "--ntasks", type=int, metavar="N", help="processes in all, instead of --ntasks-per-node")
+    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="processes a node (default: one a GPU; without GPUs, one)")
+    p.add_argument("-c", "--cpus-per-task", type=int, metavar="N", help="processors a process")
+    p.add_argument("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
+    p.add_argument("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
+    p.add_argument("-p", "--partition", metavar="NAME")
+    p.add_argument("-A", "--account", metavar="NAME")
+    p.add_argument("-q", "--qos", metavar="NAME")
+    p.add_argument("--directive", action="append", default=[], metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
+    p.add_argument("--module", action="append", default=[], metavar="NAME", help="module to load, after a purge; may be repeated")
+    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate (default: the one this command runs in); none: no one")
+    p.add_argument("--container", metavar="IMAGE", help="run inside this image")
+    p.add_argument("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
+    p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
+    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run before training; may be repeated")
+    p.add_argument("--signal", default="USR1@120", metavar="NAME@SECONDS", help="so long before the limit: save, requeue, go on (default USR1@120)")
+    p.add_argument("--max-requeues", type=int, default=100, metavar="N", help="times to go on (default 100)")
+    p.add_argument("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
+    p.add_argument("--dry-run", action="store_true", help="write the script, do not submit it")
+    p.add_argument("--follow", action="store_true", help="show the log until the job has ended")
+    p.add_argument("--status", metavar="JOBID", help="the state of a job and the end of its log, instead of starting one")
+
+
+def launch(args: Namespace) -> int:
+    """Write the script, submit it, show its state. Raises UserError for a mistake in the options or the recipe, and for what Slurm refuses."""
+    if args.status:
+        if args.recipe:
+            raise UserError(f"--status {args.status}: it starts nothing. Leave {args.recipe} out.")
+        return _follow(args.status) if args.follow else _show(args.status)
+    if not args.recipe:
+        raise UserError("gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID. See gradus launch slurm --help")
+    if not args.dry_run and not shutil.which("sbatch"):
+        raise UserError("no sbatch here: this machine submits no Slurm jobs. Write the script with --dry-run, and submit it where Slurm is.")
+    tasks = check(args)
+    folder = Path(args.chdir).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"--chdir={args.chdir}: no such folder. Give the job's working folder; it must exist here too.")
+    with contextlib.chdir(folder):
+        recipe, run = read(args, tasks)
+    text = script(args, recipe.name, run, folder)
+    file = folder / (args.to or f"{run}/job.sbatch")
+    try:
+        (folder / run).mkdir(parents=True, exist_ok=True)  # Slurm makes no folders for its files
+        for name in (args.output, args.error, args.to):
+            if name and "%" not in str(Path(name).parent):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as e:
+        raise UserError(f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to or log.dir.") from None
+    if args.dry_run:
+        print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}")
+        return 0
+    job = _call(["sbatch", "--parsable", str(file)]).split(";")[0]
+    per = f"{tasks} process{'es' if tasks > 1 else ''} on {args.nodes} node{'s' if args.nodes > 1 else ''}"
+    print(f"submitted job {job}: {recipe.name}, {per}, by {file}", flush=True)
+    if args.follow:
+        return _follow(job)
+    _show(job)
+    print(f"again: gradus launch slurm --status {job} [--follow]")
+    return 0
+
+
+# ---------------------------------------------------------------- the script
+
+
+def check(args: Namespace) -> int:
+    """The number of processes in all. Raises UserError for the first option that makes no sense."""
+    for name in ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task"):
+        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    at_least("--max-requeues", args.max_requeues, 0)
+    gpus = _gpus(args)
+    if args.ntasks and args.ntasks_per_node:
+        raise UserError(f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. Give one of them.")
+    if args.ntasks and args.ntasks < args.nodes:
+        raise UserError(f"--ntasks={args.ntasks}: {args.nodes} nodes need a process each. Give --ntasks={args.nodes}, or --nodes={args.ntasks}.")
+    tasks = args.ntasks or args.nodes * (args.ntasks_per_node or gpus or 1)
+    if gpus and tasks > args.nodes * gpus:
+        raise UserError(f"{tasks} processes on {args.nodes} × {gpus} GPUs: each process takes one GPU. Give --ntasks-per-node={gpus} or fewer.")
+    if args.time is not None:
+        seconds = _seconds(args.time)
+        if args.signal != "none" and 0 < seconds <= _signal(args)[1]:
+            raise UserError(
+                f"--signal={args.signal}: the limit is only {seconds:,} s (--time={args.time}). "
+                f"Give a longer --time or a later signal, e.g. USR1@{seconds // 4}."
+            )
+    if args.signal != "none":
+        _signal(args)
+    if args.container_command and not args.container:
+        raise UserError(f"--container-command={args.container_command}: cannot take effect without --container IMAGE.")
+    if args.container and args.venv not in (None, "none"):
+        raise UserError(f"--venv={args.venv} cannot take effect inside --container={args.container}. Give one of them.")
+    if args.venv not in (None, "none") and not args.dry_run and not (Path(args.venv).expanduser() / "bin" / "activate").is_file():
+        raise UserError(f"--venv={args.venv}: holds no bin/activate. Give the folder of a virtual environment.")
+    for text in args.directive:
+        if text.lstrip("-").split("=")[0] in DIRECTIVES:
+            raise UserError(f"--directive={text}: is an option of its own. Give --{text.lstrip('-')}.")
+    return tasks
+
+
+# what the script says by itself; anything else may come by --directive
+DIRECTIVES = (
+    "job-name", "chdir", "output", "error", "open-mode", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gres", "time", "partition",
+    "account", "qos", "signal", "requeue",
+)  # fmt: skip
+
+
+def script(args: Namespace, name: str, run: str, folder: Path) -> str:
+    """The batch script: directives, set-up, one srun, and what to do with its exit code."""
+    gpus = _gpus(args)
+    directives = {
+        "job-name": args.job_name or name,
+        "chdir": str(folder),
+        "output": args.output or f"{run}/slurm-%j.out",
+        "error": args.error,
+        "open-mode": "append",  # a job that goes on writes behind what it wrote
+        "nodes": args.nodes,
+        "ntasks": args.ntasks,
+        "ntasks-per-node": None if args.ntasks else args.ntasks_per_node or gpus or 1,
+        "cpus-per-task": args.cpus_per_task,
+        "gres": f"gpu:{args.gpus}" if gpus else None,
+        "time": args.time,
+        "partition": args.partition,
+        "account": args.account,
+        "qos": args.qos,
+        "signal": None if args.signal == "none" else args.signal,
+    }
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{key}={_quoted(f'--{key}', str(value))}" for key, value in directives.items() if value is not None]
+    if args.signal != "none":
+        lines.append("#SBATCH --requeue")
+    lines += [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
+    lines.append("")
+    if args.module:
+        lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
+    venv = args.venv or (sys.prefix if sys.prefix != sys.base_prefix and not args.container else "none")
+    if venv != "none":
+        lines.append(f"source {_quoted('--venv', str(Path(venv).expanduser()))}/bin/activate || exit 1")
+    if args.offline:
+        lines.append("export " + " ".join(f"{variable}=1" for variable in OFFLINE))
+    if args.cpus_per_task:
+        lines.append(f"export OMP_NUM_THREADS={args.cpus_per_task}")
+    lines += [one_line("--setup", line) for line in args.setup]
+    step = ["srun", "--kill-on-bad-exit=1"]
+    if args.cpus_per_task:
+        step.append(f"--cpus-per-task={args.cpus_per_task}")  # since 22.05 a step does not take it over from its job
+    if args.container:
+        step += shlex.split(args.container_command or "apptainer exec" + (" --nv" if gpus else ""))
+        step.append(one_line("--container", args.container))
+    step += ["gradus", *train_words(args, run)]
+    lines += [
+        "",
+        'echo "gradus: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"',
+        shlex.join(step),
+        "code=$?",
+    ]
+    if args.signal != "none":
+        saved = 128 + _signal(args)[0]
+        lines += [
+            f'if [ "$code" -eq {saved} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
+            f'    echo "gradus: job $SLURM_JOB_ID got {args.signal.split("@")[0]} and saved; requeued, to go on from there"',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit',
+            "fi",
+        ]
+    lines += ['[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"', 'exit "$code"']
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(option: str, value: str) -> str:
+    one_line(option, value)
+    return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else shlex.quote(value)
+
+
+def _gpus(args: Namespace) -> int:
+    found = re.fullmatch(r"(?:[\w.-]+:)?(\d+)", args.gpus)
+    if not found:
+        raise UserError(f"--gpus={args.gpus}: give a number of GPUs a node, or TYPE:NUMBER, e.g. 4 or a100:4.")
+    return int(found[1])
+
+
+def _seconds(limit: str) -> int:
+    """Of Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. 0 is none."""
+    found = TIME.fullmatch(limit)
+    if not found:
+        raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90, 01:30:00 or 2-00:00:00.")
+    days, *rest = found.groups()
+    parts = [int(part) for part in rest if part is not None]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]  # minutes come first
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _signal(args: Namespace) -> tuple[int, int]:
+    """(number, seconds before the limit)."""
+    name, _, seconds = args.signal.partition("@")
+    if name not in ("USR1", "TERM") or not seconds.isdigit() or not 0 < int(seconds) <= 65535:
+        raise UserError(f"--signal={args.signal}: give USR1 or TERM and seconds before the limit, e.g. USR1@120, or none.")
+    return int(getattr(signal, f"SIG{name}")), int(seconds)
+
+
+# ---------------------------------------------------------------- the job
+
+
+def _call(command: list[str]) -> str:
+    """What Slurm's command printed. Raises UserError with what it complained of."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise UserError(f"no {command[0]} here: this machine knows no Slurm. Ask where there is one.") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
+    if done.returncode:
+        told = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()] or ["no reason given"]
+        raise UserError(f"{command[0]}: {'; '.join(told)}.")
+    return done.stdout.strip()
+
+
+class Job:
+    """What Slurm says of a job now. `state` as Slurm names it; `log` the file that it writes, if known."""
+
+    def __init__(self, number: str):
+        if not re.fullmatch(r"\d+(_\d+)?", number):
+            raise UserError(f"--status={number}: no job number. Slurm's are like 1234; squeue --me lists yours.")
+        try:
+            told = _call(["scontrol", "show", "job", number])
+        except UserError as e:
+            if "Invalid job id" not in str(e):
+                raise
+            raise UserError(f"job {number}: Slurm does not know it (any more). Finished jobs are soon forgotten; try sacct -j {number}") from None
+
+        def field(name: str, value: str = r"\S+") -> str:
+            found = re.search(rf"(?:^|\s){re.escape(name)}=({value})", told, re.MULTILINE)
+            return found[1].strip() if found else ""
+
+        self.number, self.state, self.reason = number, field("JobState"), field("Reason")
+        self.nodes, self.time, self.limit = field("NodeList"), field("RunTime"), field("TimeLimit")
+        self.restarts, self.code = int(field("Restarts") or 0), field("ExitCode")
+        self.log = Path(field("StdOut", ".*"))
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    def __str__(self):
+        parts = [f"job {self.number}: {self.state}"]
+        if self.state in ("RUNNING", "COMPLETING") or self.ended:
+            parts.append(f"on {self.nodes}, {self.time} of {self.limit}")
+        if self.reason not in ("None", ""):
+            parts.append(f"because of {self.reason}")
+        if self.restarts:
+            parts.append(f"restarts {self.restarts}")
+        if self.ended:
+            parts.append(f"exit code {self.code.split(':')[0]}")
+        return ", ".join(parts)
+
+
+def _tail(log: Path) -> tuple[str, int]:
+    """(the last lines, where they end in bytes)."""
+    try:
+        data = log.read_bytes()
+    except OSError:
+        return "", 0
+    return "".join(data.decode(errors="replace").splitlines(keepends=True)[-TAIL:]), len(data)
+
+
+def _show(number: str) -> int:
+    job = Job(number)
+    print(job)
+    text, _ = _tail(job.log)
+    if text:
+        print(f"{job.log}:\n{text.rstrip()}")
+    return 0
+
+
+def _follow(number: str, every: float = 1.0) -> int:
+    """Print each state and all that comes into the log until the job has ended. 0 where it completed, else 1."""
+    try:
+        for piece in _news(number, every):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(f"\njob {number} goes on. Look again: gradus launch slurm --status {number} --follow")
+        return 130
+    return 0 if Job(number).state == "COMPLETED" else 1
+
+
+def _news(number: str, every: float) -> Iterator[str]:
+    job = Job(number)
+    text, place = _tail(job.log)
+    yield f"{job}\n{text}"
+    told = (job.state, job.restarts)
+    while True:
+        job = Job(number)
+        if (job.state, job.restarts) != told:
+            told = (job.state, job.restarts)
+            yield f"{job}\n"
+        if job.log.is_file():
+            with job.log.open("rb") as f:
+                f.seek(place)
+                new = f.read()
+            place += len(new)
+            yield new.decode(errors="replace")
+        if job.ended:
+            return
+        time.sleep(every)

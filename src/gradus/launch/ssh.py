@@ -1,0 +1,168 @@
+"""`gradus launch ssh`: the commands that train on a rented machine, printed or run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradus.errors import UserError
+from gradus.launch import EXTRAS, SAFE, at_least, checkout, inputs, one_line, portable, read, recipe_file, train_words
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """The options of `gradus launch ssh`."""
+    p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
+    p.add_argument("-p", "--port", type=int, default=22, metavar="N", help="default 22")
+    p.add_argument("--dry-run", action="store_true", help="print the commands, run none")
+    p.add_argument("--processes", type=int, default=1, metavar="N", help="to start there, one a GPU (default 1)")
+    p.add_argument("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
+    p.add_argument("--copy", choices=["scp", "rsync"], default="scp", help="rsync sends only what changed, and must be there too (default scp)")
+    p.add_argument("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
+    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run there before the set-up; may be repeated")
+    p.add_argument("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
+
+
+@dataclasses.dataclass
+class Command:
+    """One command of this machine's shell. `when`: setup (before training), start, follow, fetch, or look (only shown)."""
+
+    why: str
+    words: list[str]
+    when: str = "setup"
+
+    def __str__(self):
+        return shlex.join(self.words)
+
+
+def launch(args: Namespace) -> int:
+    """Print the commands, or run them. Raises UserError for a mistake in the options or the recipe, and for a command that fails."""
+    at_least("--processes", args.processes, 1)
+    if not 0 < args.port < 65536:
+        raise UserError(f"--port={args.port}: must be between 1 and 65535.")
+    if args.host is not None and not re.fullmatch(r"\w[\w.@:%\[\]-]*", args.host):
+        raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
+    if not re.fullmatch(SAFE, args.folder):
+        raise UserError(f"--folder={args.folder}: give a folder below the home folder there, of letters, digits, - and _.")
+    for line in args.setup:
+        one_line("--setup", line)
+    if args.follow and (args.dry_run or not args.host):
+        raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
+    recipe, run = read(args, args.processes)
+    portable(run)
+    script, todo = commands(args, recipe, run)
+    if args.dry_run or not args.host:
+        print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
+        _write(run, script)
+        for command in todo:
+            print(f"# {command.why}\n{command}")
+        return 0
+    for tool in dict.fromkeys(("ssh", args.copy)):
+        if not shutil.which(tool):
+            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {'openssh-client' if tool != 'rsync' else tool}).")
+    _write(run, script)
+    by_name = {when: [c for c in todo if c.when == when] for when in ("setup", "start", "follow", "fetch", "look")}
+    for command in by_name["setup"] + by_name["start"]:
+        print(f"# {command.why}\n{command}", flush=True)
+        _run(command)
+    if not args.follow:
+        print("training; a lost connection loses nothing. From here:")
+        for command in by_name["look"] + by_name["follow"] + by_name["fetch"]:
+            print(f"# {command.why}\n{command}")
+        return 0
+    code = 0
+    for command in by_name["follow"]:
+        code = subprocess.run(command.words).returncode
+        if code == 255:
+            raise UserError(f"the connection to {args.host} is lost; training goes on there. Look again: {command}")
+    for command in by_name["fetch"]:
+        _run(command)
+    print(f"training ended with exit code {code}; its run folder is {run}")
+    return code
+
+
+def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
+    """(the script that is run there, all commands in their order)."""
+    host = args.host or "USER@HOST"
+    session = "gradus-" + re.sub(r"\W", "-", f"{recipe.name}-{Path(run).name}")
+    ssh = ["ssh", *(["-p", str(args.port)] if args.port != 22 else [])]
+
+    def there(*lines: str, terminal: bool = False) -> list[str]:
+        return [*ssh, *(["-t"] if terminal else []), host, " && ".join([f"cd {args.folder}", *lines])]
+
+    def copy(sources: Sequence[str | Path], to: str) -> list[str]:
+        if args.copy == "rsync":
+            return ["rsync", "-az", *(["-e", shlex.join(ssh)] if len(ssh) > 1 else []), *map(str, sources), to]
+        return ["scp", "-rq", *(["-P", str(args.port)] if args.port != 22 else []), *map(str, sources), to]
+
+    sources, file, given = checkout(), recipe_file(args.recipe), inputs(recipe)
+    folders = [*(["source"] if sources else []), run, *(f"inputs/{key}" for key in given)]
+    todo = [Command("make the folders", [*ssh, host, f"mkdir -p {' '.join(f'{args.folder}/{name}' for name in folders)}"])]
+    if sources:
+        parts = [sources / name for name in ("pyproject.toml", "README.md", "constraints.txt", "src") if (sources / name).exists()]
+        todo.append(Command("copy the program", copy(parts, f"{host}:{args.folder}/source/")))
+    settings = {}
+    for key, paths in given.items():
+        settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
+        todo.append(Command(f"copy {key}", copy([p.resolve() for p in paths], f"{host}:{args.folder}/inputs/{key}/")))
+    name = args.recipe
+    if file:  # recipe.yaml of a run folder is written by the run itself
+        name = f"{run}/{'given.yaml' if file.name == 'recipe.yaml' else file.name}"
+    if file:
+        todo.append(Command("copy the recipe", copy([file.resolve()], f"{host}:{args.folder}/{name}")))
+    todo.append(Command("copy the script", copy([f"{run}/job.sh"], f"{host}:{args.folder}/{run}/")))
+    extras = ",".join(EXTRAS)
+    what = f"./source[{extras}]" if sources else f"gradus[{extras}]=={__import__('gradus').__version__}"
+    setup = [
+        *args.setup,
+        # what a rented image brings (PyTorch for its GPUs) is used
+        f"test -d .venv || {shlex.quote(args.python)} -m venv --system-site-packages .venv",
+        f".venv/bin/python -m pip install --quiet --disable-pip-version-check {shlex.quote(what)}",
+        "command -v tmux >/dev/null || { apt-get update -qq && apt-get install -qq -y tmux; }",
+    ]
+    todo.append(Command("set it up", there(*(f"{{ {line}; }}" if "||" in line else line for line in setup))))
+    todo.append(Command("start, inside tmux", there(f"tmux new-session -d -s {session} bash {run}/job.sh"), "start"))
+    todo.append(Command("look at it (leave with Ctrl-b d)", there(f"tmux attach -t {session}", terminal=True), "look"))
+    wait = f"tail -n +1 -F {run}/log.txt --pid=$(cat {run}/pid) 2>/dev/null; exit $(cat {run}/exit_code)"
+    todo.append(Command("see its log until it has ended", there(f"until test -s {run}/pid; do sleep 0.2; done", wait), "follow"))
+    parent = str(Path(run).parent) + "/"
+    todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent), "fetch"))
+    return _script(args, run, name, settings), todo
+
+
+def _script(args: Namespace, run: str, recipe: str, settings: dict[str, str]) -> str:
+    words = ["gradus", *train_words(args, run, recipe, settings)]
+    if args.processes > 1:
+        words += ["--processes", str(args.processes)]
+    return "\n".join([
+        "#!/bin/bash",
+        "source .venv/bin/activate",
+        f"rm -f {run}/exit_code",
+        f"echo $$ > {run}/pid",
+        f"{shlex.join(words)} 2>&1 | tee -a {run}/log.txt",
+        f"echo ${{PIPESTATUS[0]}} > {run}/exit_code",
+        "",
+    ])  # fmt: skip
+
+
+def _write(run: str, script: str) -> None:
+    file = Path(run) / "job.sh"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(script)
+    except OSError as e:
+        raise UserError(f"{file}: cannot be written ({e.strerror}). Give another log.dir.") from None
+
+
+def _run(command: Command) -> None:
+    code = subprocess.run(command.words, stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise UserError(f"could not {command.why}: {command.words[0]} ended with exit code {code}. The command was: {command}")

@@ -1,0 +1,480 @@
+"""How long the eight collectives take between these processes, and the two numbers that sum it up: latency and bandwidth.
+
+Sizes and bandwidths are defined as in NVIDIA's nccl-tests (doc/PERFORMANCE.md there), so that the figures can be laid beside theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradus import __version__
+from gradus.errors import UserError, did_you_mean, need
+from gradus.parallel import world as worlds
+from gradus.parallel.world import World
+from gradus.rows import Row, RowFile, read_rows
+from gradus.train.machine import cpu_name
+
+# Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-tests).
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "broadcast": lambda n: 1.0,
+    "scatter": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "reduce": lambda n: 1.0,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+COLLECTIVES = tuple(BUS_FACTOR)
+BACKENDS = ("gloo", "mpi", "nccl")
+SIZES = tuple(2**k for k in range(10, 25, 2))  # 1 KiB to 16 MiB
+WARM_UP, LEAST, MOST = 3, 7, 100  # calls before the clock runs; fewest and most calls that are timed
+SECONDS = 0.1  # aimed at for each collective and size
+
+# torch 2.13 calls it so; its older name warns there
+_torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TorchCollectives:
+    """The eight collectives of torch.distributed on float32, root 0.
+
+    whole: (n_processes * n,) and part: (n,) are this process's input or output as the collective has it; other: (n_processes * n,)
+    is the second whole array of all_to_all.
+    """
+
+    def __init__(self, world: World, n: int, device: str = "cpu"):
+        # filled, not zeros(): untouched zero pages would not come from memory
+        self.whole, self.part, self.other = (torch.empty(k, device=device).fill_(0) for k in (world.size * n, n, world.size * n))
+        self.parts = list(self.whole.chunk(world.size))  # views
+        self.first, self.device = world.first, device
+
+    def broadcast(self) -> None:
+        dist.broadcast(self.whole, src=0)
+
+    def scatter(self) -> None:
+        dist.scatter(self.part, self.parts if self.first else None, src=0)
+
+    def gather(self) -> None:
+        dist.gather(self.part, self.parts if self.first else None, dst=0)
+
+    def reduce(self) -> None:
+        dist.reduce(self.whole, dst=0)
+
+    def all_reduce(self) -> None:
+        dist.all_reduce(self.whole)
+
+    def reduce_scatter(self) -> None:
+        _torch_reduce_scatter(self.part, self.whole)
+
+    def all_gather(self) -> None:
+        _torch_all_gather(self.whole, self.part)
+
+    def all_to_all(self) -> None:
+        dist.all_to_all_single(self.other, self.whole)
+
+    def wait(self) -> None:
+        """Until the device has done it."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    @staticmethod
+    def barrier() -> None:
+        dist.all_reduce(torch.zeros(1))  # on the host, over gloo, with every backend
+
+    @staticmethod
+    def slowest(seconds: list[float]) -> np.ndarray:
+        """(calls,) on every process: each call's time on the process where it took longest."""
+        times = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return times.numpy()
+
+
+class MpiCollectives:
+    """The same of MPI through mpi4py, on buffers: the methods with a capital letter, which pickle nothing."""
+
+    def __init__(self, world: World, n: int, device: str = "cpu"):
+        from mpi4py import MPI
+
+        self.MPI, self.all = MPI, MPI.COMM_WORLD
+        self.whole, self.part, self.other = (np.full(k, 0, np.float32) for k in (world.size * n, n, world.size * n))
+        self.first = world.first
+
+    def broadcast(self) -> None:
+        self.all.Bcast(self.whole, root=0)
+
+    def scatter(self) -> None:
+        self.all.Scatter(self.whole, self.part, root=0)
+
+    def gather(self) -> None:
+        self.all.Gather(self.part, self.whole, root=0)
+
+    def reduce(self) -> None:
+        self.all.Reduce(self.MPI.IN_PLACE if self.first else self.whole, self.whole, root=0)
+
+    def all_reduce(self) -> None:
+        self.all.Allreduce(self.MPI.IN_PLACE, self.whole)
+
+    def reduce_scatter(self) -> None:
+        self.all.Reduce_scatter_block(self.whole, self.part)
+
+    def all_gather(self) -> None:
+        self.all.Allgather(self.part, self.whole)
+
+    def all_to_all(self) -> None:
+        self.all.Alltoall(self.whole, self.other)
+
+    def wait(self) -> None:
+        pass
+
+    def barrier(self) -> None:
+        self.all.Barrier()
+
+    def slowest(self, seconds: list[float]) -> np.ndarray:
+        times = np.array(seconds)
+        self.all.Allreduce(self.MPI.IN_PLACE, times, self.MPI.MAX)
+        return times
+
+
+def measure(
+    world: World,
+    sizes: tuple[int, ...] = SIZES,
+    backend: str = "gloo",
+    collectives: tuple[str, ...] = COLLECTIVES,
+    seconds: float = SECONDS,
+) -> list[Row]:
+    """Times each collective at each size between the processes of `world`, which have met. Every process calls it; every one gets the rows.
+
+    sizes: bytes of the whole array, S in nccl-tests (a process's part is S / n_processes; rounded up to whole float32 a part, and the row has
+    the bytes that went). backend: `gloo`, `nccl` (between GPUs) or `mpi` (MPI.COMM_WORLD). seconds: aimed at for each collective and size.
+
+    A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows of a collective are
+    `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and `/bus_bandwidth` (bytes/s) for each size,
+    then `/latency` (s) and `/bandwidth` (bytes/s; none where time does not grow with size) of the fit: see `fit`.
+    """
+    assert world.size > 1, "a collective needs another process"
+    maker, device = (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
+    common = conditions(world, backend)
+    rows: list[Row] = []
+    for name in collectives:
+        points = []
+        for size in sorted(sizes):
+            n = -(-size // (4 * world.size))  # float32 a process
+            n_bytes = 4 * n * world.size
+            times = _time(maker(world, n, device), name, seconds)
+            low, median, high = (float(q) for q in np.percentile(times, (25, 50, 75)))
+            points.append((n_bytes, median))
+            here = {"collective": name, "bytes": n_bytes, **common}
+            path = f"collective/{name}"
+            rows += [
+                Row(f"{path}/time", median, "s", conditions={**here, "quartiles": [low, high], "calls": len(times)}),
+                Row(f"{path}/algorithm_bandwidth", n_bytes / median, "bytes/s", conditions=here),
+                Row(f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
+            ]
+        if len({b for b, _ in points}) > 1:
+            rows += _fitted(name, points, common)
+    return rows
+
+
+def _time(made: TorchCollectives | MpiCollectives, name: str, seconds: float) -> np.ndarray:
+    """(calls,) seconds of each call on the process where it took longest."""
+
+    def once() -> float:
+        made.barrier()
+        start = time.perf_counter()
+        getattr(made, name)()
+        made.wait()
+        return time.perf_counter() - start
+
+    warm = made.slowest([once() for _ in range(WARM_UP)])  # the same on every process, so that all agree on the number of calls
+    calls = int(min(MOST, max(LEAST, seconds / max(float(warm[-1]), 1e-9))))
+    return made.slowest([once() for _ in range(calls)])
+
+
+def fit(n_bytes: list[float], seconds: list[float]) -> tuple[float, float, float]:
+    """Latency α (s), bandwidth β (bytes/s) and the largest relative error of t = α + n/β (the alpha-beta model; Hockney 1994).
+
+    Least squares on relative errors, Σ((α + n/β - t)/t)², so that small and large sizes weigh alike; α and 1/β are not negative, hence
+    β = inf where time does not grow with size.
+    """
+    n, t = np.asarray(n_bytes, float), np.asarray(seconds, float)
+    columns = np.stack([1 / t, n / t], axis=1)  # (sizes, 2): what α and 1/β add to the predicted over the measured time, which is to be 1
+    scale = np.abs(columns).max(axis=0)  # else one column is 10⁶ times the other
+    alpha, slope = np.linalg.lstsq(columns / scale, np.ones(len(t)), rcond=None)[0] / scale
+    if alpha < 0:
+        alpha, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+    elif slope < 0:
+        alpha, slope = columns[:, 0].sum() / (columns[:, 0] ** 2).sum(), 0.0
+    error = np.abs((alpha + n * slope) / t - 1).max()
+    return float(alpha), float(1 / slope) if slope > 0 else float("inf"), float(error)
+
+
+def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterator[Row]:
+    alpha, beta, error = fit(*zip(*points))
+    conditions = {
+        "collective": name,
+        "fit": "t = latency + bytes / bandwidth, least squares on relative errors",
+        "largest_error": error,
+        "sizes": [b for b, _ in points],
+        **common,
+    }
+    yield Row(f"collective/{name}/latency", alpha, "s", conditions=conditions)
+    if np.isfinite(beta):
+        yield Row(f"collective/{name}/bandwidth", beta, "bytes/s", conditions=conditions)
+
+
+def conditions(world: World, backend: str) -> dict:
+    """Under what the times were taken."""
+    versions = {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if backend == "mpi":
+        import mpi4py
+        from mpi4py import MPI
+
+        versions |= {"mpi4py": mpi4py.__version__, "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n")}
+    if backend == "nccl":
+        versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
+    found = {
+        "backend": backend,
+        "processes": world.size,
+        "processes_on_this_host": world.local_size,
+        "threads": torch.get_num_threads(),
+        "dtype": "float32",
+        "host": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),  # before: what else the machine was doing
+        "versions": versions,
+    }
+    if backend == "nccl":
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`1KiB,64KiB,1MB` → bytes. KiB, MiB, GiB are powers of 1024; kB, MB, GB of 1000; a bare number is bytes. Raises UserError."""
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    sizes = []
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", word)
+        if not found or int(found[1]) == 0:
+            raise UserError(f"--sizes: {word.strip() or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB")
+        if found[2].lower() not in units:
+            raise UserError(f"--sizes: {word.strip()}: unknown unit {found[2]}. Use B, KiB, MiB, GiB, kB, MB or GB.")
+        sizes.append(int(found[1]) * units[found[2].lower()])
+    return tuple(sorted(set(sizes)))
+
+
+def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZES, seconds: float = SECONDS) -> list[Row] | None:
+    """Measures between `processes` processes. They are started here (2 by default), unless a launcher (torchrun, mpirun, srun) has
+    started this one; then they are its, and every one but the first gets None.
+
+    Raises UserError when the backend is not to be had here, when processes contradicts the launcher, or when there is only one process.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"--backend {backend}: no such backend.{did_you_mean(backend, BACKENDS)}")
+    world = worlds.find()
+    launched = world.launcher != "none"
+    n = world.size if launched else processes or 2
+    if launched and processes not in (None, n):
+        raise UserError(f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this without {world.launcher}.")
+    if n < 2:
+        raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
+    if backend == "nccl":
+        n_gpus = torch.cuda.device_count()
+        if not dist.is_nccl_available() or n_gpus < (1 if launched else n):  # a launcher may show each process its own GPU only
+            there = f"{n_gpus} GPU{'s' * (n_gpus != 1)} and PyTorch {'with' if dist.is_nccl_available() else 'without'} NCCL"
+            raise UserError(f"--backend nccl needs a GPU for each of {n} processes; here: {there}. Use --backend gloo.")
+    if backend == "mpi":
+        need("mpi4py", "mpi", "--backend mpi")
+    if launched:
+        if backend == "mpi":
+            return _under_mpi(world, sizes, seconds)
+        _join(world, backend)
+        rows = measure(world, sizes, backend, seconds=seconds)
+        return rows if world.first else None
+    return _start_mpi(n, sizes, seconds) if backend == "mpi" else _start(n, backend, sizes, seconds)
+
+
+def _join(world: World, backend: str) -> None:
+    torch.set_num_threads(1)
+    worlds.join(world, "cuda" if backend == "nccl" else "cpu")
+
+
+def _under_mpi(world: World, sizes: tuple[int, ...], seconds: float) -> list[Row] | None:
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    if MPI.COMM_WORLD.size != world.size:
+        raise UserError(f"{world.launcher} started {world.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py uses another MPI. {MPI_HELP}")
+    rows = measure(world, sizes, "mpi", seconds=seconds)
+    return rows if world.first else None
+
+
+def _start(n: int, backend: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
+    """n workers on this machine, and what the first of them measured."""
+    import multiprocessing
+
+    from torch.multiprocessing import start_processes
+
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    multiprocessing.set_forkserver_preload(["gradus.measure.collectives"])  # torch is imported once, not n times
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        start_processes(_work, (n, port, backend, sizes, seconds, str(file)), n, daemon=True, start_method=method)
+        return _read(file)
+
+
+def _work(rank: int, n: int, port: int, backend: str, sizes: tuple[int, ...], seconds: float, file: str) -> None:
+    world = World(rank, n, rank, n, "gradus", "127.0.0.1", port)
+    _join(world, backend)
+    rows = measure(world, sizes, backend, seconds=seconds)
+    if world.first:
+        _write(Path(file), rows)
+    worlds.leave()
+
+
+MPI_HELP = "Start it with: mpirun -n 4 gradus collectives --backend mpi"
+
+
+def _start_mpi(n: int, sizes: tuple[int, ...], seconds: float) -> list[Row]:
+    mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
+    if mpirun is None:
+        raise UserError(f"--backend mpi: there is no mpirun on PATH (Debian: apt-get install openmpi-bin). {MPI_HELP}")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        # as root, and more processes than cores: Open MPI asks for a word on each (other MPIs do not, and heed none of these)
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        command = [mpirun, "-n", str(n), sys.executable, "-m", "gradus.measure.collectives", ",".join(map(str, sizes)), str(seconds), str(file)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as started:
+            try:
+                out, err = started.communicate()
+            except BaseException:
+                started.terminate()  # mpirun ends its processes
+                raise
+        if started.returncode:
+            said = (err.strip() or out.strip() or "without a word").splitlines()
+            raise UserError(f"{mpirun} ended with {started.returncode}:\n" + "\n".join(said[-15:]))
+        return _read(file)
+
+
+def _write(file: Path, rows: list[Row]) -> None:
+    out = RowFile(file)
+    out.write(rows)
+    out.close()
+
+
+def _read(file: Path) -> list[Row]:
+    fields = ("name", "value", "unit")
+    return [Row(*(r.pop(f) for f in fields), conditions=r) for r in read_rows(file)]
+
+
+def collectives(args) -> int:
+    """The verb: measure, print a table, keep the rows."""
+    sizes = parse_sizes(args.sizes) if args.sizes else SIZES
+    if args.to:
+        open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # on the way out, what was started here is ended
+    try:
+        rows = run(args.backend, args.processes, sizes)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if rows is not None:
+        for line in table(rows):
+            print(line)
+        if args.to:
+            _write(Path(args.to), rows)
+            print(f"{len(rows)} rows added to {args.to}")
+    return 0
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """What a run prints: its conditions, a line for each collective and size, a line for each fit."""
+    c = rows[0].conditions
+    versions = ", ".join(f"{k} {v}" for k, v in c["versions"].items())
+    yield f"{c['backend']}, {c['processes']} processes on {c['host']} ({c['cpus']} CPUs, load {c['load']}), float32, {versions}"
+    yield "size: bytes of the whole array; time: on the slowest process, median over calls; algorithm bandwidth: size / time; bus: as in nccl-tests"
+    yield ""
+    yield f"{'collective':15} {'size':>8} {'time':>9} {'quartiles':>20} {'calls':>5} {'algorithm':>11} {'bus':>11}"
+    found = {(r.name, r.conditions.get("bytes")): r for r in rows}
+    for r in rows:
+        if r.name.endswith("/time"):
+            name, n_bytes = r.conditions["collective"], r.conditions["bytes"]
+            speed, bus = (found[f"collective/{name}/{which}_bandwidth", n_bytes].value for which in ("algorithm", "bus"))
+            quartiles = " .. ".join(map(show_seconds, r.conditions["quartiles"]))
+            yield (
+                f"{name:15} {show_bytes(n_bytes):>8} {show_seconds(r.value):>9} {quartiles:>20} {r.conditions['calls']:5}"
+                f" {show_speed(speed):>11} {show_speed(bus):>11}"
+            )
+    fits = [r for r in rows if r.name.endswith("/latency")]
+    if fits:
+        yield ""
+        yield "fitted: time = latency + size / bandwidth (least squares on relative errors)"
+        yield f"{'collective':15} {'latency':>9} {'bandwidth':>11} {'largest error':>14}"
+    for r in fits:
+        name = r.conditions["collective"]
+        bandwidth = found.get((f"collective/{name}/bandwidth", None))
+        yield (
+            f"{name:15} {show_seconds(r.value):>9} {show_speed(bandwidth.value) if bandwidth else 'no growth':>11}"
+            f" {r.conditions['largest_error']:>13.0%}"
+        )
+
+
+def show_bytes(n: int) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n} B"
+
+
+def show_seconds(t: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if t >= size:
+            return f"{t / size:.3g} {unit}"
+    return f"{t * 1e6:.3g} µs"
+
+
+def show_speed(bytes_per_second: float) -> str:
+    size, unit = (1e9, "GB/s") if bytes_per_second >= 1e9 else (1e6, "MB/s")
+    return f"{bytes_per_second / size:.3g} {unit}"
+
+
+def _main() -> None:
+    """A worker that mpirun has started: sizes, seconds, file."""
+    world = worlds.find()
+    if world.launcher == "none":
+        raise UserError(f"mpirun told this process neither rank nor size. {MPI_HELP}")
+    rows = _under_mpi(world, parse_sizes(sys.argv[1]), float(sys.argv[2]))
+    if rows is not None:
+        _write(Path(sys.argv[3]), rows)
+
+
+if __name__ == "__main__":
+    try:
+        _main()
+    except UserError as e:
+        sys.exit(f"error: {e}")

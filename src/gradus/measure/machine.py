@@ -1,0 +1,123 @@
+"""Prints the machine as found, with a word on each figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from gradus.train.machine import describe
+
+GIB = 2**30
+
+
+def _gib(n: int) -> str:
+    return f"{n / GIB:.1f} GiB"
+
+
+# key of describe() → (label, how to write it, a word on it)
+MACHINE = {
+    "host": ("host", str, "name of this machine"),
+    "os": ("OS", str, "distribution"),
+    "system": ("system", str, "kernel, architecture and C library"),
+    "cpu": ("CPU", str, "the processor"),
+    "cpus": ("cores", str, "CPUs that the system counts (hardware threads)"),
+    "cpus_allowed": ("cores allowed", str, "of these, those that this process may use"),
+    "threads": ("threads", str, "that PyTorch computes with in one process"),
+    "cpu_flags": ("instructions", ", ".join, "AVX: wide vectors; VNNI: int8 products; bf16, fp16: half precision in hardware; AMX: matrix tiles"),
+    "torch_cpu": ("PyTorch uses", str, "the widest vectors its own CPU kernels are built for here"),
+    "memory_bytes": ("RAM", _gib, "main memory"),
+    "memory_limit_bytes": ("RAM allowed", _gib, "limit of this container"),
+}
+SOFTWARE = {
+    "gradus": ("gradus", str, "this program"),
+    "python": ("python", str, "the interpreter"),
+}
+PACKAGES = {
+    "torch": "tensors, kernels, processes",
+    "numpy": "the loader's arrays",
+    "safetensors": "weights on disk",
+    "tokenizers": "text to ids",
+    "pydantic": "the recipe's types",
+    "transformers": "only the tests' reference",
+    "mpi4py": "MPI from Python",
+    "nvidia-ml-py": "reads the figures of NVIDIA's GPUs",
+}
+BACKENDS = {
+    "gloo": "collectives between CPUs, over TCP",
+    "nccl": "collectives between NVIDIA GPUs",
+    "mpi": "mpi4py and mpirun are here",
+}
+LAUNCHERS = {
+    "torchrun": "PyTorch's launcher, with restarts",
+    "mpirun": "starts MPI programs",
+    "srun": "starts a step of a Slurm job",
+}
+DRIVER = {
+    "driver": ("driver", str, "NVIDIA's kernel driver"),
+    "driver_cuda": ("CUDA of driver", str, "the newest CUDA that this driver can run"),
+    "torch_cuda": ("CUDA of PyTorch", str, "the CUDA that PyTorch was built with: not newer than the driver's major version"),
+    "torch_gpus": ("GPUs for PyTorch", str, "GPUs that PyTorch sees here (CUDA_VISIBLE_DEVICES hides some)"),
+    "nvml_error": ("NVML", str, "the driver's management library is there and does not answer"),
+}
+GPU = {
+    "error": ("error", str, "what NVML says instead of its figures"),
+    "name": ("name", str, "the model"),
+    "temperature_c": ("temperature", lambda t: f"{t} °C", "of the chip; too hot, it clocks itself down"),
+    "performance_state": ("performance state", str, "P0 is the fastest; P8 and above is at rest"),
+    "persistence_mode": ("persistence mode", str, "on: the driver stays loaded between programs, which then start sooner"),
+    "power_w": ("power", lambda w: f"{w:.0f} W", "drawn now: not what training draws, unless it trains now"),
+    "power_cap_w": ("power cap", lambda w: f"{w:.0f} W", "above this it clocks itself down"),
+    "bus_id": ("bus id", str, "domain:bus:device.function on PCIe"),
+    "display_active": ("display", str, "on: a screen is driven, which takes memory and time"),
+    "memory_used_bytes": ("memory used", _gib, "now, by all processes and the driver"),
+    "memory_bytes": ("memory", _gib, "in all"),
+    "ecc_mode": ("ECC", str, "error correction of the memory"),
+    "ecc_errors": ("ECC errors", str, "that could not be corrected, since the driver was loaded; more than 0: drain this GPU"),
+    "utilisation": ("utilisation", lambda u: f"{u} %", "share of the last second or less in which some kernel ran, however small"),
+    "memory_utilisation": ("memory utilisation", lambda u: f"{u} %", "share of it in which memory was read or written"),
+    "compute_mode": ("compute mode", str, "default: many processes may use it; exclusive process: one; prohibited: none"),
+    "mig_mode": ("MIG", str, "on: cut into several smaller GPUs"),
+    "pcie": ("PCIe", str, "the link to the host now, and at most; at rest it falls back to save power"),
+    "nvlinks": ("NVLinks up", str, "direct links to other GPUs"),
+}
+
+
+def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
+    """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has no line."""
+    found = describe() if found is None else found
+    yield from _section("machine", _told(MACHINE, found))
+    versions = [(name, version, PACKAGES[name]) for name, version in found.get("versions", {}).items()]
+    yield from _section("software", [*_told(SOFTWARE, found), *versions])
+    backends = [(name, "yes", BACKENDS[name]) for name in found.get("backends", [])]
+    launchers = [(name, path, LAUNCHERS[name]) for name, path in found.get("launchers", {}).items()]
+    yield from _section("several processes", [*backends, *launchers])
+    yield from _section("GPUs", _told(DRIVER, found))
+    for gpu in found.get("gpus", []):
+        yield from _section(f"GPU {gpu['index']}", _told(GPU, gpu))
+    links = [("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other") for link in found.get("gpu_links", [])]
+    yield from _section("links", links)
+    if found.get("torch_gpus") and "gpus" not in found and "nvml_error" not in found:
+        yield ""
+        yield "For the GPUs' figures: pip install 'gradus[gpu]'"
+
+
+def _told(figures: dict, found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(label, write(found[key]), word) for key, (label, write, word) in figures.items() if key in found]
+
+
+def _section(title: str, told: list[tuple[str, str, str]]) -> Iterator[str]:
+    if told:
+        width = min(48, max(len(value) for _, value, _ in told))
+        yield title
+        yield from (f"  {label:18}  {value:{width}}  {word}" for label, value, word in told)
+
+
+def env(args) -> int:
+    """The verb: the machine as text, or as JSON."""
+    if args.json:
+        print(json.dumps(describe(), indent=1, ensure_ascii=False))
+        return 0
+    for line in lines():
+        print(line)
+    return 0

@@ -1,0 +1,429 @@
+"""The sequence split over processes, attention included: ring attention (Liu et al. 2023) and Ulysses (Jacobs et al. 2023).
+
+Everything in a model but attention treats each token by itself, so it runs on a part of the sequence as it is. Attention is replaced.
+
+    ring      keys and values travel round the processes while each attends from its own queries; softmax is put together from parts.
+              Causal: the sequence is cut in 2n chunks and process r has chunks r and 2n-1-r, so that all have equal work.
+              It has its own kernel, as frugal as `chunked`: layout.chunk queries at a time.
+    ulysses   an all-to-all changes "all heads, a part of the sequence" into "a part of the heads, the whole sequence" and back;
+              in between runs the layout's ordinary kernel.
+
+GPT and Llama read a part of the sequence from the start: ids, labels and positions are split (`Context.prepare`), and so are embedding,
+head and logits. BERT and ViT, whose heads read one token or chosen ones, read the whole batch; their hidden states are split before the
+first block and gathered after the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
+
+from gradus.data.collate import IGNORE
+from gradus.errors import UserError
+from gradus.layers import Attention, Block, get_kernel
+from gradus.layers.kernels import (
+    _backward_chunk,
+    _chunks,
+    _dropped,
+    _forward_chunk,
+    _no_autocast,
+    _rng_restored,
+    _rng_state,
+    _scale,
+    _wide,
+)
+from gradus.recipe.schema import Layout, ModelConfig
+
+CAUSAL, WHOLE = ("gpt", "llama"), ("bert", "vit")  # split from the batch on; split between the blocks only
+
+
+def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Every reason why this model cannot be trained with this layout.context, a line each."""
+    n = layout.context
+    if n == 1:
+        return
+    if model.family == "t5":
+        yield (
+            f"layout.context={n}: T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
+            "attends across to another sequence; layout.context is for gpt, llama, bert and vit. Set layout.context=1."
+        )
+    elif model.family not in CAUSAL + WHOLE:
+        yield (
+            f"layout.context={n}: {model.family} has cross-attention, whose queries and keys are of two sequences, each of which would need its own "
+            "split and a ring of the encoder's output; layout.context is for gpt, llama, bert and vit. Set layout.context=1."
+        )
+    elif layout.context_method == "ulysses":
+        heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
+        here = [m for m in range(1, kv_heads + 1) if kv_heads % (m * layout.tensor) == 0]
+        if n not in here:
+            named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
+            tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
+            fits = f"Use {_either(here)}, or" if here else "Use"
+            yield f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. {fits} layout.context_method=ring."
+    elif layout.attention == "naive":
+        yield (
+            f"layout.attention=naive: the ring of layout.context={n} has its own kernel. Leave layout.attention out, or set "
+            "layout.context_method=ulysses."
+        )
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a sequence of `length` tokens lies on `n` processes: in chunks of equal size, the last of them padded.
+
+    folded: process r has chunks r and 2n-1-r; else chunk r.
+    """
+
+    length: int
+    n: int
+    folded: bool
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return -(-self.length // (self.n * (1 + self.folded)))
+
+    @property
+    def local(self) -> int:
+        """Tokens of a process, padding included."""
+        return self.chunk * (1 + self.folded)
+
+    @property
+    def padding(self) -> int:
+        """Tokens put behind the whole sequence."""
+        return self.local * self.n - self.length
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a process, in the order in which it holds them."""
+        return (rank, 2 * self.n - 1 - rank) if self.folded else (rank,)
+
+    def pad(self, x: Tensor, dim: int, fill: int = 0) -> Tensor:
+        """Pad the sequence, which is dimension `dim` of x."""
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, self.padding), value=fill) if self.padding else x
+
+    def take(self, x: Tensor, rank: int, fill: int = 0) -> Tensor:
+        """What a process has of x (batch, seq, ...): (batch, local, ...)."""
+        x = self.pad(x, 1, fill)
+        return torch.cat([x[:, i * self.chunk : (i + 1) * self.chunk] for i in self.chunks(rank)], dim=1)
+
+
+class _Sequence(NamedTuple):
+    """The whole of a batch's sequences. It travels with the `positions` of a batch, which every block is given: so several batches may be
+    under way at once."""
+
+    split: Split
+    segments: Tensor | None = None  # (batch, seq)
+    keep: Tensor | None = None  # (batch or 1, seq)
+
+
+class Context:
+    """Splits the sequences of `model` (gpt, llama, bert or vit, unedited) over the processes of `group`, in place.
+
+    All processes of the group must be given the same samples, and must call the model equally often, also when evaluating. Before each
+    call, in training and in evaluation, `prepare` the batch; batches may differ in length.
+
+    Gradients of every parameter must be *summed* over the group (besides the ranks with other samples). `batch["counts"]` and
+    `batch["n_tokens"]` stay those of the whole samples: count them once, over the ranks with different samples.
+
+        redundant   False: gpt, llama. Loss and metrics of a process are sums over its own tokens: sum them over the group, as they are.
+                    True: bert, vit. Every process computes head, loss and metrics of all tokens. Divide the loss by the group's size
+                    before the backward pass, and do not sum metrics over the group.
+
+    Why this is right for `redundant`: with the loss L / n on each of n processes, the gather's backward pass sums n equal gradients
+    (1 / n) dL/dh and hands each process that of its own tokens, dL/dh. So inside the blocks and before them a process finds the share of
+    its own tokens, and after them 1 / n of the whole: in each case the sum over the group is dL/dw.
+
+    Dropout draws from each process's own generator: its masks differ from those of one process.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout):
+        """Raises AssertionError for a family that `problems` refuses. layout.chunk: queries at a time, of the ring."""
+        self.config, self.group, self.chunk = model.config, group, layout.chunk
+        self.n, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        assert self.n == layout.context > 1, f"a group of {self.n} processes for layout.context={layout.context}"
+        assert self.config.family in CAUSAL + WHOLE, f"{self.config.family}: layout.context is for gpt, llama, bert and vit"
+        self.redundant = self.config.family in WHOLE
+        self.ring = layout.context_method == "ring"
+        self.ordinary = get_kernel(layout.attention, layout.chunk)
+        self.sequence: _Sequence | None = None  # at hand
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.kernel = self.attend
+                if not self.redundant:
+                    module.forward = self._with_sequence(module.forward)
+        if self.redundant:
+            blocks = [m for m in model.modules() if isinstance(m, Block)]
+            blocks[0].register_forward_pre_hook(self._before_first)
+            blocks[-1].register_forward_hook(self._after_last)
+
+    # ------------------------------------------------------------ what is split
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of a batch, which lies on its device already.
+
+        gpt, llama: every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has the label IGNORE.
+        `positions` is made where it is absent, and must reach the model as the tensor it is here: it knows the whole sequence, `segments`
+        and `keep` included, which are taken out of the batch and obeyed by attention.
+        bert, vit: the batch as it is. Raises UserError for sequences longer than the model's.
+        """
+        if self.redundant:
+            return batch
+        ids = batch["ids"]  # (batch, seq)
+        length = ids.shape[1]
+        if length > self.config.seq_len:
+            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; cut it or raise model.seq_len")
+        batch = {"positions": torch.arange(length, device=ids.device).expand(ids.shape), **batch}
+        sequence = _Sequence(Split(length, self.n, folded=self.ring), batch.pop("segments", None), batch.pop("keep", None))
+        for key, value in batch.items():
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
+                batch[key] = sequence.split.take(value, self.rank, IGNORE if key == "labels" else 0)
+        batch["positions"].sequence = sequence
+        return batch
+
+    def _with_sequence(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Not a hook: checkpointing's second call must find its sequence too."""
+
+        @functools.wraps(forward)
+        def attention(*args, positions: Tensor | None = None, **kwargs) -> Tensor:
+            self._set(positions)
+            return forward(*args, positions=positions, **kwargs)
+
+        return attention
+
+    @torch.compiler.disable
+    def _set(self, positions: Tensor | None) -> None:
+        self.sequence = getattr(positions, "sequence", None)
+
+    @torch.compiler.disable
+    def _before_first(self, block: nn.Module, args: tuple):
+        x, *rest = args  # (batch, seq, d_model)
+        self.sequence = _Sequence(Split(x.shape[1], self.n, folded=False))
+        return _on_whole(lambda x: self.sequence.split.take(x, self.rank), x), *rest  # (batch, local, d_model)
+
+    @torch.compiler.disable
+    def _after_last(self, block: nn.Module, args: tuple, out: Tensor):
+        return _on_whole(lambda x: _Gather.apply(x, self.group, self.sequence.split), out)  # (batch, seq, d_model)
+
+    # ------------------------------------------------------------ attention
+
+    @torch.compiler.disable
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
+        causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """The kernel (gradus.layers.kernels). q (batch, n_heads, local, head_dim); k, v likewise; mask: None, or of all keys
+        (batch, 1, 1, seq). A causal model that asks without `causal` decodes from a cache, which every process has whole."""
+        if not self.redundant and not causal:
+            return self.ordinary(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+        assert self.sequence is not None, "the batch was not prepared: call Context.prepare, and hand its positions to the model"
+        split, segments, keep = self.sequence
+        assert q.shape[2] == k.shape[2] == split.local, f"{q.shape[2]} queries and {k.shape[2]} keys for {split}"
+        assert bias is None, "a split sequence takes no bias on the scores"
+        if mask is not None:
+            assert self.redundant and mask.shape[1:] == (1, 1, split.length), f"mask {tuple(mask.shape)}: not one of all keys"
+            keep = mask[:, 0, 0]  # (batch, seq)
+        if not self.ring:
+            return self._ulysses(q, k, v, split, segments, keep, causal, scale, dropout), None
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if keep is None and not causal and split.padding:  # causal queries never look at what is behind the sequence
+            keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
+        keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
+        ring = _Ring(self.group, self.rank, split, causal, segments, keep, _scale(q, scale), dropout, self.chunk, q.device)
+        grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
+        return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
+
+    def _ulysses(self, q, k, v, split, segments, keep, causal, scale, dropout) -> Tensor:
+        """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023, section 3.1)."""
+        n = self.n
+        parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]  # each (n, batch, heads / n, local, head_dim)
+        mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
+        q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split([x.shape[2] for x in parts], dim=2))
+        mask = None if keep is None else keep[:, None, None, :]
+        if segments is not None:
+            same = segments[:, None, :, None] == segments[:, None, None, :]  # (batch, 1, seq, seq)
+            mask = same if mask is None else mask & same
+        out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)  # (batch, n_heads / n, seq, head_dim)
+        out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
+        return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)
+
+
+def _on_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x); what tensor parallelism has split is put together before and split again after."""
+    if not isinstance(x, DTensor):
+        return function(x)
+    return DTensor.from_local(function(x.full_tensor()), x.device_mesh, [Replicate()]).redistribute(placements=x.placements)
+
+
+class _Tile(NamedTuple):
+    """Queries against keys, as many as are computed at once."""
+
+    queries: slice  # among this process's
+    keys: slice  # among the holder's
+    mask: Tensor | None  # where they may look, broadcastable to (batch, n_kv_heads, group, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ring:
+    """What a ring needs besides queries, keys and values; and the order of its work, which is one for both passes."""
+
+    group: dist.ProcessGroup
+    rank: int
+    split: Split
+    causal: bool
+    segments: Tensor | None  # (batch, seq), padded
+    keep: Tensor | None  # (batch or 1, seq), padded
+    scale: float
+    dropout: float
+    chunk: int  # queries at a time
+    device: torch.device
+
+    def send(self, x: Tensor, tag: int) -> Callable[[], Tensor]:
+        """Give x to the next process; what is returned waits for that of the one before."""
+        n, arriving = self.split.n, torch.empty_like(x)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=(self.rank + 1) % n, tag=tag),
+                dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(self.rank - 1) % n, tag=tag),
+            ]
+        )
+
+        def wait(sent: Tensor = x) -> Tensor:  # which must live until then
+            for work in works:
+                work.wait()
+            return arriving
+
+        return wait
+
+    def rounds(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(holder, its keys and values) of all processes, this one's first. While they are used, the next are on their way."""
+        for step in range(self.split.n):
+            wait = self.send(kv, tag=0) if step < self.split.n - 1 else None
+            yield (self.rank - step) % self.split.n, kv
+            if wait is not None:
+                kv = wait()
+
+    def tiles(self, holder: int) -> Iterator[_Tile]:
+        """The work on a holder's keys. What is wholly masked because it comes later is left out."""
+        size = self.split.chunk
+        for a, i in enumerate(self.split.chunks(self.rank)):
+            for b, j in enumerate(self.split.chunks(holder)):
+                if self.causal and j > i:
+                    continue
+                for rows, cols in _chunks(0, size, self.chunk, size, self.causal and i == j):
+                    place = i * size, j * size, a * size, b * size
+                    of_queries, of_keys, queries, keys = (slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols)))
+                    yield _Tile(queries, keys, self.mask(of_queries, of_keys, self.causal and i == j))
+
+    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple, tuple]:
+        """What gradus.layers.kernels takes for a tile: (q, k, v, mask, bias) and (rows, cols, causal, scale, dropout, dropped)."""
+        q, k, v = q[..., t.queries, :], k[..., t.keys, :], v[..., t.keys, :]
+        rows, cols = slice(0, q.shape[-2]), slice(0, k.shape[-2])
+        return (q, k, v, t.mask, None), (rows, cols, False, self.scale, self.dropout, _dropped(q, rows, cols, self.dropout))
+
+    def mask(self, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
+        """Where these queries may look at these keys, both counted in the whole sequence; diagonal: only at earlier ones."""
+        parts = []
+        if self.keep is not None:
+            parts.append(self.keep[:, None, None, None, keys])
+        if self.segments is not None:
+            parts.append(self.segments[:, None, None, queries, None] == self.segments[:, None, None, None, keys])
+        if diagonal:
+            ones = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.bool, device=self.device)
+            parts.append(ones.tril_(queries.start - keys.start))
+        return functools.reduce(torch.logical_and, parts) if parts else None
+
+
+class _RingAttention(torch.autograd.Function):
+    """Ring attention (Liu et al. 2023, section 3), with the softmax put together from parts and taken apart again in the backward pass
+    as in FlashAttention (Dao et al. 2022, appendix B). Never more than chunk × (seq / n) scores a head are alive.
+
+    q: (batch, n_kv_heads, group, local, head_dim). kv: (2, batch, n_kv_heads, local, head_dim). Parts are summed in fp32 or wider.
+    In the backward pass keys and values go round again, and their gradient travels with them, one process behind, until it is home.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
+        ctx.ring, ctx.rng_state = ring, _rng_state(q.device) if ring.dropout else None
+        out = torch.zeros(q.shape, dtype=_wide(q.dtype), device=q.device)
+        lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)  # not -inf: a query that may look nowhere gives 0, not NaN
+        with _no_autocast(q.device):
+            for holder, (k, v) in ring.rounds(kv):
+                for t in ring.tiles(holder):
+                    inputs, settings = ring.of_tile(t, q, k, v)
+                    part, part_lse = _forward_chunk(*inputs, *settings)
+                    now, before = out[..., t.queries, :], lse[..., t.queries, :]
+                    total = torch.logaddexp(before, part_lse)
+                    now.mul_((before - total).exp_()).add_(part.mul_((part_lse - total).exp_()))
+                    before.copy_(total)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        q, kv, out, lse = ctx.saved_tensors
+        ring = ctx.ring
+        dq, wait = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), None
+        with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
+            for holder, (k, v) in ring.rounds(kv):
+                dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+                for t in ring.tiles(holder):
+                    inputs, settings = ring.of_tile(t, q, k, v)  # dropout is drawn in the order of the forward pass
+                    saved = (x[..., t.queries, :] for x in (out, lse, grad))
+                    dq[..., t.queries, :] += _backward_chunk(*inputs, *saved, *dkv[..., t.keys, :], None, *settings)
+                if wait is not None:
+                    dkv += wait()  # what the processes before found for the same keys and values
+                wait = ring.send(dkv, tag=1)
+        return dq.to(q.dtype), wait().to(kv.dtype), None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of the first dimension goes to process i, and from process i comes part i: its own inverse and its own gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """(batch, local, d_model) of each process → (batch, seq, d_model) on all. The gradient is summed over the processes, each of which
+    takes that of its own tokens."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, split: Split) -> Tensor:
+        ctx.group, ctx.split = group, split
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(split.n)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        whole = torch.cat(parts, dim=1)
+        return whole[:, : split.length].contiguous() if split.padding else whole  # never a view, which FSDP warns of
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        parts = [part.contiguous() for part in ctx.split.pad(grad, 1).chunk(ctx.split.n, dim=1)]
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter(out, parts, group=ctx.group)
+        return out, None, None

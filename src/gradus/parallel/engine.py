@@ -1,0 +1,260 @@
+"""A model laid out over processes: how a step runs, and what of it this process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.replicate import Apart, Replicas, sum_in_buckets
+from gradus.recipe.schema import Layout
+
+
+@dataclasses.dataclass
+class Held:
+    """What this process holds of one parameter. Optimizers step `local`, a plain view of this process's part."""
+
+    name: str
+    parameter: nn.Parameter
+    local: nn.Parameter  # shares its memory with `parameter`
+    norm_axes: tuple[str, ...]  # along which the parameter is cut, so that its norm is a sum over them
+    sum_axes: tuple[str, ...]  # along which its gradient is still to be summed after the backward pass
+
+
+class Parallel:
+    """Made by `parallel.apply.apply`, which fills in the parts that the layout has.
+
+    `model` is what a task calls; `bare` is the same with the parameters' own names.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh):
+        self.bare, self.layout, self.mesh = model, layout, mesh
+        self.replicas = Replicas(model)
+        self.context = None  # parallel.context.Context
+        self.pipeline = None  # parallel.pipeline.Pipeline
+        self.optimizer_shards = None  # parallel.shard.OptimizerShards
+        self.apart: Apart | None = None
+        self.around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # forward and backward passes
+        self.sync_on: Callable[[bool], None] = lambda last: None
+        self.is_expert: Callable[[nn.Parameter], bool] = lambda p: False
+        self.summed_by_engine: tuple[str, ...] = ()  # axes along which DDP or FSDP sums gradients while the backward pass runs
+
+    @property
+    def model(self) -> nn.Module:
+        return self.replicas.model
+
+    @property
+    def several(self) -> bool:
+        return self.mesh.world.size > 1
+
+    # ------------------------------------------------------------ one step
+
+    def forward_backward(self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Every micro-batch forward and backward, then the gradients' sums over the processes.
+
+        loss_of(model, batch): this batch's share of the loss, a scalar. scaled(loss): what is differentiated (fp16's loss scale).
+        Returns the sum of all processes' shares, on the device. Afterwards `gradients()` are complete.
+        """
+        total: list[Tensor] = []
+
+        def share(model: nn.Module, batch: dict) -> Tensor:
+            loss = loss_of(model, batch)
+            if "idle" in batch:
+                loss = loss * 0.0
+            if self.context and self.context.redundant:
+                loss = loss / self.mesh.size("context")
+            total.append(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach())
+            return scaled(loss * self.replicas.scale)
+
+        if self.context:
+            micro_batches = [self.context.prepare(b) for b in micro_batches]
+        with self.around():
+            if self.pipeline:
+                self.pipeline.forward_backward(micro_batches, share)
+            else:
+                for i, batch in enumerate(micro_batches):
+                    last = i == len(micro_batches) - 1
+                    self.sync_on(last)
+                    with self.replicas.micro_batch(last):
+                        self.backward(share(self.model, batch))
+        self._finish_gradients()
+        device = next(self.bare.parameters()).device
+        loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=device)
+        return self.sum(loss, *DATA, "context", "pipeline") if not self.apart else loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _finish_gradients(self) -> None:
+        if self.pipeline:
+            self.pipeline.reduce_tied()
+        for held in self.held:
+            held.local.grad = _local_gradient(held.parameter)
+        with_grad = [h for h in self.held if h.local.grad is not None]
+        if self.summed_by_engine or self.apart:
+            return
+        if type(self.replicas) is not Replicas:
+            self.replicas.reduce([h.local.grad for h in with_grad])
+            return
+        for axes in dict.fromkeys(h.sum_axes for h in with_grad):
+            sum_in_buckets((h.local.grad for h in with_grad if h.sum_axes == axes), self.mesh.group(*axes), self.layout.bucket_mb * 2**20)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, the same on every process."""
+        device = self.held[0].local.device if self.held else torch.device("cpu")
+        squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        for held in self.held:
+            if held.local.grad is not None and self.counts(held.name):
+                by_axes.setdefault(held.norm_axes, []).append(held.local.grad)
+        if not self.several:
+            return torch.nn.utils.get_total_norm(by_axes.get((), []))
+        for axes in sorted({h.norm_axes for h in self.held}):
+            squares[axes] = self.sum(torch.nn.utils.get_total_norm(by_axes.get(axes, [])).float().to(device) ** 2, *axes)
+        total = self.sum(torch.stack(list(squares.values())).sum(), "pipeline")
+        if not self.replicas.leads() or self.layout.replicate == "parameter_server":
+            dist.broadcast(total, group=self.mesh.group("replicate"), group_src=0)  # the server alone has the sums
+        return total.sqrt()
+
+    def counts(self, name: str) -> bool:
+        """Whether this process counts and keeps this parameter, where several stages have it."""
+        return self.pipeline is None or name in self.pipeline.owned
+
+    def after_step(self) -> None:
+        """Weights that were stepped elsewhere arrive."""
+        if self.optimizer_shards:
+            self.optimizer_shards.send_weights()
+        if self.layout.replicate == "parameter_server" and self.several:
+            with torch.no_grad():
+                self.replicas.send_weights([h.local.data for h in self.held])
+
+    def zero_grad(self) -> None:
+        for held in self.held:
+            held.local.grad = held.parameter.grad = None
+
+    # ------------------------------------------------------------ what is held
+
+    @functools.cached_property
+    def held(self) -> list[Held]:
+        """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not before."""
+        named = self.pipeline.model.named_parameters() if self.pipeline else self.bare.named_parameters()
+        return [self._hold(name, p) for name, p in named if p.requires_grad]
+
+    def _hold(self, name: str, p: nn.Parameter) -> Held:
+        local, cut = p, ()
+        if isinstance(p, DTensor):
+            local = nn.Parameter(p.to_local().detach())
+            names = p.device_mesh.mesh_dim_names
+            split = [name for name, placement in zip(names, p.placements) if not placement.is_replicate() and not placement.is_partial()]
+            cut = tuple(axis for axis in AXES if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1)
+        unsummed = [a for a in ("replicate", "expert", "shard", "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
+        if self.is_expert(p):
+            unsummed = [a for a in unsummed if a != "expert"]
+        return Held(name, p, local, cut, tuple(unsummed))
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, local part) of what this process's optimizer steps."""
+        if not self.replicas.leads():
+            return []
+        shards = self.optimizer_shards
+        return [(h.name, h.local) for h in self.held if shards is None or shards.mine(h.name)]
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The whole model, plain, on this process, for decoding. Where weights are split it is gathered, parameter by parameter:
+        as much memory as on one process. Collective."""
+        plain = self.pipeline is None and self.context is None and not any(isinstance(h.parameter, DTensor) for h in self.held)
+        if plain:
+            yield self.bare
+            return
+        from gradus import models
+
+        device = next(self.bare.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            replica = models.build(self.bare.config).to(device, self.held[0].local.dtype)
+        full = dict(replica.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.full_tensors(list(full)):
+                full[name].copy_(tensor)
+        yield replica.train(self.bare.training)
+
+    def full_tensors(self, names: list[str], everywhere: bool = True) -> Iterator[tuple[str, Tensor | None]]:
+        """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective; `names`: of the whole
+        model, in an order that all processes share. everywhere=False: only rank 0 is sure to get it."""
+        mine = {name: p for name, p in (self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False)}
+        group = self.mesh.group("pipeline")
+        for name in names:
+            p = mine.get(name)
+            tensor = p.full_tensor().detach() if isinstance(p, DTensor) else None if p is None else p.detach()
+            if group is not None:  # the stages that have it; the first of them gives it to the others
+                have: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(have, None if tensor is None else (tuple(tensor.shape), tensor.dtype), group=group)
+                giver = next(i for i, h in enumerate(have) if h is not None)
+                if tensor is None:
+                    shape, dtype = have[giver]
+                    tensor = torch.empty(shape, dtype=dtype, device=next(iter(mine.values())).device)
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, group=group, group_src=giver)
+            yield name, tensor
+
+    # ------------------------------------------------------------ between processes
+
+    def sum(self, value: Tensor, *axes: str) -> Tensor:
+        """Over the processes that differ along `axes`. In place."""
+        wide = tuple(a for a in AXES if a in axes and self.mesh.sizes[a] > 1)
+        if wide and self.several:
+            dist.all_reduce(value, group=self.mesh.group(*wide))
+        return value
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process speaks for those that see the same samples."""
+        return self.mesh.rank("pipeline", "context", "tensor") == 0
+
+    def agree(self, numbers: list[int]) -> list[int]:
+        """The sums of whole numbers over all processes."""
+        if not self.several:
+            return numbers
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(vector)
+        return vector.tolist()
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every process's value, in the order of the ranks."""
+        if not self.several:
+            return [value]
+        values: list[Any] = [None] * self.mesh.world.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def warm_up(self, micro_batch: dict, loss_of: Callable[[nn.Module, dict], Tensor]) -> None:
+        """One backward pass that is thrown away, with the random numbers put back. DDP orders its buckets by the first one; a run
+        that was resumed must sum in the order of one that was not."""
+        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return
+        state = torch.get_rng_state(), copy.deepcopy(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else None
+        batch = self.context.prepare(micro_batch) if self.context else micro_batch
+        (loss_of(self.model, batch) * 0.0).backward()
+        self.zero_grad()
+        torch.set_rng_state(state[0])
+        if state[1]:
+            torch.cuda.set_rng_state_all(state[1])
+
+
+def _local_gradient(p: nn.Parameter) -> Tensor | None:
+    """This process's part of a parameter's gradient, cut as the parameter is."""
+    gradient = p.grad
+    if isinstance(gradient, DTensor):
+        if gradient.placements != p.placements:
+            gradient = gradient.redistribute(placements=p.placements)
+        gradient = gradient.to_local()
+    return gradient

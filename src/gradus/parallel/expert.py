@@ -1,0 +1,98 @@
+"""Expert parallelism: every process keeps a part of the experts, and tokens travel to them and back (Lepikhin et al. 2021, section 3.2;
+without its capacity: no token is dropped)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+from gradus.layers import MixtureOfExperts
+from gradus.layers.moe import Experts
+from gradus.recipe.schema import Layout, ModelConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+APART = {  # axes along which a model with experts is not split, whether or not the experts are
+    "tensor": "experts' matrices are not split by rows and columns. Use layout.expert for a model with experts",
+    "pipeline": "the load-balancing loss arises in every stage and the loss in the last alone. Use layout.expert for a model with experts",
+    "context": "the load-balancing loss is of whole sequences, and a process sees a part. Use layout.expert for a model with experts",
+}
+
+
+def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Why this model cannot be laid out so, one line a reason. Also for layout.expert=1: some axes do not take a model with experts."""
+    n, n_experts = layout.expert, getattr(model, "n_experts", None)
+    if n_experts is None:
+        if n > 1 and model.family in ("gpt", "llama"):
+            yield f"layout.expert={n}: the model has no experts. Set model.n_experts={4 * n}, say, or layout.expert=1."
+        elif n > 1:
+            yield f"layout.expert={n}: {model.family} has no experts; gpt and llama can. Set layout.expert=1."
+        return
+    if n_experts % n:
+        good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
+        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {', '.join(map(str, good[:-1]))} or {good[-1]}."
+    for axis, reason in APART.items():
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis}={getattr(layout, axis)} with model.n_experts={n_experts}: {reason}."
+    if n > 1 and layout.shard > 1:
+        yield f"layout.shard={layout.shard} with layout.expert={n}: FSDP2 would split the experts again. Use one of them; replicas go with both."
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the experts of every MixtureOfExperts over `mesh`, one-dimensional with the dimension `expert`, in place: their parameters
+    become DTensors, Shard(0), under the names they had. All processes hold the same weights before. Not collective.
+
+    Each process goes on with samples of its own. Every forward and backward pass is collective: all processes of the mesh do equally
+    many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh after the backward pass
+    (`is_expert`); all other gradients have those of one.
+    """
+    assert mesh.mesh_dim_names == ("expert",), f"not the expert axis alone: {mesh}"
+    n, rank = mesh.size(), mesh.get_local_rank()
+    for mixture in [m for m in model.modules() if isinstance(m, MixtureOfExperts)]:
+        assert mixture.n_experts % n == 0, f"{n} does not divide n_experts={mixture.n_experts}"
+        for module in mixture.experts.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                local = p.detach().chunk(n)[rank].clone()  # so that the whole one can be freed
+                placed = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+                setattr(module, name, nn.Parameter(placed, requires_grad=p.requires_grad))
+        mixture.dispatch = Exchange(mesh)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether expert_parallel split this parameter: its gradient must not be summed over the expert axis."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("expert",)
+
+
+class Exchange:
+    """Rows to the processes that have their experts, through them, and back: `MixtureOfExperts.dispatch`."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.group, self.n = mesh.get_group(), mesh.size()
+
+    @torch.compiler.disable  # how many rows travel is a value
+    def __call__(self, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
+        """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
+        sent = counts.view(self.n, -1)  # (processes, experts of each)
+        received = collectives.all_to_all_single(sent.contiguous(), None, None, self.group)  # (processes, experts here)
+        if isinstance(counts, FakeTensor) or counts.is_meta:  # no values: as if all experts were equally loaded
+            to = back = [x.shape[0] // self.n + (i < x.shape[0] % self.n) for i in range(self.n)]
+        else:
+            to, back = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        rows = self._travel(x, to, back)  # (rows here, d_model), sorted by process, then by expert
+        expert = torch.arange(received.shape[1], device=x.device).repeat(self.n)
+        expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # (rows here,)
+        order = expert.argsort(stable=True)
+        parts = {name: p.to_local() for name, p in experts.named_parameters()}
+        rows = functional_call(experts, parts, (rows[order], received.sum(0)))
+        return self._travel(rows[order.argsort()], back, to)
+
+    def _travel(self, x: Tensor, to: list[int], back: list[int]) -> Tensor:
+        return collectives.all_to_all_single_autograd(x.contiguous(), back, to, self.group)  # waits by itself when it is used

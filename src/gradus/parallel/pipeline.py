@@ -1,0 +1,571 @@
+"""Pipeline parallelism: each process holds a part of the layers, and micro-batches flow through them (Huang et al. 2019; Narayanan et al.
+2021; Qi et al. 2024). Schedules, sends and receives are torch.distributed.pipelining's; the models are not edited.
+
+A stage is the model itself, with other stages' parts replaced by modules without parameters. The task calls it as it calls the whole
+model, so that masks, positions and rotary tables are computed anew on every stage, and only hidden states travel:
+
+    first stage                     embeddings → own blocks → [leave]
+    middle stage                    nothing → [receive] → own blocks → [leave]
+    last stage                      nothing → [receive] → own blocks → final norm, head, loss
+
+[receive] stands in the place of the block before the first own one, [leave] in that of the block after the last. An encoder-decoder is
+one row of blocks, those of the encoder first; what the encoder gave travels along with the decoder's states.
+
+torch's stages send tensors of one shape. Hidden states of a micro-batch are therefore laid flat into (capacity, d_model), with a capacity
+that holds the largest micro-batch of the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gradus.errors import UserError
+from gradus.recipe.schema import Layout, ModelConfig
+
+T = TypeVar("T")
+
+
+class Stack(NamedTuple):
+    """Blocks in a row, and what belongs to them, by name."""
+
+    blocks: str
+    before: tuple[str, ...]  # needed where the first block is
+    after: tuple[str, ...]  # needed where the last block is
+    beside: tuple[str, ...] = ()  # needed where any block is
+
+
+STACKS = {
+    "seq2seq": (
+        Stack("encoder.blocks", ("source_embedding",), ("encoder.norm",)),
+        Stack("decoder.blocks", ("target_embedding",), ("decoder.norm", "head")),
+    ),
+    "bert": (
+        Stack(
+            "blocks",
+            ("word_embedding", "position_embedding", "type_embedding", "embedding_norm"),
+            ("pooler", "masked_lm", "next_sentence", "classifier"),
+        ),
+    ),
+    "gpt": (Stack("blocks", ("token_embedding", "position_embedding"), ("norm", "head")),),
+    "t5": (
+        Stack("encoder.blocks", ("embedding",), ("encoder.norm",), ("encoder.relative_bias",)),
+        Stack("decoder.blocks", ("embedding",), ("decoder.norm", "head"), ("decoder.relative_bias",)),
+    ),
+    "llama": (Stack("blocks", ("token_embedding",), ("norm", "head")),),
+    "vit": (Stack("blocks", ("patches", "class_token", "positions"), ("norm", "head")),),
+}
+SPLIT_BACKWARD = "zero_bubble computes the gradients of inputs and of weights in two passes"
+
+
+def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Why this model cannot be cut so: one line a reason."""
+    n = layout.pipeline
+    if n == 1:
+        return
+    schedule, per_process = layout.schedule, stages_per_process(layout)
+    n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(STACKS[model.family]) - 1)
+    if per_process > 1 and schedule in ("gpipe", "1f1b"):
+        yield f"layout.stages={per_process}: layout.schedule={schedule} has 1 stage a process. Use layout.schedule=interleaved or zero_bubble."
+    elif per_process == 1 and schedule == "interleaved":
+        yield "layout.stages=1: with 1 stage a process nothing interleaves. Use layout.schedule=1f1b, or layout.stages=2."
+    if n * per_process > n_blocks:
+        fewer = f"layout.pipeline={n_blocks // per_process} or less" if n_blocks // per_process > 1 else "a smaller layout.pipeline"
+        if per_process > 1 and n_blocks >= n:
+            fewer += ", or layout.schedule=1f1b with layout.stages=1"
+        yield f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has {n_blocks} blocks. Use {fewer}."
+    if getattr(model, "n_experts", None):
+        yield f"layout.pipeline={n}: the load-balancing loss of experts arises in middle stages, which have no loss. Use layout.expert."
+    if schedule == "zero_bubble" and layout.checkpointing != "none":
+        yield f"layout.checkpointing={layout.checkpointing}: {SPLIT_BACKWARD}, which recomputation does not survive. Use layout.schedule=1f1b."
+    if schedule == "zero_bubble" and layout.compile != "none":
+        yield f"layout.compile={layout.compile}: {SPLIT_BACKWARD}, and compiled blocks have one. Use layout.schedule=1f1b."
+    if schedule in ("interleaved", "zero_bubble") and layout.shard > 1:
+        yield f"layout.shard={layout.shard}: FSDP2 shards one stage a process, and layout.schedule={schedule} has more. Use 1f1b or gpipe."
+
+
+def stages_per_process(layout: Layout) -> int:
+    return layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") else 1)
+
+
+# ---------------------------------------------------------------- what stands in the place of other stages' parts
+
+
+class _Skip(nn.Module):
+    """In the place of a block: passes on what it is given."""
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        return x
+
+
+class _Receive(nn.Module):
+    """In the place of the block before the first own one: gives what came from the stage before."""
+
+    def __init__(self, slot: dict[str, Tensor], name: str):
+        super().__init__()
+        self.slot, self.name = slot, name
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        assert self.name in self.slot, "a stage's model is called once a micro-batch"
+        return self.slot.pop(self.name)
+
+
+class _Leave(nn.Module):
+    """In the place of the block after the last own one: keeps what that block would be given."""
+
+    def __init__(self, slot: dict[str, Tensor], names: tuple[str, ...], block: nn.Module):
+        super().__init__()
+        self.slot, self.names = slot, names
+        self.signature = inspect.signature(type(block).forward)
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        given = self.signature.bind(self, *args, **kwargs).arguments
+        self.slot.update({f"leaving {name}": given[name] for name in self.names})
+        return given["x"]
+
+
+class _Zeros(nn.Module):
+    """In the place of an embedding: zeros of the right shape, that hold no memory. They end at a `_Receive`."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, inputs: Tensor, *args, **kwargs) -> Tensor:
+        leading = inputs.shape[: 3 - len(self.shape)]
+        return torch.zeros((), device=inputs.device).expand(*leading, *self.shape)  # (batch, seq, d_model)
+
+
+class _Left(Exception):
+    """A stage that is not the last has done its part: what the task would do with the model's output is not for it."""
+
+
+class _Part(nn.Module):
+    """A stage as the task sees it: to be called, once a micro-batch."""
+
+    def __init__(self, model: nn.Module, last: bool):
+        super().__init__()
+        self.model, self.last, self.config = model, last, model.config
+
+    def forward(self, *args, **kwargs):
+        output = self.model(*args, **kwargs)
+        if not self.last:
+            raise _Left
+        return output
+
+    def __getattr__(self, name: str):
+        if name in ("encode", "decode", "decode_hidden", "hidden", "new_cache", "features", "pooled"):
+            raise UserError(
+                f"layout.pipeline: {name}() needs the whole model, and a process has a part of it. Gather it first, or set evaluate.decode=false."
+            )
+        return super().__getattr__(name)
+
+
+# ---------------------------------------------------------------- cutting a model
+
+
+def _get(model: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
+    """What has this name; None where this model has no such part."""
+    parent, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(parent), name, None)
+
+
+def _set(model: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, new)
+
+
+def _parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
+    return [] if part is None else [part] if isinstance(part, nn.Parameter) else list(part.parameters())
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    """The same children and parameters in another shell, whose children may be replaced."""
+    clone = copy.copy(module)
+    clone.__dict__.update({name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, dict | set)})
+    return clone
+
+
+class Cutter:
+    """Knows which part of a model a range of its blocks needs. Blocks are counted through all stacks."""
+
+    def __init__(self, model: nn.Module):
+        self.stacks = STACKS[model.config.family]
+        self.sizes = [len(model.get_submodule(s.blocks)) for s in self.stacks]
+        self.n_blocks = sum(self.sizes)
+        self.d_model = model.config.d_model
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.n_tokens = model.positions.shape[1] if model.config.family == "vit" else None  # patches and the class token
+
+    def starts(self) -> Iterator[tuple[Stack, int, int]]:
+        """(stack, its first block, the block after its last)."""
+        start = 0
+        for stack, size in zip(self.stacks, self.sizes):
+            yield stack, start, start + size
+            start += size
+
+    def parts(self, own: set[int]) -> set[str]:
+        """Names of the parts that these blocks need beside themselves."""
+        needed: set[str] = set()
+        for stack, start, stop in self.starts():
+            if start in own:
+                needed.update(stack.before)
+            if stop - 1 in own:
+                needed.update(stack.after)
+            if own & set(range(start, stop)):
+                needed.update(stack.beside)
+        return needed
+
+    def held(self, model: nn.Module, own: set[int]) -> set[str]:
+        """Names of the parameters of these blocks and of what they need, each as the whole model names it first."""
+        found = [p for part in self.parts(own) for p in _parameters(_get(model, part))]
+        for stack, start, stop in self.starts():
+            blocks = model.get_submodule(stack.blocks)
+            found += [p for i in range(start, stop) if i in own for p in blocks[i - start].parameters()]
+        return {self.names[id(p)] for p in found}
+
+    def view(self, model: nn.Module) -> nn.Module:
+        """Another shell around the same parts, to be pruned by itself."""
+        view = _clone(model)
+        for stack in self.stacks:
+            names = stack.blocks.split(".")
+            for path in (".".join(names[: i + 1]) for i in range(len(names))):
+                _set(view, path, _clone(view.get_submodule(path)))
+        return view
+
+    def prune(self, model: nn.Module, own: set[int]) -> None:
+        """Take away, in place, what these blocks do not need. An embedding whose weight is needed for another end stays: it keeps the
+        weight's name, and what it gives is not used."""
+        needed, held = self.parts(own), self.held(model, own)
+        for stack, start, stop in self.starts():
+            blocks = model.get_submodule(stack.blocks)
+            for i in range(start, stop):
+                if i not in own:
+                    blocks[i - start] = _Skip()
+            for name in {*stack.before, *stack.after, *stack.beside} - needed:
+                part = _get(model, name)
+                if part is None:
+                    continue
+                if isinstance(part, nn.Parameter):
+                    delattr(model, name)
+                    model.register_buffer(name, torch.zeros(1, 1, self.d_model, device=part.device, dtype=part.dtype), persistent=False)
+                elif name in stack.beside:
+                    _set(model, name, _Skip())
+                elif name in stack.after or isinstance(part, nn.LayerNorm):
+                    _set(model, name, nn.Identity())
+                elif not {self.names[id(p)] for p in part.parameters()} <= held:
+                    _set(model, name, _Zeros(part.n_patches, self.d_model) if hasattr(part, "n_patches") else _Zeros(self.d_model))
+
+    def carried(self, block: int) -> tuple[str, ...]:
+        """What travels to the stage that begins with this block: of the arguments of blocks, x, memory or both."""
+        if len(self.sizes) == 1 or block < self.sizes[0]:
+            return ("x",)
+        return ("memory",) if block == self.sizes[0] else ("x", "memory")
+
+    def connect(self, model: nn.Module, begin: int, end: int, blocks: list[nn.Module], slot: dict[str, Tensor]) -> None:
+        """Put [receive] and [leave] around blocks begin to end - 1 of a pruned model. `blocks`: all of the whole model."""
+
+        def put(index: int, new: nn.Module) -> None:
+            for stack, start, stop in self.starts():
+                if start <= index < stop:
+                    model.get_submodule(stack.blocks)[index - start] = new
+
+        if begin > 0:
+            arriving = self.carried(begin)
+            if "x" in arriving:
+                put(begin - 1, _Receive(slot, "x"))
+            if "memory" in arriving:
+                put(self.sizes[0] - 1, _Receive(slot, "memory"))
+                if hasattr(model.encoder, "dropout"):  # of T5: it has been applied
+                    model.encoder.dropout = nn.Identity()
+        if end < self.n_blocks:
+            put(end, _Leave(slot, self.carried(end), blocks[end]))
+
+    def shapes(self, batch: dict, block: int) -> dict[str, tuple[int, int]]:
+        """What travels to the stage that begins with this block → (batch, seq)."""
+        if self.n_tokens is not None:
+            return {"x": (len(batch["images"]), self.n_tokens)}
+        if len(self.sizes) == 1:
+            return {"x": tuple(batch["ids"].shape)}
+        source, target = tuple(batch["source"].shape), tuple(batch["target"].shape)
+        return {name: target if name == "x" and block > self.sizes[0] else source for name in self.carried(block)}
+
+
+# ---------------------------------------------------------------- the pipeline
+
+
+class Stage(nn.Module):
+    """Blocks begin to end - 1, as torch's PipelineStage runs them."""
+
+    def __init__(self, pipeline: Pipeline, index: int, begin: int, end: int, model: nn.Module, slot: dict[str, Tensor]):
+        super().__init__()
+        self.index, self.begin, self.end = index, begin, end
+        self.last = index == pipeline.n_stages - 1
+        self.part = _Part(model, self.last)
+        self.slot = slot
+        self.__dict__["pipeline"] = pipeline
+
+    def forward(self, received: Tensor | None = None, *, index: Tensor) -> Tensor:
+        """received (capacity, d_model), None on the first stage; index (1,): which micro-batch of the step.
+        Returns the same for the next stage, or on the last stage the loss (1,)."""
+        run: _Run = self.pipeline.run
+        batch = run.micro_batches[int(index)]
+        result = self.compute(received, batch, run.loss_of)
+        if self.last:
+            return (result if int(index) < run.n_real else result * 0.0).reshape(1)
+        return self.pipeline.pack(self, run.capacities[self.index])
+
+    def compute(self, received: Tensor | None, batch: dict, function: Callable[[nn.Module, dict], T]) -> T | None:
+        """function's result on the last stage; elsewhere None, and what leaves lies in the slot."""
+        self.slot.clear()
+        if received is not None:
+            self.slot.update(self.pipeline.unpack(self, received, batch))
+        try:
+            result = function(self.part, batch)
+        except _Left:
+            return None
+        assert self.last, "what is run in a pipeline must call the model"
+        return result
+
+
+@dataclasses.dataclass
+class _Run:
+    """What the stages are working on."""
+
+    micro_batches: list[dict]
+    n_real: int  # those behind were added to fill the schedule, and count nothing
+    loss_of: Callable[[nn.Module, dict], Tensor]
+    capacities: list[int]  # of the tensors that leave each stage but the last
+
+
+class Pipeline:
+    """A model cut into stages over the processes of `group`; all of them are given the same micro-batches. Collective.
+
+    `model`, which is changed in place, becomes this process's part: the parameters of its stages, under the whole model's names, and
+    its blocks. Techniques applied to it afterwards reach every stage of this process.
+
+    Raises AssertionError where `problems` has a reason.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device):
+        assert layout.pipeline == dist.get_world_size(group), f"{dist.get_world_size(group)} processes"
+        assert not (reasons := list(problems(model.config, layout))), reasons
+        self.model, self.group, self.layout, self.device = model, group, layout, torch.device(device)
+        self.rank, n = dist.get_rank(group), layout.pipeline
+        per_process = stages_per_process(layout)
+        self.n_stages = n * per_process
+        if layout.schedule == "zero_bubble":
+            self.schedule_class = ScheduleZBVZeroBubble if per_process == 2 else ScheduleInterleavedZeroBubble
+        else:
+            self.schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[layout.schedule]
+        v_shaped = self.schedule_class is ScheduleZBVZeroBubble  # down the processes and up again
+        self.rank_of = [self.n_stages - 1 - s if v_shaped and s >= n else s % n for s in range(self.n_stages)]
+
+        self.cutter = cutter = Cutter(model)
+        # Rounded up, so that the last stage, which has the head, is never the one with a block more.
+        self.bounds = [-(-cutter.n_blocks * s // self.n_stages) for s in range(self.n_stages + 1)]
+        own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
+        held = [cutter.held(model, blocks) for blocks in own]
+        self.wire = next(model.parameters()).dtype  # of hidden states between stages
+        self.stream = _stream(model, layout)
+
+        blocks = [block for stack in cutter.stacks for block in model.get_submodule(stack.blocks)]
+        mine = [s for s in range(self.n_stages) if self.rank_of[s] == self.rank]
+        views = {s: model if len(mine) == 1 else cutter.view(model) for s in mine}
+        self.stages: dict[int, Stage] = {}
+        for s in mine:
+            slot: dict[str, Tensor] = {}
+            cutter.prune(views[s], own[s])
+            cutter.connect(views[s], self.bounds[s], self.bounds[s + 1], blocks, slot)
+            self.stages[s] = Stage(self, s, self.bounds[s], self.bounds[s + 1], views[s], slot)
+        if len(mine) > 1:
+            cutter.prune(model, set().union(*(own[s] for s in mine)))
+        names = {name for name, _ in model.named_parameters()}
+        assert names == set().union(*(held[s] for s in mine)), "a part keeps the whole model's names"
+
+        first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in held[s]}
+        self.owned = {name for name, rank in first.items() if rank == self.rank}  # each parameter on exactly one process
+        self.tied = self._tied_groups(held)
+        self.run: _Run | None = None
+        self._schedules: OrderedDict[tuple, object] = OrderedDict()
+
+    def _tied_groups(self, held: list[set[str]]) -> list[tuple[str, dist.ProcessGroup]]:
+        """(parameter, the processes whose stages have it), for those of this process that others have too."""
+        ranks: dict[str, set[int]] = {}
+        for s, names in enumerate(held):
+            for name in names:
+                ranks.setdefault(name, set()).add(self.rank_of[s])
+        groups, tied = {frozenset(range(self.layout.pipeline)): self.group}, []
+        for name in sorted(ranks):
+            together = frozenset(ranks[name])
+            if len(together) > 1 and self.rank in together:
+                if together not in groups:
+                    members = [dist.get_global_rank(self.group, r) for r in sorted(together)]
+                    groups[together] = dist.new_group(members, use_local_synchronization=True)
+                tied.append((name, groups[together]))
+        return tied
+
+    # ------------------------------------------------------------ training
+
+    def forward_backward(self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor]) -> Tensor:
+        """Every micro-batch forward and backward, as the schedule has it; gradients are added to `.grad`.
+
+        loss_of(model, batch): the batch's share of the loss, a scalar. It calls the model once; what it does afterwards happens on
+        the last stage alone. Where the schedule needs more micro-batches than there are, it is also called with copies that hold
+        `"idle": True`, whose loss counts nothing.
+        Returns the sum of the shares, detached; 0 on processes without the last stage. Collective.
+        Raises UserError as the model does, for example for a sequence that is too long.
+        """
+        n = self._needed(len(micro_batches))
+        smallest = min(micro_batches, key=lambda b: self._rows(b, self.bounds[1]))
+        padded = micro_batches + [{**smallest, "idle": True}] * (n - len(micro_batches))
+        capacities = [_round_up(max(self._rows(b, bound) for b in micro_batches)) for bound in self.bounds[1:-1]]
+        self.run = _Run(padded, len(micro_batches), loss_of, capacities)
+        index, losses = torch.arange(n), []
+        last = self.n_stages - 1 in self.stages
+        try:
+            self._schedule(n, capacities).step(index=index, target=index if last else None, losses=losses if last else None, return_outputs=False)
+        except RuntimeError as e:  # torch wraps what a stage raises
+            if isinstance(e.__cause__, UserError):
+                raise e.__cause__ from None
+            raise
+        finally:
+            self.run = None
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+
+    def _needed(self, n: int) -> int:
+        """The fewest micro-batches, at least n, that the schedule takes."""
+        if self.schedule_class is Schedule1F1B:
+            return max(n, self.n_stages)
+        if self.schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+            return -(-n // self.layout.pipeline) * self.layout.pipeline
+        return n
+
+    def _schedule(self, n: int, capacities: list[int]):
+        """torch's schedule for n micro-batches of these sizes. A few are kept: each holds its receive buffers."""
+        key = (n, *capacities)
+        if key not in self._schedules:
+            stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
+            multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
+            schedule = self.schedule_class(stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
+            self._schedules[key] = schedule
+            while len(self._schedules) > 4:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _torch_stage(self, stage: Stage, capacities: list[int]) -> PipelineStage:
+        def like(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, device="meta", dtype=dtype).requires_grad_()
+
+        d = self.cutter.d_model
+        arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
+        leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
+        return PipelineStage(stage, stage.index, self.n_stages, self.device, input_args=arriving, output_args=(leaving,), group=self.group)
+
+    def reduce_tied(self) -> None:
+        """Sum the gradients of parameters that several processes hold, over those. Once, after the last backward pass. Collective."""
+        parameters = dict(self.model.named_parameters())
+        for name, group in self.tied:
+            p = parameters[name]
+            if p.requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group)
+
+    # ------------------------------------------------------------ evaluation
+
+    @torch.no_grad()
+    def forward(self, batch: dict, function: Callable[[nn.Module, dict], T]) -> T | None:
+        """function(model, batch) where the last stage is, which is returned there; None elsewhere. It calls the model once, as it
+        would call the whole one. No gradients. Collective."""
+        arrived: dict[int, Tensor] = {}
+        result = None
+        for s, stage in self.stages.items():
+            received = arrived.pop(s, None)
+            if s and received is None:
+                rows = self._rows(batch, stage.begin)
+                received = torch.empty(rows, self.cutter.d_model, device=self.device, dtype=self.wire)
+                dist.recv(received, src=dist.get_global_rank(self.group, self.rank_of[s - 1]), group=self.group)
+            result = stage.compute(received, batch, function)
+            if stage.last:
+                continue
+            leaving = self.pack(stage)
+            if s + 1 in self.stages:
+                arrived[s + 1] = leaving
+            else:
+                dist.send(leaving, dst=dist.get_global_rank(self.group, self.rank_of[s + 1]), group=self.group)
+        return result
+
+    # ------------------------------------------------------------ between stages
+
+    def _local(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """(batch, seq) of this process's part: under sequence parallelism x is split along the sequence."""
+        batch, seq = shape
+        if name == "x" and self.stream is not None and isinstance(self.stream[1], Shard):
+            mesh, size = self.stream[0], -(-seq // self.stream[0].size())
+            seq = max(0, min(size, seq - size * mesh.get_local_rank()))
+        return batch, seq
+
+    def _rows(self, batch: dict, block: int) -> int:
+        """Rows that travel to the stage that begins with this block."""
+        local = (self._local(name, shape) for name, shape in self.cutter.shapes(batch, block).items())
+        return sum(n * seq for n, seq in local)
+
+    def pack(self, stage: Stage, capacity: int | None = None) -> Tensor:
+        """What leaves a stage, flat: (capacity or as many rows as there are, d_model)."""
+        rows = []
+        for name in self.cutter.carried(stage.end):
+            x = stage.slot.pop(f"leaving {name}")  # (batch, seq, d_model)
+            x = x.to_local() if isinstance(x, DTensor) else x
+            assert torch.promote_types(x.dtype, self.wire) == self.wire, f"hidden states of {x.dtype} do not fit into {self.wire}"
+            rows.append(x.reshape(-1, x.shape[-1]).to(self.wire))
+        used = sum(len(r) for r in rows)
+        assert capacity is None or used <= capacity, f"{used} rows, and room for {capacity}"
+        return torch.cat([*rows, rows[0].new_zeros((capacity or used) - used, rows[0].shape[1])])
+
+    def unpack(self, stage: Stage, received: Tensor, batch: dict) -> dict[str, Tensor]:
+        """The inverse of `pack`: name → (batch, seq, d_model)."""
+        found, at = {}, 0
+        for name, (n, seq) in self.cutter.shapes(batch, stage.begin).items():
+            _, local_seq = self._local(name, (n, seq))
+            d = received.shape[1]
+            x = received[at : at + n * local_seq].view(n, local_seq, d)
+            at += n * local_seq
+            if name == "x" and self.stream is not None:
+                mesh, placement = self.stream
+                x = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=torch.Size((n, seq, d)), stride=(seq * d, d, 1))
+            found[name] = x
+        return found
+
+
+def _stream(model: nn.Module, layout: Layout) -> tuple[DeviceMesh, Shard | Replicate] | None:
+    """How tensor parallelism, where it was applied, places hidden states between blocks."""
+    weight = next(model.parameters())
+    if not isinstance(weight, DTensor):
+        return None
+    return weight.device_mesh, Shard(1) if layout.sequence_parallel else Replicate()
+
+
+def _round_up(rows: int) -> int:
+    """By an eighth at most, so that few capacities arise."""
+    step = max(1, 2 ** (rows.bit_length() - 4))
+    return -(-rows // step) * step

@@ -1,0 +1,213 @@
+"""Replicas: every process has the whole weights and sees its own samples; gradients are summed before the step.
+
+By hand (`manual`: one all-reduce a gradient, over torch.distributed or MPI), through a `parameter_server`, or by PyTorch's DDP,
+which sends buckets while the backward pass still runs. Shares of the loss are divided by global counts, so gradients are summed,
+never averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradus.errors import UserError, need
+from gradus.recipe.schema import Layout
+
+
+class Replicas:
+    """What all ways of replicating share: nothing to do. `model` is what the task calls, `bare` has the parameters' own names."""
+
+    scale = 1.0  # what the loss is multiplied by before the backward pass
+
+    def __init__(self, bare: nn.Module):
+        self.bare = self.model = bare
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+
+    def reduce(self, gradients: list[Tensor]) -> None:
+        """Sum the gradients over the replicas, in place. They come in the same order on every process."""
+
+    def leads(self) -> bool:
+        """Whether this process steps the optimizer."""
+        return True
+
+    def send_weights(self, weights: list[Tensor]) -> None:
+        """After the step, where not every process has stepped."""
+
+
+class Manual(Replicas):
+    """After the backward pass, one all-reduce for every gradient."""
+
+    def __init__(self, bare: nn.Module, group: dist.ProcessGroup):
+        super().__init__(bare)
+        self.group = group
+
+    def reduce(self, gradients: list[Tensor]) -> None:
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=self.group)
+
+
+class ManualMPI(Replicas):
+    """The same by MPI, spelled out: reduce every gradient to rank 0, then broadcast it. Buffers travel, not pickles."""
+
+    def __init__(self, bare: nn.Module):
+        super().__init__(bare)
+        self.world = need("mpi4py.MPI", "mpi", "layout.transport=mpi").COMM_WORLD
+        if self.world.size != dist.get_world_size():
+            raise UserError(
+                f"layout.transport=mpi: MPI sees {self.world.size} process(es), the layout {dist.get_world_size()}. "
+                f"Start with mpirun: mpirun -n {dist.get_world_size()} gradus train ..."
+            )
+
+    def reduce(self, gradients: list[Tensor]) -> None:
+        for gradient in gradients:
+            here = gradient.cpu().contiguous()  # the same memory on a CPU
+            total = torch.empty_like(here)
+            self.world.Reduce(here.numpy(), total.numpy(), root=0)  # op=SUM; only rank 0's result is defined
+            self.world.Bcast(total.numpy(), root=0)
+            gradient.copy_(total)
+
+
+class ParameterServer(Replicas):
+    """Rank 0 holds the optimizer. The others push their gradients to it and pull the weights when it has stepped (Li et al. 2014,
+    synchronous). Rank 0 computes on its share too. All traffic goes through its one link: that is what there is to measure."""
+
+    def __init__(self, bare: nn.Module, group: dist.ProcessGroup):
+        super().__init__(bare)
+        self.group, self.rank, self.size = group, dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
+
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def reduce(self, gradients: list[Tensor]) -> None:
+        push = torch.cat([g.flatten() for g in gradients])
+        if self.rank:
+            dist.send(push, group=self.group, group_dst=0)
+            return
+        pushed = torch.empty_like(push)
+        for worker in range(1, self.size):
+            dist.recv(pushed, group=self.group, group_src=worker)
+            push += pushed
+        _scatter_back(push, gradients)
+
+    def send_weights(self, weights: list[Tensor]) -> None:
+        flat = torch.cat([w.flatten() for w in weights])
+        if self.rank:
+            dist.recv(flat, group=self.group, group_src=0)
+            _scatter_back(flat, weights)
+        else:
+            for worker in range(1, self.size):
+                dist.send(flat, group=self.group, group_dst=worker)
+
+
+class DDP(Replicas):
+    """PyTorch's DistributedDataParallel: buckets of gradients are reduced while the backward pass goes on, and on the last
+    micro-batch alone. DDP takes the mean over processes, so the loss is multiplied by their number."""
+
+    def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
+        super().__init__(bare)
+        on_gpu = next(bare.parameters()).device.type == "cuda"
+        self.model = nn.parallel.DistributedDataParallel(
+            bare, device_ids=[torch.cuda.current_device()] if on_gpu else None, process_group=group,
+            bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True,
+        )  # fmt: skip
+        self.scale = float(dist.get_world_size(group))
+        compress(self.model, layout.compress, group)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            yield
+
+
+def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:
+    """Gradients made smaller for the way: half the bits, or PowerSGD's low rank (Vogels et al. 2019) with what it leaves out
+    added to the next step's gradient."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    if how == "powersgd":
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10, warm_start=True)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif how != "none":  # PyTorch's own hook for bf16 asks for NCCL, which summing bf16 does not need
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[how]
+        model.register_comm_hook(None, lambda _, bucket: _in_half(bucket, dtype, group))
+
+
+def _in_half(bucket: dist.GradBucket, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    whole = bucket.buffer()
+    half = (whole / dist.get_world_size(group)).to(dtype)  # divided first: the sum must not overflow fp16
+
+    def back(done: torch.futures.Future) -> Tensor:
+        return whole.copy_(done.value()[0])
+
+    return dist.all_reduce(half, group=group, async_op=True).get_future().then(back)
+
+
+def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_bytes: float) -> None:
+    """All-reduce after the backward pass, many gradients at a time: where DDP does not go (split weights, pipelines, experts)."""
+    if group is None:
+        return
+    bucket: list[Tensor] = []
+    for gradient in [*gradients, None]:
+        full = bucket and (gradient is None or gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + gradient.nbytes > bucket_bytes)
+        if full:
+            flat = torch.cat([g.flatten() for g in bucket])
+            dist.all_reduce(flat, group=group)
+            _scatter_back(flat, bucket)
+            bucket = []
+        if gradient is not None:
+            bucket.append(gradient)
+
+
+def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view_as(tensor))
+
+
+class Apart:
+    """Workers that take `every` steps alone and then meet: local SGD averages their weights (Stich 2019); DiLoCo (Douillard et al.
+    2023, algorithm 1) takes the mean of what they moved as the gradient of an outer step with Nesterov momentum."""
+
+    def __init__(self, layout: Layout, weights: list[Tensor], group: dist.ProcessGroup, bucket_bytes: float):
+        self.group, self.weights, self.bucket_bytes = group, weights, bucket_bytes
+        self.every = (layout.local_sgd or layout.diloco).every
+        self.outer = None
+        if layout.diloco:
+            self.anchors = [w.detach().clone().requires_grad_() for w in weights]  # where the workers last met
+            self.outer = torch.optim.SGD(self.anchors, lr=layout.diloco.outer_lr, momentum=layout.diloco.outer_momentum, nesterov=True)
+            for anchor in self.anchors:
+                self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Collective. Afterwards every worker has the same weights."""
+        size = dist.get_world_size(self.group)
+        if self.outer is None:
+            for w in self.weights:
+                w.div_(size)
+            sum_in_buckets(self.weights, self.group, self.bucket_bytes)
+            return
+        moved = [(anchor - w) / size for anchor, w in zip(self.anchors, self.weights)]
+        sum_in_buckets(moved, self.group, self.bucket_bytes)
+        for anchor, gradient in zip(self.anchors, moved):
+            anchor.grad = gradient
+        self.outer.step()
+        self.outer.zero_grad()
+        for w, anchor in zip(self.weights, self.anchors):
+            w.copy_(anchor)
+
+    def state(self) -> list[Tensor]:
+        """The outer momentum, one tensor a weight, in their order; none for local SGD."""
+        return [self.outer.state[a]["momentum_buffer"] for a in self.anchors] if self.outer else []
+
+    def restart(self) -> None:
+        """Weights were loaded: the workers meet there."""
+        if self.outer:
+            for anchor, w in zip(self.anchors, self.weights):
+                anchor.data.copy_(w)

@@ -1,0 +1,78 @@
+"""Weights, gradients and optimizer state split over processes: FSDP2, and ZeRO-1 for replicas."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from gradus.layers import Block
+from gradus.recipe.schema import Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """FSDP2 in place: every block, then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
+    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP.
+
+    Gradients are summed, since the loss's shares are already divided by global counts.
+    """
+    on_gpu = mesh.device_type == "cuda"
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": layout.reshard,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[layout.param_dtype],
+            # gradients of bf16 weights would be reduced in bf16; their sum is worth four bytes
+            reduce_dtype=DTYPES[layout.reduce_dtype or ("fp32" if layout.param_dtype else None)],
+            cast_forward_inputs=layout.param_dtype is not None,
+        ),
+    }
+    if layout.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+    for block in [m for m in model.modules() if isinstance(m, Block)]:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sync_on(model: nn.Module, last: bool) -> None:
+    """Reduce gradients in this backward pass, or (False) keep them for a later micro-batch's."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+
+
+class OptimizerShards:
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each replica steps a part of the weights and sends it to the others.
+
+    Whole parameters are dealt out, the largest first, each to the replica that has least so far.
+    """
+
+    def __init__(self, weights: list[tuple[str, Tensor]], group: dist.ProcessGroup):
+        self.group, size = group, dist.get_world_size(group)
+        load = [0] * size
+        self.owner: dict[str, int] = {}
+        for name, weight in sorted(weights, key=lambda pair: (-pair[1].numel(), pair[0])):
+            self.owner[name] = load.index(min(load))
+            load[self.owner[name]] += weight.numel()
+        self.parts = [[w for name, w in weights if self.owner[name] == r] for r in range(size)]
+        self.rank = dist.get_group_rank(group, dist.get_rank())
+
+    def mine(self, name: str) -> bool:
+        return self.owner[name] == self.rank
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """After the step: every replica sends what it stepped."""
+        for owner, part in enumerate(self.parts):
+            if part:
+                flat = torch.cat([w.flatten() for w in part])
+                dist.broadcast(flat, group=self.group, group_src=owner)
+                for w, new in zip(part, flat.split([w.numel() for w in part])):
+                    w.copy_(new.view_as(w))

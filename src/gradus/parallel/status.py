@@ -1,0 +1,350 @@
+"""Where every process of a run stands, in one small file each; and, when a run ends badly, one plain sentence made from them.
+
+A collective that fails says that some peer is gone, not which, nor what it was doing. The records say it: `RUN/ranks/rank-0001.json`
+holds rank, host, process, step and phase, rewritten in place at every phase. On several hosts the run folder must be on a file
+system that all of them share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gradus.errors import UserError
+
+if TYPE_CHECKING:  # launch.local reads this module before torch is there
+    from gradus.parallel.world import World
+
+SIZE = 256  # bytes of a record
+LOST = 75  # exit code of a process that ends only because another is gone; EX_TEMPFAIL of sysexits.h
+PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started it, and that tells the user how it ended
+LINES = 12  # of a worker's log that are shown
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    return Path(folder) / "ranks" / f"rank-{rank:04d}.json"
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """The standard error of a worker other than rank 0, where a parent keeps it."""
+    return Path(folder) / "ranks" / f"rank-{rank:04d}.log"
+
+
+def host() -> str:
+    return socket.gethostname()[:48]
+
+
+class Status:
+    """This process's record in the run folder. A run of one process keeps none: there every method does nothing."""
+
+    def __init__(self, folder: Path, world: World):
+        self.count, self.step, self.file = 0, None, None
+        if world.size == 1:
+            return
+        path = record_path(folder, world.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            _told_path(folder).unlink(missing_ok=True)
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.head = f'{{"rank":{world.rank},"pid":{os.getpid()},"host":{json.dumps(host())},"count":'
+        self.at("starting")
+
+    def at(self, what: str, step: int | None = None) -> None:
+        """From now on this process is at `what`, of step `step` (None: of the last one named).
+
+        `what` reads on from "while": an activity ("reading data"), or a place that begins with "the" ("the gradient all-reduce"),
+        which is what a collective must be called. Plain words, at most 64 characters. Costs one small write, a few microseconds.
+        """
+        if self.file is None:
+            return
+        self.count += 1
+        if step is not None:
+            self.step = step
+        at_step = "null" if self.step is None else self.step
+        record = f'{self.head}{self.count},"step":{at_step},"time":{time.time():.3f},"what":"{what}"}}'
+        assert len(what) <= 64 and '"' not in what and len(record) < SIZE - 20, f"no name for a phase: {what}"
+        os.pwrite(self.file, record.encode().ljust(SIZE - 1) + b"\n", 0)  # a shorter record covers a longer one
+
+    def close(self) -> None:
+        """The end of a run that went well."""
+        if self.file is not None:
+            self.at("done")
+            os.close(self.file)
+            self.file = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One process as it last said. `time` in seconds since the epoch; `lost`: the seconds it waited for others before it gave up."""
+
+    rank: int
+    pid: int
+    host: str
+    count: int
+    step: int | None
+    time: float
+    what: str
+    lost: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def place(self) -> str:
+        """For example `at step 37 while reading data`."""
+        at = "before the first step" if self.step is None else f"at step {self.step}"
+        return f"{at} while {'in ' if self.what.startswith('the ') else ''}{self.what}"
+
+    @property
+    def collective(self) -> str:
+        """For example `the gradient all-reduce of step 37`."""
+        what = self.what if self.what.startswith("the ") else f"what follows {self.what}"
+        return what if self.step is None else f"{what} of step {self.step}"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return (-1 if self.step is None else self.step, self.count)
+
+
+def read(folder: Path, rank: int) -> Record | None:
+    """The record of one rank; None where it has written none."""
+    for _ in range(3):  # a reader may meet a writer
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Record(**json.loads(record_path(folder, rank).read_text()))
+        time.sleep(0.005)
+    return None
+
+
+def process_state(record: Record) -> str | None:
+    """`gone`, or what a process on this host is doing; None where that cannot be known."""
+    if record.host != host():
+        return None
+    try:
+        os.kill(record.pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass
+    try:
+        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+    words = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": "waiting for a disk or a device", "R": "computing", "S": "sleeping"}
+    return words.get(letter)
+
+
+# ------------------------------------------------------------ what went wrong
+
+
+def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = None) -> str:
+    """What ended a run of `size` processes: a sentence, and where there are any the last lines that the process at fault wrote.
+
+    `codes`: rank → exit code, negative for a signal, None for one that has not ended, as its parent knows them. Without them (there is
+    no parent under mpirun or srun), what the records and this host's table of processes say.
+    """
+    records = {rank: read(folder, rank) for rank in range(size)}
+    states = {rank: process_state(r) for rank, r in records.items() if r is not None}
+    if codes is None:
+        gone = {rank for rank, r in records.items() if states.get(rank) == "gone" and r.lost is None and r.what != "done"}
+        codes, known = {rank: LOST if r is not None and r.lost is not None else None for rank, r in records.items()}, False
+    else:
+        gone, known = set(died(folder, codes)), True
+    gave_up = [r for rank, r in records.items() if r is not None and (r.lost is not None or codes[rank] in (LOST, -signal.SIGABRT))]
+    if gone:
+        return _tell_of_the_dead(folder, records, sorted(gone), codes if known else {})
+    others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
+    silent = [rank for rank in others if records[rank] is None]
+    if silent:
+        return f"{_ranks(silent)} never came as far as to write a record in {Path(folder) / 'ranks'}, and the others waited in vain."
+    if others:
+        late = min((records[rank] for rank in others), key=lambda r: r.progress)
+    else:  # all gave up: the last to come came too late
+        late = min(gave_up, key=lambda r: (r.progress[0], -r.time))
+    if not gave_up:
+        return f"{late.name} is the farthest behind: it was last seen {_ago(late)} {late.place}."
+    return _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
+
+
+def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
+    """The ranks that ended by their own fault: by a signal, else by a mistake of the user (exit code 2), else by an error."""
+    killed = [r for r, code in codes.items() if code is not None and code < 0 and not _aborted_waiting(folder, r, codes)]
+    told = [r for r, code in codes.items() if code == 2]
+    failed = [r for r, code in codes.items() if code is not None and code > 0 and code not in (2, LOST)]
+    first = [r for r in failed if not speaks_of_peers("\n".join(last_lines(folder, r)))]
+    return killed or told or first or failed
+
+
+def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -> bool:
+    """Whether it was NCCL's watchdog that ended a rank with SIGABRT, since others did not come. Rank 0 keeps no log to tell it by."""
+    if codes[rank] != -signal.SIGABRT:
+        return False
+    lines = last_lines(folder, rank)
+    return speaks_of_peers("\n".join(lines)) if lines else None in codes.values() or set(codes.values()) == {-signal.SIGABRT}
+
+
+def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mapping[int, int | None]) -> str:
+    rank = gone[0]
+    record, code = records[rank], codes.get(rank)
+    name = record.name if record else f"rank {rank} on {host()}"
+    if code is None:
+        how = f"is gone (its process {record.pid} has ended)"
+    elif code < 0:
+        how = f"was killed by {_signal_name(-code)} (exit code {code})"
+    else:
+        how = f"ended with exit code {code}"
+    text = f"{name} {how} {record.place if record else 'while starting'}"
+    if len(gone) > 1:
+        text += f", and so did {_ranks(gone[1:])}"
+    lines = last_lines(folder, rank)
+    if lines:
+        text += "; the last lines it wrote:\n" + "\n".join(f"  {line}" for line in lines)
+    elif code == -signal.SIGKILL:
+        text += ". If nobody killed it, the host's memory was full: see dmesg."
+    return text
+
+
+def _tell_of_the_hanging(late: Record, gave_up: list[Record], state: str | None, code: int | None) -> str:
+    first = max(gave_up, key=lambda r: r.progress)
+    waited = max((r.lost or 0.0 for r in gave_up), default=0.0)
+    doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""
+    patience = f" (the other ranks waited {waited:.0f} s{doing})" if waited else f" (the others gave up{doing})"
+    if code == 0 or late.what == "done":
+        return f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}, while the others were in {first.collective}."
+    if (late.step, late.what) == (first.step, first.what):
+        return f"{late.name} is in {first.collective} as the others are, but did not answer: it came there {_ago(late)}{patience}."
+    seen = f"it was last seen {_ago(late)} {late.place.replace(' while in ', ' in ').replace(' while ', ' ')}"
+    return f"{late.name} did not reach {first.collective}: {seen}{patience}."
+
+
+def _ago(record: Record) -> str:
+    return f"{max(0.0, time.time() - record.time):.0f} s ago"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_lines(folder: Path, rank: int, n: int = LINES) -> list[str]:
+    """The end of what a worker wrote to its standard error, where a parent keeps it; [] for rank 0, whose output is on the screen."""
+    try:
+        with log_path(folder, rank).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 16_384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-n:]
+
+
+# ------------------------------------------------------------ inside a worker
+
+# what gloo, NCCL and the store say when another process is gone or does not come
+_PEERS = re.compile(
+    r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)|connection (was )?(closed|reset) by|timed out waiting \d+ ?ms|"
+    r"closed by peer|pair closure|connectFullMesh|broken pipe|socket timeout|ncclRemoteError|ncclSystemError|collective operation timeout|"
+    r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
+    re.IGNORECASE | re.DOTALL,
+)
+_WAITED = re.compile(r"timed? ?out (?:waiting |after )?\(?(\d+) ?ms|Timeout\(ms\)=(\d+)|wait timeout after (\d+) ?ms", re.IGNORECASE)
+
+
+def speaks_of_peers(text: str) -> bool:
+    """Whether an error's text is that of a collective whose other side is gone or late."""
+    return bool(_PEERS.search(text))
+
+
+class Lost(UserError):
+    """This process ends only because another is gone or does not come. `quiet`: someone else tells the user."""
+
+    def __init__(self, text: str, quiet: bool):
+        super().__init__(text)
+        self.quiet = quiet
+
+
+def supervised() -> bool:
+    """Whether a parent watches this process, and tells the user how it ended."""
+    return os.environ.get(PARENT) == str(os.getppid())
+
+
+def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
+    """What an error of gloo, NCCL or the store means: which rank is gone or late, where. None where it means no such thing.
+
+    Leaves word of it in the record, so that ranks that gave up are known from the one that they waited for; without a parent to tell
+    the user, waits up to `patience` seconds for the others' word. Only one of those that gave up is not `quiet`.
+    """
+    import torch.distributed as dist
+
+    text = str(exception)
+    kinds = (RuntimeError, ConnectionError, TimeoutError, dist.DistError, UserError)  # a checkpoint that was not written is a UserError
+    if world.size == 1 or not (isinstance(exception, kinds) and speaks_of_peers(text)):
+        return None
+    _leave_word(folder, world.rank, text)
+    if supervised():
+        return Lost("another rank is gone", quiet=True)
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        records = [read(folder, rank) for rank in range(world.size)]
+        waiting = [r for r in records if r is None or (r.lost is None and process_state(r) != "gone")]
+        if not waiting:
+            break
+        time.sleep(0.05)
+    text = diagnose(folder, world.size)
+    try:  # the first to come tells the user
+        os.close(os.open(_told_path(folder), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return Lost(text, quiet=True)
+    except OSError:
+        pass  # a folder that is gone: better said twice than not at all
+    return Lost(text, quiet=False)
+
+
+def _told_path(folder: Path) -> Path:
+    return Path(folder) / "ranks" / "told"
+
+
+def _leave_word(folder: Path, rank: int, text: str) -> None:
+    mine, waited = read(folder, rank), _WAITED.search(text)
+    if mine is None:
+        return
+    seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
+    record = json.dumps(dataclasses.asdict(mine) | {"lost": seconds}, separators=(",", ":"))
+    file = os.open(record_path(folder, rank), os.O_WRONLY)
+    os.pwrite(file, record.encode().ljust(SIZE - 1) + b"\n", 0)
+    os.close(file)
+
+
+@contextlib.contextmanager
+def watched(folder: Path, world: World) -> Iterator[None]:
+    """Around what all ranks do together: where an error means that another rank is gone, say which and end with LOST."""
+    try:
+        yield
+    except Exception as e:
+        error = lost(folder, e, world)
+        if error is None:
+            raise
+        end(error)
+
+
+def end(error: Lost) -> NoReturn:
+    from gradus.parallel.world import leave
+
+    if not error.quiet:
+        print(f"error: {error}", file=sys.stderr)
+    leave(LOST)

@@ -1,0 +1,325 @@
+"""Tensor parallelism: every matrix product split over the processes of one mesh axis (Shoeybi et al. 2019), and what lies between the
+products split along the sequence (Korthikanti et al. 2022, section 4.2.2). Parameters become DTensors; the models are not edited.
+
+    token embedding          rows of the vocabulary                    gives the stream
+    to_q, to_k, to_v         heads; their input is gathered once       give plain tensors: this process's heads
+    up, gate                 rows of d_ff; their input gathered once   give DTensors split along d_ff
+    to_out, down             columns: the processes' sums              give the stream
+    relative bias of T5      heads                                     gives a plain tensor: this process's heads
+    output projection        rows of the vocabulary                    gives logits, see `loss_context`
+    all else                 whole on every process: norms, positions, token types, patches, class token, pooler, classifiers
+
+The stream runs from block to block: a DTensor (batch, seq, d_model), split along the sequence with `layout.sequence_parallel`, else
+whole on every process. As a DTensor it knows its whole length, so that any length may be split. After the last norm (of BERT: the
+last block) tensors are plain and whole again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.overrides import TorchFunctionMode
+
+from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
+from gradus.recipe.schema import Layout, ModelConfig
+
+
+class Ends(NamedTuple):
+    """Names of the modules at both ends of a family's stream."""
+
+    tokens: tuple[str, ...]  # embeddings of tokens
+    last: tuple[str, ...]  # the last module of each stack
+    head: str | None  # the projection to the vocabulary
+
+
+ENDS = {
+    "seq2seq": Ends(("source_embedding.tokens", "target_embedding.tokens"), ("encoder.norm", "decoder.norm"), "head"),
+    "bert": Ends(("word_embedding",), ("blocks.{last}",), "masked_lm.decoder"),
+    "gpt": Ends(("token_embedding",), ("norm",), "head"),
+    "t5": Ends(("embedding",), ("encoder.norm", "decoder.norm"), "head"),
+    "llama": Ends(("token_embedding",), ("norm",), "head"),
+    "vit": Ends((), ("norm",), None),
+}
+
+
+def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Why this model cannot be split so: one line a reason."""
+    n = layout.tensor
+    if n == 1:
+        return
+    heads = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", None) or model.n_heads}
+    common = math.gcd(*heads.values())
+    good = [str(d) for d in range(1, common + 1) if common % d == 0]
+    for name, value in heads.items():
+        if value % n and (name == "n_heads" or value != model.n_heads):
+            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {' or '.join(filter(None, (', '.join(good[:-1]), good[-1])))}."
+    for name in ("d_ff", "vocab_size", "target_vocab_size"):
+        size = getattr(model, name, None)
+        if size is not None and -(-size // n) * (n - 1) >= size:
+            yield f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. Use a smaller layout.tensor."
+    if getattr(model, "patches", None) == "unfold":
+        yield f"layout.tensor={n}: DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result."
+    if getattr(model, "n_experts", None):
+        yield f"layout.tensor={n}: experts (model.n_experts={model.n_experts}) are not split by matrix. Use layout.tensor=1 and layout.expert."
+
+
+# ---------------------------------------------------------------- the model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Split a model of any family over a one-dimensional mesh, in place. Collective; the mesh's first process gives the weights.
+
+    Every parameter becomes a DTensor on `mesh` under its old name; tied ones stay one Parameter. All processes of the mesh must be
+    given the same inputs, and start from one state of the random generators.
+
+    Where each process sees a part of the sequence, gradients of parameters that are whole on every process come out as parts of a
+    sum. `sum_partial_gradients`, or fully_shard over another axis, adds them up. All other gradients are placed as their parameters.
+    """
+    assert mesh.ndim == 1, "one axis of the mesh"
+    assert not (reasons := list(problems(model.config, layout))), reasons
+    stream = Shard(1) if layout.sequence_parallel else Replicate()
+    ends = ENDS[model.config.family]
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Attention):
+            _split_attention(module, mesh, stream, n_inputs=2 if name.endswith("cross") else 1)
+        elif isinstance(module, FeedForward | GatedFeedForward):
+            _split_feedforward(module, mesh, stream)
+        elif isinstance(module, nn.Dropout):
+            module.forward = _dropout(module, module.forward)
+        elif name.endswith("relative_bias.table"):
+            parallelize_module(module, mesh, ColwiseParallel())
+
+    tokens = {model.get_submodule(name): None for name in ends.tokens}  # a shared one once
+    head = model.get_submodule(ends.head) if ends.head and hasattr(model, ends.head.split(".")[0]) else None
+    tied = next((module for module in tokens if head is not None and head.weight is module.weight), None)
+    plain = model.config.family == "seq2seq"  # adds plain positions
+    for module in tokens:
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate() if plain else stream, use_local_output=plain)
+        parallelize_module(module, mesh, style)
+        module.forward = _lookup(module, mesh)
+    if plain:
+        for module in {model.source_embedding: None, model.target_embedding: None}:
+            cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream, use_local_output=False)
+            parallelize_module(module, mesh, cut)
+    if head is not None:
+        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
+        head.register_forward_hook(_logits)
+    if tied is not None:
+        head.weight = tied.weight
+    for module in list(model.modules()):
+        _keep_whole(module, mesh)
+    if model.config.family == "vit":
+        cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=False)
+        parallelize_module(model.dropout, mesh, cut)
+    for name in ends.last:
+        module = model.get_submodule(name.format(last=model.config.n_layers - 1))
+        parallelize_module(module, mesh, PrepareModuleOutput(output_layouts=stream, desired_output_layouts=Replicate()))
+    if hasattr(model, "new_cache"):
+        model.new_cache = _cache_of_local_heads(model.new_cache, mesh.size())
+
+
+def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replicate, n_inputs: int) -> None:
+    _gather(module, mesh, (stream, Replicate())[:n_inputs])  # the second: the encoder's output
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("to_q", "to_k", "to_v")}
+    parallelize_module(module, mesh, plan | {"to_out": RowwiseParallel(output_layouts=stream, use_local_output=False)})
+    if module.dropout:
+        module.forward = _when_training(module, _own_random_numbers(module.forward, mesh), module.forward)
+
+
+def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
+    _gather(module, mesh, (stream,))
+    into = [name for name in ("gate", "up") if hasattr(module, name)]
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel(use_local_output=False) for name in into}  # DTensors: d_ff need not divide
+    parallelize_module(module, mesh, plan | {"down": RowwiseParallel(output_layouts=stream, use_local_output=False)})
+
+
+def _gather(module: nn.Module, mesh: DeviceMesh, layouts: tuple[Shard | Replicate, ...]) -> None:
+    """Inputs whole on every process, as DTensors; in the backward pass the processes' gradients of them summed, once."""
+    wanted = (Replicate(),) * len(layouts)
+    if layouts[0] == Replicate():  # nothing to gather, and so nothing to sum, unless they are made DTensors here
+        parallelize_module(module, mesh, PrepareModuleInput(input_layouts=layouts, desired_input_layouts=wanted, use_local_output=True))
+    parallelize_module(module, mesh, PrepareModuleInput(input_layouts=layouts, desired_input_layouts=wanted, use_local_output=False))
+
+
+def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTensor]:
+    """Each process looks up what lies in its rows. (DTensor's own lookup does too, but its gradient is as large as the whole table.)"""
+    first = mesh.get_local_rank() * -(-module.num_embeddings // mesh.size())
+
+    def forward(ids: DTensor) -> DTensor:
+        rows, weight = ids.to_local() - first, module.weight.to_local()  # (batch, seq), (vocab / n, d_model)
+        elsewhere = (rows < 0) | (rows >= len(weight))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
+        return DTensor.from_local(found, mesh, (Partial(),))  # (batch, seq, d_model)
+
+    return forward
+
+
+class _Whole(ParallelStyle):
+    """Parameters whole on every process, and plain inputs too. Computes with DTensors; `plain` makes the result a plain tensor."""
+
+    def __init__(self, plain: bool):
+        super().__init__()
+        self.plain = plain
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, mesh, None, self._enter, self._leave)
+
+    def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+        return tuple(x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),)) for x in inputs)
+
+    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local() if self.plain else output
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """What no other rule has made a DTensor."""
+    rest = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
+    if rest and next(module.children(), None) is None:
+        parallelize_module(module, mesh, _Whole(plain=isinstance(module, nn.Linear)))
+    else:  # a model's own parameters: ViT's class token and positions
+        for name, p in rest.items():
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()]), p.requires_grad))
+
+
+def _cache_of_local_heads(new_cache: Callable[..., Cache], n: int) -> Callable[..., Cache]:
+    @functools.wraps(new_cache)
+    def new(*args, **kwargs) -> Cache:
+        cache = new_cache(*args, **kwargs)
+        for layer in cache.layers:
+            layer.k, layer.v = (x[:, : x.shape[1] // n].contiguous() for x in (layer.k, layer.v))  # (batch, n_kv_heads / n, max_len, head_dim)
+        return cache
+
+    return new
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def _dropout(module: nn.Dropout, drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Of a tensor that is whole on every process, one mask on all of them; of a split one, a mask of its own for each part."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not (module.training and module.p) or not isinstance(x, DTensor):
+            return drop(x)
+        split = any(isinstance(placement, Shard) for placement in x.placements)
+        own = _own_random_numbers(drop, x.device_mesh) if split else drop
+        return DTensor.from_local(own(x.to_local()), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+    return forward
+
+
+def _when_training(module: nn.Module, training: Callable, otherwise: Callable) -> Callable:
+    return functools.wraps(otherwise)(lambda *args, **kwargs: (training if module.training else otherwise)(*args, **kwargs))
+
+
+def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
+    """`function` with random numbers of this process's own. Afterwards the generators of all processes stand at one state again.
+
+    The numbers follow from the generators' state alone, so that recomputation and a resumed run draw them again.
+    """
+
+    @torch.compiler.disable
+    def call(*args, **kwargs) -> Any:
+        seed = torch.randint(2**62, ())  # the same on every process
+        if isinstance(seed, FakeTensor):
+            return function(*args, **kwargs)
+        with torch.random.fork_rng([torch.cuda.current_device()] if mesh.device_type == "cuda" else []):
+            torch.manual_seed(int(seed) + mesh.get_local_rank())
+            return function(*args, **kwargs)
+
+    return call
+
+
+# ---------------------------------------------------------------- loss and gradients
+
+
+class _SplitLoss(TorchFunctionMode):
+    """Within it logits stay split along the vocabulary, and their cross entropy is a plain tensor, the same on every process."""
+
+    active = False
+
+    def __enter__(self):
+        type(self).active = True
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        type(self).active = False
+        return super().__exit__(*args)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.cross_entropy and isinstance(args[0], DTensor):
+            assert kwargs["reduction"] == "sum" and kwargs["weight"] is None, "sums of losses, unweighted"
+            return _cross_entropy(*args, kwargs["ignore_index"], kwargs["label_smoothing"])
+        return function(*args, **(kwargs or {}))
+
+
+def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
+    """What has to be around forward and backward pass of a training step.
+
+    With `layout.vocab_parallel` the logits are, within it, DTensors split along the vocabulary, for `F.cross_entropy` with
+    reduction="sum" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain and whole.
+    """
+    return _split_loss() if layout.tensor > 1 and layout.vocab_parallel else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _split_loss() -> Iterator[None]:
+    with loss_parallel(), _SplitLoss():
+        yield
+
+
+def _logits(module: nn.Module, inputs: tuple, logits: DTensor) -> Tensor:
+    return logits if _SplitLoss.active else logits.redistribute(placements=[Replicate()]).to_local()
+
+
+def _cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """logits (n, vocab) split along the vocabulary, targets (n,) -> the summed loss, a plain scalar.
+
+    PyTorch's parallel loss knows no smoothing: its part, the cross entropy to the uniform distribution, is added (Szegedy et al. 2016,
+    section 7).
+    """
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index).full_tensor()
+    if not label_smoothing:
+        return loss
+    highest = logits.detach().amax(-1, keepdim=True).redistribute(placements=[Replicate()])  # (n, 1)
+    total = (logits - highest).exp().sum(-1).full_tensor()  # (n,)
+    mean = logits.sum(-1).full_tensor() / logits.shape[-1]
+    uniform = total.log() + highest.to_local()[:, 0] - mean  # (n,)
+    return (1 - label_smoothing) * loss + label_smoothing * uniform[targets != ignore_index].sum()
+
+
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Add up, in one all-reduce a dtype, the gradients that are parts of a sum over the mesh of `tensor_parallel`, so that all are placed
+    as their parameters. Once a step, after the last backward pass. Collective over that mesh."""
+    parts: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            assert p.device_mesh.ndim == 1, "fully_shard adds up the gradients itself"
+            parts.setdefault(p.grad.dtype, []).append(p)
+    for parameters in parts.values():
+        local = [p.grad.to_local() for p in parameters]
+        assert all(p.grad.placements[0].is_partial() and p.placements[0].is_replicate() for p in parameters)
+        flat = torch.cat([g.flatten() for g in local])
+        dist.all_reduce(flat, group=parameters[0].device_mesh.get_group())
+        for p, g in zip(parameters, flat.split([g.numel() for g in local])):
+            p.grad = DTensor.from_local(g.view(p.shape), p.device_mesh, p.placements)

@@ -1,0 +1,90 @@
+"""What travels between processes, counted as it is called: every collective, its payload, and what this process sends for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# collective → what a process of n sends for a payload of one byte by the bandwidth-optimal ring. The payload of gathers and scatters is
+# the whole that is gathered or scattered.
+_SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+}
+
+
+def collective(operator: str) -> str | None:
+    """The collective that an operator of PyTorch's is: `_allgather_base_`, `all_gather_into_tensor_out` → all_gather. None: it sends nothing."""
+    plain = operator.strip("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce").replace("alltoall", "all_to_all")
+    return next((name for name in _SENT if plain.startswith(name)), None)
+
+
+@dataclasses.dataclass
+class Counted:
+    """Of one kind of collective: how often, payload in bytes, and bytes that this process sends."""
+
+    calls: int = 0
+    payload: int = 0
+    sent: float = 0.0
+
+
+class Traffic(TorchDispatchMode):
+    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: dict[str, Counted] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        namespace, name = function._schema.name.split("::")
+        kind = collective(name) if namespace in ("c10d", "_c10d_functional") else None
+        if kind is not None:
+            payload = max(_bytes(args), _bytes((out,))) if kind != "all_reduce" else _bytes(args[:1])
+            counted = self.found.setdefault(kind, Counted())
+            counted.calls += 1
+            counted.payload += payload
+            counted.sent += _SENT[kind](_group_size(args, kwargs or {})) * payload
+        return out
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this process sends, all kinds together."""
+        return sum(c.sent for c in self.found.values())
+
+
+def _bytes(values: Iterable) -> int:
+    """The largest list of tensors among the arguments: of a gather or scatter that is the whole."""
+    sizes = [0]
+    for value in values:
+        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        sizes.append(sum(t.nbytes for t in leaves))
+    return max(sizes)
+
+
+def _group_size(args: tuple, kwargs: dict) -> int:
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value).size()
+            except (RuntimeError, TypeError, ValueError):
+                continue
+        if isinstance(value, str):
+            try:
+                return dist.distributed_c10d._resolve_process_group(value).size()
+            except (RuntimeError, ValueError, LookupError):
+                continue
+    return dist.get_world_size()

@@ -1,0 +1,241 @@
+"""The machine as found: operating system, processor, memory, GPUs, links, versions, what can start and join processes.
+
+What is not there, or cannot be read, is absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gradus import __version__
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "transformers", "mpi4py", "nvidia-ml-py")
+LAUNCHERS = ("torchrun", "mpirun", "srun")
+CPU_FLAGS = (  # of x86, then of ARM: what matrix products run faster with
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "sve", "sve2", "i8mm", "bf16"),
+)
+COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
+# what lies between two GPUs (NVML's nvmlGpuTopologyLevel_t)
+PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "PCIe host bridge", 40: "same NUMA node", 50: "between NUMA nodes"}
+
+
+def describe() -> dict[str, Any]:
+    """What this machine is, as plain values that JSON can hold. Bytes, °C, W and % (0..100), by the names that nvidia-smi has for them."""
+    memory, limit = _memory()
+    found: dict[str, Any] = {
+        "gradus": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "os": _os_name(),
+        "host": socket.gethostname(),
+        "versions": _versions(),
+        "cpu": cpu_name(),
+        "cpus": os.cpu_count(),
+        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpu_flags": _cpu_flags(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "memory_limit_bytes": limit,
+        "torch_cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch_cuda": torch.version.cuda,
+        "torch_gpus": torch.cuda.device_count(),
+        "backends": _backends(),
+        "launchers": _launchers(),
+        **_nvidia(),
+    }
+    return {k: v for k, v in found.items() if v not in (None, {}, [], 0)}
+
+
+def cpu_name() -> str:
+    """The processor's name as the system has it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _os_name() -> str | None:
+    with contextlib.suppress(OSError):
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _cpu_flags() -> list[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                has = set(line.split(":", 1)[1].split())
+                return [flag for flag in CPU_FLAGS if flag in has]
+    return []
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """(bytes of memory, bytes that this container may use where that is less)."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None, None
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # cgroup 2, cgroup 1
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
+            limit = int(Path(file).read_text())
+            return memory, limit if limit < memory else None
+    return memory, None
+
+
+def _backends() -> list[str]:
+    """The collective back ends that can be used here. mpi is mpi4py with an mpirun: the library itself is not loaded for a look."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    has = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": importlib.util.find_spec("mpi4py") is not None and "mpirun" in _launchers(),
+    }
+    return [name for name, there in has.items() if there]
+
+
+def _launchers() -> dict[str, str]:
+    """Launcher → its path: on PATH, or beside this Python."""
+    beside = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
+    return {name: path for name in LAUNCHERS if (path := shutil.which(name, path=beside))}
+
+
+def open_nvml() -> tuple[ModuleType | None, str | None]:
+    """(NVIDIA's management library, opened: end with its nvmlShutdown(); None), else (None, why a driver that is there does not answer).
+
+    (None, None) where there is no driver, or no package nvidia-ml-py to ask it with.
+    """
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None, None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return None, None
+    except pynvml.NVMLError as e:
+        return None, str(e)
+    return pynvml, None
+
+
+def read(library: ModuleType, function: str, *args: Any) -> Any:
+    """One figure of NVML's; None where this GPU, driver or user does not have it."""
+    try:
+        return getattr(library, function)(*args)
+    except library.NVMLError:
+        return None
+
+
+def _nvidia() -> dict[str, Any]:
+    """Driver, CUDA, each GPU and what lies between them, as NVML tells."""
+    library, error = open_nvml()
+    if library is None:
+        return {"nvml_error": error}  # a run on the CPU need not end for it, but it is told
+    gpus, handles = [], {}
+    try:
+        for i in range(read(library, "nvmlDeviceGetCount") or 0):
+            try:
+                handles[i] = library.nvmlDeviceGetHandleByIndex(i)
+            except library.NVMLError as e:
+                gpus.append({"index": i, "error": str(e)})
+            else:
+                gpus.append({"index": i, **_gpu(library, handles[i])})
+        cuda = read(library, "nvmlSystemGetCudaDriverVersion_v2")
+        return {
+            "driver": _text(read(library, "nvmlSystemGetDriverVersion")),
+            "driver_cuda": cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "gpus": gpus,
+            "gpu_links": list(_links(library, handles)),
+        }
+    finally:
+        library.nvmlShutdown()
+
+
+def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
+    def ask(what: str, *args: Any) -> Any:
+        return read(library, f"nvmlDeviceGet{what}", gpu, *args)
+
+    pci, memory, use, ecc, mig = ask("PciInfo"), ask("MemoryInfo"), ask("UtilizationRates"), ask("EccMode"), ask("MigMode")
+    power, cap, mode, state = ask("PowerUsage"), ask("EnforcedPowerLimit"), ask("ComputeMode"), ask("PerformanceState")
+    persistence, display = ask("PersistenceMode"), ask("DisplayActive")
+    generation, width = (f"{ask(f'CurrPcieLink{what}')} of {ask(f'MaxPcieLink{what}')}" for what in ("Generation", "Width"))
+    found = {
+        "name": _text(ask("Name")),
+        "temperature_c": ask("Temperature", library.NVML_TEMPERATURE_GPU),
+        "performance_state": None if state is None or state == library.NVML_PSTATE_UNKNOWN else f"P{state}",
+        "persistence_mode": _on(persistence),
+        "power_w": power and power / 1000,
+        "power_cap_w": cap and cap / 1000,
+        "bus_id": _text(pci and pci.busId),
+        "display_active": _on(display),
+        "memory_used_bytes": memory and memory.used,
+        "memory_bytes": memory and memory.total,
+        "ecc_mode": ecc and _on(ecc[0]),
+        "ecc_errors": ask("TotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC),
+        "utilisation": use and use.gpu,
+        "memory_utilisation": use and use.memory,
+        "compute_mode": None if mode is None else COMPUTE_MODES[mode],
+        "mig_mode": mig and _on(mig[0]),
+        "pcie": None if "None" in generation + width else f"generation {generation}, {width} lanes",
+        "nvlinks": _nvlinks(library, gpu),
+    }
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _on(value: int | None) -> str | None:
+    return None if value is None else "on" if value else "off"
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _nvlinks(library: ModuleType, gpu: Any) -> str | None:
+    """For example `18, version 4`: the NVLinks that are up."""
+    up = [i for i in range(library.NVML_NVLINK_MAX_LINKS) if read(library, "nvmlDeviceGetNvLinkState", gpu, i)]
+    if not up:
+        return None
+    version = read(library, "nvmlDeviceGetNvLinkVersion", gpu, up[0])
+    return str(len(up)) + (f", version {version}" if version else "")
+
+
+def _links(library: ModuleType, gpus: dict[int, Any]) -> Iterator[dict[str, Any]]:
+    """What lies between each two GPUs: NVLink, or the way over PCIe."""
+    for (i, a), (j, b) in itertools.combinations(gpus.items(), 2):
+        if read(library, "nvmlDeviceGetP2PStatus", a, b, library.NVML_P2P_CAPS_INDEX_NVLINK) == library.NVML_P2P_STATUS_OK:
+            yield {"gpus": [i, j], "path": "NVLink"}
+        elif (level := read(library, "nvmlDeviceGetTopologyCommonAncestor", a, b)) is not None:
+            yield {"gpus": [i, j], "path": PATHS.get(level, f"topology level {level}")}
+
+
+def gpu_handle(library: ModuleType, device: torch.device) -> Any:
+    """NVML's handle of PyTorch's GPU, found by its unique id (the two number GPUs differently); None where NVML does not know it."""
+    told = re.sub(r"^(GPU|MIG)-", "", str(torch.cuda.get_device_properties(device).uuid))
+    return read(library, "nvmlDeviceGetHandleByUUID", f"GPU-{told}") or read(library, "nvmlDeviceGetHandleByUUID", f"MIG-{told}")

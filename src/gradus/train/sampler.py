@@ -1,0 +1,97 @@
+"""How busy the machine is while a run goes on: one row for each figure that can be read, each time it is asked. No thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from gradus.rows import Row
+from gradus.train import machine
+
+PROC = Path("/proc")
+POWERCAP = Path("/sys/class/powercap")
+
+
+class Sampler:
+    """Utilisation, memory, power and temperature of this process's GPU (the given `devices`, where NVML can be read), utilisation
+    and power of the whole machine's CPUs, resident memory of this process. What cannot be read has no row.
+
+    CPU figures are means since the call before; GPU figures are NVML's own, of the last second or less.
+    """
+
+    def __init__(self, *devices: torch.device):
+        self.library, self.gpus = None, {}
+        cuda = [d for d in devices if d.type == "cuda"]
+        if cuda:
+            self.library, _ = machine.open_nvml()  # one that does not answer: machine.describe() tells why, training needs no figures
+        for d in cuda if self.library else []:
+            index = torch.cuda.current_device() if d.index is None else d.index
+            handle = machine.gpu_handle(self.library, torch.device("cuda", index))
+            if handle is not None:
+                self.gpus[index] = handle
+        self._jiffies = self._read_jiffies()
+        self._energy, self._at = self._read_energy(), time.monotonic()
+
+    def rows(self, step: int | None = None) -> list[Row]:
+        """`gpuN/utilisation` (%), `gpuN/memory_used` (bytes, of all processes on it), `gpuN/power` (W), `gpuN/temperature` (°C);
+        `cpu/utilisation` (%), `cpu/power` (W, the packages that RAPL counts), `memory/resident` (bytes)."""
+        found = [row for index, handle in self.gpus.items() for row in self._gpu(index, handle, step)]
+        jiffies, self._jiffies = self._jiffies, self._read_jiffies()
+        if jiffies and self._jiffies:
+            busy, total = (after - before for after, before in zip(self._jiffies, jiffies))
+            if total > 0:
+                found.append(Row("cpu/utilisation", 100.0 * busy / total, "%", step))
+        if self._energy:
+            found += self._power(step)
+        with contextlib.suppress(OSError):
+            pages = int((PROC / "self/statm").read_text().split()[1])
+            found.append(Row("memory/resident", pages * os.sysconf("SC_PAGE_SIZE"), "bytes", step))
+        return found
+
+    def close(self) -> None:
+        if self.library:
+            self.library.nvmlShutdown()
+        self.library, self.gpus = None, {}
+
+    def _gpu(self, index: int, gpu, step: int | None) -> list[Row]:
+        library = self.library
+        use, memory = (machine.read(library, f"nvmlDeviceGet{what}", gpu) for what in ("UtilizationRates", "MemoryInfo"))
+        power = machine.read(library, "nvmlDeviceGetPowerUsage", gpu)
+        figures = (
+            ("utilisation", use and use.gpu, "%"),
+            ("memory_used", memory and memory.used, "bytes"),
+            ("power", power and power / 1000, "W"),
+            ("temperature", machine.read(library, "nvmlDeviceGetTemperature", gpu, library.NVML_TEMPERATURE_GPU), "°C"),
+        )
+        return [Row(f"gpu{index}/{name}", value, unit, step) for name, value, unit in figures if value is not None]
+
+    @staticmethod
+    def _read_jiffies() -> tuple[int, int] | None:
+        """(busy, all) ticks of all CPUs since boot; waiting for a disk counts as idle (proc(5))."""
+        try:
+            with open(PROC / "stat", encoding="ascii") as f:
+                ticks = [int(n) for n in f.readline().split()[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+        except OSError:
+            return None
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+    @staticmethod
+    def _read_energy() -> dict[Path, tuple[int, int]]:
+        """Package → (microjoules, where its counter starts again): Linux's power capping framework, readable by root alone on most."""
+        found = {}
+        for folder in POWERCAP.glob("intel-rapl:*"):  # AMD's too
+            with contextlib.suppress(OSError, ValueError):
+                if (folder / "name").read_text().startswith("package"):
+                    found[folder] = (int((folder / "energy_uj").read_text()), int((folder / "max_energy_range_uj").read_text()))
+        return found
+
+    def _power(self, step: int | None) -> list[Row]:
+        (before, began), (self._energy, self._at) = (self._energy, self._at), (self._read_energy(), time.monotonic())
+        if self._energy.keys() != before.keys() or self._at <= began:
+            return []
+        used = sum((now - before[p][0]) % (wraps + 1) for p, (now, wraps) in self._energy.items())
+        return [Row("cpu/power", used / 1e6 / (self._at - began), "W", step)]

@@ -1,0 +1,377 @@
+"""Checkpoints that several processes write and read together, each its own part, through torch.distributed.checkpoint (DCP):
+
+    checkpoints/step-00000400/  config.json tokenizer… training.json
+                                sharded/shard-00001-model-….safetensors …    one a process, none pickled
+
+Tensors stand there under our names: `model.<name>`, `<optimizer state>.<name>` such as `exp_avg.blocks.0.norm.weight`,
+`rng.cpu.<rank>`; what is tied, once. A tensor's parts carry their places, so that any number of processes in any layout reads
+what any other wrote. `load`, `load_state` and `read` read the checkpoints of one process too (train.checkpoint).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.models import weights
+from gradus.models.weights import Stored
+from gradus.models.weights import sharded as stored_sharded
+from gradus.recipe.schema import ModelConfig
+from gradus.train.checkpoint import _flush, write_aside
+
+# ---------------------------------------------------------------- names and parts
+
+
+@functools.lru_cache(maxsize=4)
+def _stored_names(described: str, kind: type[ModelConfig]) -> dict[str, str]:
+    tensors = models.build(kind.model_validate_json(described), device="meta").state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in tensors.items()}
+
+
+def stored_names(config: ModelConfig) -> dict[str, str]:
+    """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is stored once."""
+    return _stored_names(config.model_dump_json(), type(config))
+
+
+def _key(key: str, names: Mapping[str, str]) -> str:
+    kind, _, name = key.partition(".")
+    return f"{kind}.{names.get(name, name)}"
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """This process's part of a tensor that is cut as `parameter` is (optimizer state), so that it is known as such.
+    A scalar, and anything beside a plain parameter, stays as it is."""
+    if not isinstance(parameter, DTensor) or local.ndim == 0:
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of this process's part in the whole."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    assert not any(p.is_partial() for p in tensor.placements), "a sum that is not complete is no state"
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part, in its own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# ---------------------------------------------------------------- between processes
+
+
+def _first(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def _agree(error: UserError | None, group: dist.ProcessGroup | None) -> None:
+    """What went wrong on one process goes wrong on all. Collective."""
+    told: list[str | None] = [None if error is None else str(error)]
+    if dist.is_initialized():
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, told[0], group=group)
+    problem = next((t for t in told if t is not None), None)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _not_written(target: Path, error: BaseException) -> UserError:
+    causes = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]  # DCP's has every process's
+    told = next((c for c in causes if isinstance(c, UserError)), None)
+    full = any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(c) for c in causes)
+    if told is not None and not full:
+        return told
+    why = "the disk is full" if full else f"cannot write there ({(str(causes[-1]).strip() or type(causes[-1]).__name__).splitlines()[0]})"
+    return UserError(
+        f"{target.parent}: {why}: {target.name} was not written; earlier checkpoints are whole. Free some space, then go on with --resume."
+    )
+
+
+# ---------------------------------------------------------------- save
+
+
+class Pending:
+    """A checkpoint that is being written while training goes on. Nothing looks whole before `finish`."""
+
+    def __init__(self, target: Path, future: Future | None, group: dist.ProcessGroup | None):
+        self.target, self.future, self.group = target, future, group  # future: None where the target was there already
+
+    @property
+    def aside(self) -> Path:
+        return self.target.with_name(f".writing-{self.target.name}")
+
+    def done(self) -> bool:
+        """Whether this process knows the end of the writing, good or bad. Never waits. Processes learn it at different moments."""
+        return self.future is None or self.future.done()
+
+    def wait(self) -> None:
+        """Until every process has written its part and forced it onto the disk. Raises UserError where one could not."""
+        if self.future is None:
+            return
+        try:
+            self.future.result()
+        except BaseException as e:  # DCP's own derives from BaseException
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            raise _not_written(self.target, e) from None
+
+    def finish(self) -> Path:
+        """Wait, then let the folder appear under its name. Collective on the group of `save`: call it at a step that all agree on.
+
+        Raises UserError on every process where one could not write; then no folder is left.
+        """
+        error = None
+        try:
+            self.wait()
+            if self.future is not None and _first(self.group):
+                self._appear()
+        except UserError as e:
+            error = e
+            if _first(self.group):
+                shutil.rmtree(self.aside, ignore_errors=True)
+        _agree(error, self.group)
+        return self.target
+
+    def _appear(self) -> None:
+        written = self.future.result().state_dict_metadata
+        there = stored_sharded.read(self.aside)
+        torn = [name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)]
+        if torn:
+            raise UserError(
+                f"{self.target.parent}: parts of {weights.some(torn)} did not arrive: the processes do not share this folder. "
+                "Set log.dir to a disk that all hosts see."
+            )
+        try:
+            _flush(self.aside / stored_sharded.FOLDER)
+            _flush(self.aside)
+            os.replace(self.aside, self.target)
+        except OSError as e:
+            raise _not_written(self.target, e) from None
+
+
+def save(
+    target: Path, config: ModelConfig, tensors: Mapping[str, Tensor], fill: Callable[[Path], None], group: dist.ProcessGroup | None = None
+) -> Pending:
+    """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed then.
+
+    tensors: what this process has, under our names (see above): DTensors where it has a part, plain tensors where it has the whole.
+    What several processes have is written by one of them. fill(folder), on the first process, adds the rest (tokenizer, training.json).
+    group: a gloo group of all processes that nothing else uses, since its collectives run beside those of the training.
+    Collective. Raises UserError on every process where the first cannot write. One that is there already is whole and stays.
+    """
+    pending = Pending(target, None, group)
+    names = stored_names(config)
+    begun, error = [False], None
+    if _first(group) and not target.exists():
+        try:
+            shutil.rmtree(pending.aside, ignore_errors=True)
+            (pending.aside / stored_sharded.FOLDER).mkdir(parents=True)
+            dtype = next(t.dtype for key, t in tensors.items() if key.startswith("model."))
+            (pending.aside / "config.json").write_text(json.dumps(models.to_config_json(config, dtype), indent=2) + "\n")
+            fill(pending.aside)
+            begun = [True]
+        except (OSError, SafetensorError, UserError) as e:
+            shutil.rmtree(pending.aside, ignore_errors=True)
+            error = _not_written(target, e)
+    _agree(error, group)
+    if dist.is_initialized():
+        dist.broadcast_object_list(begun, group_src=0, group=group)
+    if begun[0]:
+        pending.future = dcp.async_save(
+            {_key(key, names): tensor.detach() for key, tensor in tensors.items()},
+            storage_writer=HuggingFaceStorageWriter(str(pending.aside / stored_sharded.FOLDER), save_distributed=True),
+            process_group=group,
+        )
+    return pending
+
+
+# ---------------------------------------------------------------- load
+
+
+def read(checkpoint: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint under the names that it is stored by (`stored_names`), read when asked for. No process group.
+
+    Raises UserError where the checkpoint is damaged or not whole.
+    """
+    checkpoint = Path(checkpoint)
+    if (checkpoint / stored_sharded.FOLDER).is_dir():
+        return dict(stored_sharded.read(checkpoint))
+    config = models.config_of(checkpoint)
+    return {**_ours(checkpoint, config), **_training(checkpoint, config)}
+
+
+def _training(checkpoint: Path, config: ModelConfig) -> dict[str, Stored]:
+    file = checkpoint / "training.safetensors"
+    names = stored_names(config)
+    return {_key(key, names): stored for key, stored in stored_sharded.read_files([file]).items()} if file.is_file() else {}
+
+
+def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+    """Weights in the Hugging Face layout as `model.<name>`."""
+    theirs = weights.read_tensors(folder)
+    model = models.build(config, device="meta")
+    found, _ = weights.match(model, theirs, True, folder)
+    names, shapes = stored_names(config), {name: tuple(p.shape) for name, p in model.state_dict().items()}
+
+    @functools.lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
+    def split(name: str) -> tuple[Tensor, ...]:
+        parts = found[name].to_ours(theirs[name].read())
+        return parts if isinstance(parts, tuple) else (parts,)
+
+    sources: dict[str, dict[int | None, Callable[[], Tensor]]] = {}
+    for name, rule in found.items():
+        for i, our in enumerate(rule.names):
+            sources.setdefault(names[our], {})[rule.index] = lambda name=name, i=i: split(name)[i]
+    return {f"model.{name}": Stored(shapes[name], partial(_joined, parts)) for name, parts in sources.items()}
+
+
+def _joined(parts: dict[int | None, Callable[[], Tensor]]) -> Tensor:
+    return parts[None]() if None in parts else torch.stack([parts[i]() for i in sorted(parts)])
+
+
+def _part(stored: Stored, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    if isinstance(stored, stored_sharded.Chunked):
+        return stored.part(offset, shape)
+    return stored.read()[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+
+@torch.no_grad()
+def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors in place from a checkpoint that any number of processes wrote in any layout; each process reads its own part.
+
+    tensors: under our names, DTensors or plain, of any device and dtype. Needs no other process.
+    Raises UserError where one is missing in the checkpoint, has another shape there, or the checkpoint is damaged.
+    """
+    stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
+    missing = [key for key in tensors if _key(key, names) not in stored]
+    if missing:
+        raise UserError(
+            f"{checkpoint}: {weights.some(missing)} not in it. It is of another model or optimizer: resume with the recipe that wrote it."
+        )
+    for key, tensor in tensors.items():
+        source = stored[_key(key, names)]
+        if source.shape != tuple(tensor.shape):
+            raise UserError(f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model.")
+        _local(tensor).copy_(_part(source, *_place(tensor)))
+
+
+def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's state for these parameters (by their names in the whole model), as optim.load_state_tensors takes it:
+    `exp_avg.<name>` → this process's part, a plain tensor on the host. Needs no other process. Raises UserError as `load`."""
+    stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
+    kinds = sorted({key.partition(".")[0] for key in stored} - {"model", "rng"})
+    found = {}
+    for name, parameter in parameters.items():
+        for kind in kinds:
+            source = stored.get(f"{kind}.{names[name]}")
+            if source is None:
+                raise UserError(
+                    f"{checkpoint}: {kind}.{name} is not in it. It is of another model or optimizer: resume with the recipe that wrote it."
+                )
+            if source.shape not in ((), tuple(parameter.shape)):
+                raise UserError(f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: it is of another model.")
+            found[f"{kind}.{name}"] = _part(source, *_place(parameter)) if source.shape else source.read()
+    return found
+
+
+# ---------------------------------------------------------------- weights of a live model, in the Hugging Face layout
+
+
+def export(
+    parameters: Mapping[str, Tensor], config: ModelConfig, target: Path, tokenizers: Mapping = {}, group: dist.ProcessGroup | None = None
+) -> None:
+    """Make the folder `target` with config.json, model.safetensors and the tokenizers, from the parts that the processes hold.
+
+    parameters: what this process has, by its name in the whole model. One parameter at a time is put together, and goes to the
+    first process's host. Collective on the group (None: all; its backend must take tensors on the host).
+    Raises UserError on every process where the first cannot write. One that is there already is whole and stays.
+    """
+    parts, error = _gathered(parameters, config, group), None
+
+    def fill(aside: Path) -> None:
+        dtype = next(iter(parameters.values())).dtype
+        weights.write(_theirs(parts, config), models.to_config_json(config, dtype), aside)
+        for place, tokenizer in tokenizers.items():
+            (aside / place).mkdir(exist_ok=True)
+            tokenizer.save(aside / place)
+
+    if _first(group):
+        try:
+            write_aside(target, fill)
+        except UserError as e:
+            error = e
+    for _ in parts:  # the other processes send theirs, wanted or not
+        pass
+    _agree(error, group)
+
+
+def _order(config: ModelConfig) -> list[str]:
+    """Parameters in the order in which the rules of the family ask for them."""
+    names = stored_names(config)
+    return list(dict.fromkeys(names[our] for rule in weights.rules_of(config.family).rules(config) for our in rule.names))
+
+
+@torch.no_grad()
+def _gathered(parameters: Mapping[str, Tensor], config: ModelConfig, group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, whole tensor on the host of the first process, else None), one at a time. Collective."""
+    names, order = stored_names(config), _order(config)
+    mine = {names[name]: p for name, p in parameters.items()}
+    shapes = {name: p.shape for name, p in models.build(config, device="meta").named_parameters()}
+    several = dist.is_initialized()
+    rank = dist.get_rank(group) if several else 0
+    none = dist.get_world_size(group) if several else 1
+    owner = torch.tensor([rank if name in mine else none for name in order])
+    if several:
+        dist.all_reduce(owner, dist.ReduceOp.MIN, group=group)
+    absent = [name for name, at in zip(order, owner.tolist()) if at == none]
+    assert not absent, f"no process has {absent}"
+    for name, at in zip(order, owner.tolist()):
+        tensor = mine.get(name)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if rank == at and rank != 0:
+            dist.send(tensor.detach().contiguous().cpu(), group_dst=0, group=group)
+        elif rank == 0 and rank != at:
+            tensor = torch.empty(shapes[name], dtype=next(iter(mine.values())).dtype)
+            dist.recv(tensor, group_src=at, group=group)
+        yield name, tensor.detach().cpu() if rank == 0 else None
+
+
+def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The gathered tensors as Hugging Face calls and stores them."""
+    names = stored_names(config)
+    rules: dict[tuple, weights.Rule] = {}  # each stored tensor once
+    for rule in weights.rules_of(config.family).rules(config):
+        rules.setdefault(tuple((names[our], rule.index) for our in rule.names), rule)
+    last = {name: i for i, keys in enumerate(rules) for name, _ in keys}
+    held: dict[str, Tensor] = {}
+    for i, (keys, rule) in enumerate(rules.items()):
+        while not all(name in held for name, _ in keys):
+            held.update([next(parts)])
+        yield rule.theirs, rule.to_theirs(*(rule.part(held[name]) for name, _ in keys))
+        held = {name: tensor for name, tensor in held.items() if last[name] > i}

@@ -1,0 +1,62 @@
+"""Twenty processes killed at random instants: every run ends as the one that nobody disturbed. (Two hundred: benchmarks/kills.py.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_file = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+_spec = importlib.util.spec_from_file_location("kills", _file)
+bench = sys.modules["kills"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bench)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+    said: list[str] = []
+    fine = bench.kills(20, 2, folder=tmp_path, seed=1, say=said.append)
+    assert fine == 20, "\n".join(said)
+    assert said[-1].startswith("20 of 20 runs ended with bitwise the weights")
+
+
+@pytest.mark.slow
+def test_kills_that_go_on_in_another_layout(tmp_path):
+    said: list[str] = []
+    fine = bench.kills(2, 2, ["layout.shard=2"], resume_processes=1, resume_overrides=["layout.shard=1"], folder=tmp_path, seed=2, say=said.append)
+    assert fine == 2, "\n".join(said)
+
+
+@pytest.mark.slow
+def test_a_kill_through_the_launcher_that_starts_again_by_itself(tmp_path):
+    said: list[str] = []
+    assert bench.kills(0, 2, launcher=1, folder=tmp_path, seed=3, say=said.append) == 1, "\n".join(said)
+
+
+def test_a_difference_is_found(tmp_path):
+    """The comparison fails where one weight differs in its last bit, and where a step stands twice."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    setup = bench.Setup([], 1, [], 1, tmp_path)
+    for name in ("undisturbed", "other"):
+        bench.Processes(1, setup.argv(tmp_path / name), tmp_path / f"{name}.log").must_finish()
+    other = tmp_path / "other"
+    assert bench.compare(setup, other) == 0.0
+    rows = (other / "metrics.jsonl").read_text()
+    again = next(line for line in rows.splitlines() if json.loads(line)["name"] == "train/loss")
+    (other / "metrics.jsonl").write_text(rows + again + "\n")
+    with pytest.raises(AssertionError, match="the steps in metrics.jsonl are"):
+        bench.compare(setup, other)
+    (other / "metrics.jsonl").write_text(rows)
+    file = other / "checkpoints" / "step-00000030" / "training.safetensors"
+    tensors = load_file(file)
+    name = next(k for k in tensors if k.startswith("exp_avg."))
+    tensors[name].view(-1)[0] = torch.nextafter(tensors[name].view(-1)[0], torch.tensor(torch.inf))
+    save_file(tensors, file)
+    with pytest.raises(AssertionError, match="1 of .* tensors differ"):
+        bench.compare(setup, other)

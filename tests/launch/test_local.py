@@ -1,0 +1,261 @@
+"""Workers that die, hang, err or are told to stop: the run ends, says why in one sentence, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradus.errors import UserError
+from gradus.launch import local
+
+HOST = re.escape(socket.gethostname())
+
+# a stand-in for a training process; what happens to whom in which attempt is told by its arguments
+WORKER = '''
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from gradus.launch.local import die_with_parent
+die_with_parent()
+from gradus.parallel.status import Status, watched
+folder, what, who = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+world = SimpleNamespace(rank=rank, size=size, first=rank == 0)
+mine = str(rank) in who
+(folder / f"pid-{rank}-{restart}").write_text(str(os.getpid()))
+if rank == 0:
+    print("rank 0 says", *sys.argv[4:])
+else:
+    print("rank 1 on standard output")
+
+if what == "user":
+    if mine:
+        print("error: data.train=x: no such file. Give another.", file=sys.stderr)
+        os._exit(2)
+    time.sleep(30)
+if what == "early" and mine:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "environment":
+    print(os.environ["OMP_NUM_THREADS"], os.environ["PYTHONUNBUFFERED"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"])
+    os._exit(0)
+if what in ("wait", "deaf"):
+    def save(number, frame):
+        time.sleep(0.2)
+        (folder / f"saved-{rank}").write_text(str(number))
+        os._exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, save if what == "wait" else lambda number, frame: None)
+    (folder / f"ready-{rank}").write_text("")
+    time.sleep(60)
+if what == "restart":
+    if restart == 0 and mine:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30 if restart == 0 else 0)
+    print("attempt", restart, sys.argv[4:])
+    os._exit(0)
+if what == "raise":
+    Status(folder, world).at("reading data", 37)
+    if mine:
+        raise ValueError("row 12 of train.parquet is not text")
+    time.sleep(30)
+
+import torch, torch.distributed as dist
+from gradus.parallel import world as worlds
+here = worlds.find()
+worlds.join(here, timeout=2)
+status = Status(folder, here)
+with watched(folder, here):
+    for step in range(1, 100):
+        status.at("reading data", step)
+        if step == 37 and mine:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        status.at("the gradient all-reduce")
+        if step == 38 and mine and what == "inside":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(4))
+status.close()
+worlds.leave(0)
+'''
+
+
+@pytest.fixture
+def case(tmp_path, capfd):
+    """run(what, ranks) → (exit code, standard output, standard error); checks that no worker is left."""
+    worker, folder = tmp_path / "worker.py", tmp_path / "run"
+    worker.write_text(WORKER)
+    folder.mkdir()
+
+    def run(what: str, who: str, *argv: str, n: int = 2, **more) -> tuple[int, str, str]:
+        arguments = [str(folder), what, who, *argv]
+        code = local.run(n, arguments, folder=folder, timeout=10, command=(sys.executable, str(worker)), grace=1.0, **more)
+        out, error = capfd.readouterr()
+        assert not alive(folder)
+        return code, out, error
+
+    return run
+
+
+def alive(folder: Path) -> list[int]:
+    """The workers of that folder that still run."""
+    found = []
+    for file in folder.glob("pid-*"):
+        try:
+            state = Path(f"/proc/{file.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found.append(int(file.read_text()))
+    return found
+
+
+def test_all_goes_well_and_what_a_worker_is_told(case, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, out, error = case("environment", "", "$HOME", "a b")
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert code == 0 and error == "" and out.splitlines() == ["rank 0 says $HOME a b", f"{share} 1 0 127.0.0.1"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed(case, rank):
+    code, _, error = case("kill", str(rank))
+    assert code == 1
+    assert re.match(rf"error: rank {rank} on {HOST} was killed by SIGKILL \(exit code -9\) at step 37 while reading data\. If nobody killed", error)
+    assert error.count("\n") == 1
+
+
+def test_a_rank_is_killed_in_a_collective(case):
+    code, _, error = case("inside", "1")
+    assert code == 1 and "rank 1" in error and "at step 38 while in the gradient all-reduce" in error
+
+
+def test_a_rank_is_killed_before_it_came_anywhere(case):
+    code, _, error = case("early", "1")
+    assert code == 1 and re.match(rf"error: rank 1 on {HOST} was killed by SIGKILL \(exit code -9\) while starting", error)
+
+
+def test_a_rank_ends_with_a_traceback(case):
+    code, _, error = case("raise", "1")
+    assert code == 1
+    assert re.match(rf"error: rank 1 on {HOST} ended with exit code 1 at step 37 while reading data; the last lines it wrote:\n", error)
+    assert error.rstrip().endswith("ValueError: row 12 of train.parquet is not text") and error.count("Traceback") == 1
+    code, _, error = case("raise", "0")
+    assert error.count("Traceback") == 1, "rank 0 writes it itself"
+    assert error.rstrip().splitlines()[-1] == f"error: rank 0 on {socket.gethostname()} ended with exit code 1 at step 37 while reading data"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_hangs(case, rank):
+    code, _, error = case("stop", str(rank))
+    assert code == 1
+    assert re.match(
+        rf"error: rank {rank} on {HOST} did not reach the gradient all-reduce of step 37: it was last seen [2-9] s ago at step 37 reading data "
+        rf"\(the other ranks waited 2 s; its process \d+ is stopped\)\.\n$",
+        error,
+    ), error
+
+
+@pytest.mark.parametrize("who", ["01", "0", "1"])
+def test_a_mistake_of_the_user_is_said_once(case, who):
+    code, _, error = case("user", who, max_restarts=3)
+    start = f"rank 1 on {socket.gethostname()}: " if who == "1" else ""
+    assert (code, error) == (2, f"error: {start}data.train=x: no such file. Give another.\n")
+
+
+def test_a_restart_goes_on(case):
+    code, out, error = case("restart", "1", max_restarts=2, again=("--again",))
+    assert code == 0 and out.splitlines() == ["rank 0 says", "rank 0 says --again", "attempt 1 ['--again']"]
+    first, second = error.splitlines()
+    assert "rank 1" in first and "SIGKILL" in first and second == "starting again from the last checkpoint: 1 of 2"
+
+
+def test_restarts_run_out(case):
+    code, _, error = case("early", "1", max_restarts=1)
+    assert code == 1 and error.count("SIGKILL") == 2 and error.count("starting again") == 1
+
+
+def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path, capfd):
+    folder = tmp_path / "runs" / "copy" / "1"
+    command = (sys.executable, "-c", "import sys; print('error: no', file=sys.stderr); sys.exit(2)")
+    assert local.run(2, [], folder=folder, timeout=5, command=command, grace=1.0) == 2
+    assert capfd.readouterr().err == "error: no\n" and not (tmp_path / "runs").exists()
+
+
+def start(tmp_path: Path, what: str) -> subprocess.Popen:
+    """A parent of two workers, when both are ready."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    code = (
+        "import sys; from gradus.launch import local; from pathlib import Path; "
+        f"sys.exit(local.run(2, [{str(tmp_path)!r}, {what!r}, ''], folder=Path({str(tmp_path)!r}), timeout=20, grace=0.5, "
+        f"command=(sys.executable, {str(tmp_path / 'worker.py')!r})))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert time.monotonic() < end and parent.poll() is None, parent.communicate()
+        time.sleep(0.02)
+    return parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on_and_workers_save(tmp_path, number):
+    parent = start(tmp_path, "wait")
+    parent.send_signal(number)
+    _, error = parent.communicate(timeout=20)
+    assert parent.returncode == 128 + number and error == ""
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert not alive(tmp_path)
+
+
+def test_a_second_ctrl_c_ends_workers_that_do_not_listen(tmp_path):
+    parent = start(tmp_path, "deaf")
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.8)
+    assert parent.poll() is None and len(alive(tmp_path)) == 2, "they have their time to save"
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=20)
+    assert parent.returncode == 130 and not alive(tmp_path)
+
+
+def test_workers_do_not_outlive_a_parent_that_was_killed(tmp_path):
+    parent = start(tmp_path, "deaf")
+    assert len(alive(tmp_path)) == 2
+    parent.kill()
+    parent.communicate()
+    end = time.monotonic() + 5
+    while alive(tmp_path) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not alive(tmp_path)
+
+
+def test_words_that_make_no_sense(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--processes=0: must be a positive"):
+        local.run(0, [], folder=tmp_path, timeout=1)
+    with pytest.raises(UserError, match="--max-restarts=-1: must be 0 or more"):
+        local.run(2, [], folder=tmp_path, timeout=1, max_restarts=-1)
+    told = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="torchrun started this already, as process 1 of 4"):
+        local.train(2, "copy-task", [])
+
+
+def test_the_command_line(capsys):
+    from gradus.cli import main
+
+    assert main(["train", "copy-task", "--max-restarts", "2"]) == 2
+    assert "--max-restarts has no effect without --processes" in capsys.readouterr().err
+    assert main(["train", "copy-task", "--processes", "2", "optimizer.lrr=1"]) == 2
+    assert json.dumps(capsys.readouterr().err).count("error:") == 1

@@ -1,0 +1,396 @@
+"""The batch script, and a real Slurm: two nodes on this machine, started and stopped by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradus.cli import main
+from gradus.launch import slurm
+
+TINY = [
+    "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.n_layers=1", "data.n_train=2000", "data.n_valid=32", "evaluate.every=100", "batch.samples=16",
+]  # fmt: skip
+
+
+def dry(tmp_path: Path, capsys, *words: str) -> str:
+    """The script that is written for these words."""
+    assert main(["launch", "slurm", "copy-task", "log.dir=RUN", "-D", str(tmp_path), "--venv", "none", "--dry-run", *words]) == 0
+    printed = capsys.readouterr().out
+    text = (tmp_path / "RUN" / "job.sbatch").read_text()
+    assert text in printed
+    subprocess.run(["bash", "-n", tmp_path / "RUN" / "job.sbatch"], check=True)
+    return text
+
+
+# ---------------------------------------------------------------- the script
+
+
+def test_the_script(tmp_path, capsys):
+    """As it is with the options of a first job: read it and know what will happen."""
+    text = dry(tmp_path, capsys, "--nodes", "2", "--gpus", "4", "--time", "01:00:00", "--partition", "P", "-c", "10", "--module", "cuda/12.4", "--offline")
+    assert text == f"""\
+#!/bin/bash
+#SBATCH --job-name=copy-task
+#SBATCH --chdir={tmp_path}
+#SBATCH --output=RUN/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=10
+#SBATCH --gres=gpu:4
+#SBATCH --time=01:00:00
+#SBATCH --partition=P
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+
+module purge
+module load cuda/12.4
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export OMP_NUM_THREADS=10
+
+echo "gradus: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+srun --kill-on-bad-exit=1 --cpus-per-task=10 gradus train copy-task log.dir=RUN --auto-resume
+code=$?
+if [ "$code" -eq 138 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 100 ]; then
+    echo "gradus: job $SLURM_JOB_ID got USR1 and saved; requeued, to go on from there"
+    scontrol requeue "$SLURM_JOB_ID" && exit
+fi
+[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"
+exit "$code"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--job-name", "a 'b' #c"], "#SBATCH --job-name='a '\"'\"'b'\"'\"' #c'"),
+        (["--output", "logs/%j.out"], "#SBATCH --output=logs/%j.out"),
+        (["--error", "logs/%j.err"], "#SBATCH --error=logs/%j.err"),
+        (["--ntasks-per-node", "2"], "#SBATCH --ntasks-per-node=2"),
+        (["-n", "8", "-N", "4"], "#SBATCH --ntasks=8"),
+        (["--gpus", "a100:2"], "#SBATCH --gres=gpu:a100:2"),
+        (["--account", "A"], "#SBATCH --account=A"),
+        (["--qos", "Q"], "#SBATCH --qos=Q"),
+        (["--directive", "mem=64G"], "#SBATCH --mem=64G"),
+        (["--directive=--exclusive"], "#SBATCH --exclusive"),
+        (["--signal", "TERM@60"], "#SBATCH --signal=TERM@60"),
+        (["--signal", "TERM@60"], 'if [ "$code" -eq 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then'),
+        (["--setup", "ulimit -n 4096"], "ulimit -n 4096"),
+        (["train.steps=60", "--gpus", "2"], "srun --kill-on-bad-exit=1 gradus train copy-task train.steps=60 log.dir=RUN --auto-resume"),
+        (["--gpus", "2", "--container", "my image.sif"], "srun --kill-on-bad-exit=1 apptainer exec --nv 'my image.sif' gradus train copy-task log.dir=RUN --auto-resume"),
+        (["--container", "a.sif", "--container-command", "singularity exec"], "srun --kill-on-bad-exit=1 singularity exec a.sif gradus train copy-task log.dir=RUN --auto-resume"),
+    ],
+)  # fmt: skip
+def test_an_option_is_a_line(tmp_path, capsys, words, line):
+    assert line in dry(tmp_path, capsys, *words).splitlines()
+
+
+def test_without_a_signal_nothing_is_requeued(tmp_path, capsys):
+    text = dry(tmp_path, capsys, "--signal", "none")
+    assert "scontrol" not in text and "--requeue" not in text and "--signal" not in text
+
+
+def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
+    """Without --venv, the one this command runs in is activated."""
+    assert main(["launch", "slurm", "copy-task", "log.dir=RUN", "-D", str(tmp_path), "--dry-run"]) == 0
+    venv = sys.prefix != sys.base_prefix
+    assert (f"source {sys.prefix}/bin/activate || exit 1" in capsys.readouterr().out) == venv
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID."),
+        (["copy-task", "--time", "soon"], "--time=soon: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS"),
+        (["copy-task", "--time", "1", "--signal", "USR1@60"], "--signal=USR1@60: the limit is only 60 s (--time=1). Give a longer --time or a later signal, e.g. USR1@15."),
+        (["copy-task", "--nodes", "0"], "--nodes=0: must be at least 1."),
+        (["copy-task", "--nodes", "two"], "argument -N/--nodes: invalid int value: 'two'"),
+        (["copy-task", "-N", "4", "-n", "2"], "--ntasks=2: 4 nodes need a process each. Give --ntasks=4, or --nodes=2."),
+        (["copy-task", "-n", "2", "--ntasks-per-node", "2"], "--ntasks=2 and --ntasks-per-node=2 say the same thing. Give one of them."),
+        (["copy-task", "--gpus", "many"], "--gpus=many: give a number of GPUs a node, or TYPE:NUMBER"),
+        (["copy-task", "--gpus", "2", "--ntasks-per-node", "4"], "4 processes on 1 × 2 GPUs: each process takes one GPU. Give --ntasks-per-node=2 or fewer."),
+        (["copy-task", "--signal", "KILL@60"], "--signal=KILL@60: give USR1 or TERM and seconds before the limit, e.g. USR1@120, or none."),
+        (["copy-task", "--directive", "time=5"], "--directive=time=5: is an option of its own. Give --time=5."),
+        (["copy-task", "--container", "a.sif", "--venv", "v"], "--venv=v cannot take effect inside --container=a.sif."),
+        (["copy-task", "--container-command", "x"], "--container-command=x: cannot take effect without --container IMAGE."),
+        (["copy-task", "-D", "/none/such"], "--chdir=/none/such: no such folder."),
+        (["copy-task", "--setup", "a\nb"], "--setup='a\\nb': must be one line."),
+        (["copy-task", "train.stepz=5"], "train.stepz: unknown key. Did you mean train.steps?"),
+        (["copy-task", "--nodes", "3"], "batch.samples=128 does not divide among 3 processes"),
+        (["copy-task", "--partitoin", "P"], "--partitoin: unknown option. Did you mean --partition?"),
+        (["copy-task", "--status", "7"], "--status 7: it starts nothing. Leave copy-task out."),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(tmp_path, capsys, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", *words, *(["--dry-run"] if "--status" not in words else [])]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(told in line for line in lines), lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_slurm(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", "slurm", "copy-task"]) == 2
+    assert capsys.readouterr().err.startswith("error: no sbatch here: this machine submits no Slurm jobs. Write the script with --dry-run")
+    assert main(["launch", "slurm", "--status", "7"]) == 2
+    assert "no scontrol here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("1:30", 90), ("01:30:00", 5400), ("2-0", 172800), ("1-12", 129600), ("1-01:30", 91800), ("1-01:30:05", 91805), ("0", 0)],
+)
+def test_time_limits(limit, seconds):
+    """The forms in sbatch's manual."""
+    assert slurm._seconds(limit) == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "ends_with", "log"),
+    [
+        (0, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 finished"]),
+        (1, 0, 1, ["gradus: job 7 on n1, start 1"]),
+        (138, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 got USR1 and saved; requeued, to go on from there", "scontrol requeue 7"]),
+        (138, 3, 138, ["gradus: job 7 on n1, start 4"]),
+    ],
+)
+def test_what_the_script_does(tmp_path, capsys, code, restarts, ends_with, log):
+    """Run by bash, with stand-ins for what only a cluster has: set-up in order, and requeued only where training was signalled."""
+    programs = {
+        "srun": f'echo "srun $*" >> steps; exit {code}',
+        "scontrol": 'echo "scontrol $*"',
+        "module": 'echo "module $*" >> steps',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    dry(tmp_path, capsys, "--module", "a/1", "--module", "b", "--setup", 'echo "setup $HF_HUB_OFFLINE" >> steps', "--offline", "--container", "an image", "--max-requeues", "3")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(["bash", "RUN/job.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (ends_with, log, "")
+    assert (tmp_path / "steps").read_text().splitlines() == [
+        "module purge", "module load a/1", "module load b", "setup 1",
+        "srun --kill-on-bad-exit=1 apptainer exec an image gradus train copy-task log.dir=RUN --auto-resume",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- a real Slurm
+
+
+def _dies_with_the_test():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _of_cluster(conf: Path) -> list[int]:
+    """Processes that were started with this configuration."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SLURM_CONF={conf}".encode() in (place / "environ").read_bytes().split(b"\0") and int(place.name) != os.getpid():
+                found.append(int(place.name))
+    return found
+
+
+def _free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A controller and two nodes on this machine, named by addresses that every machine has. Nothing of the system's own Slurm is touched."""
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
+    required = bool(os.environ.get("GRADUS_REQUIRE_SLURM"))
+    if missing:
+        assert not required, f"no {', '.join(missing)}"
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
+    here = tmp_path_factory.mktemp("slurm")
+    host, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.getuid()).pw_name
+    controller, first, second = _free_ports(3)
+    (here / "key").write_bytes(os.urandom(128))
+    (here / "key").chmod(0o600)
+    (here / "state").mkdir()
+    conf = here / "slurm.conf"
+    conf.write_text(f"""\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={here}/munge.sock
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+ReturnToService=2
+MpiDefault=none
+KillWait=5
+SchedulerParameters=sched_interval=2,bf_interval=2
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool-%n
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdPidFile={here}/slurmd-%n.pid
+SlurmctldLogFile={here}/slurmctld.log
+SlurmdLogFile={here}/slurmd-%n.log
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=8
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=8
+PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+""")
+    before = os.environ.copy()
+    os.environ.update(SLURM_CONF=str(conf), OMP_NUM_THREADS="1", PATH=f"{os.environ['PATH']}:/usr/sbin")
+    for name in [n for n in os.environ if re.fullmatch(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_\w+|SLURM_(?!CONF)\w+)", n)]:
+        del os.environ[name]
+    files = {"socket": "munge.sock", "key-file": "key", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munged.seed"}
+    daemons = [
+        ["munged", "--force", "--foreground", *(f"--{option}={here}/{name}" for option, name in files.items())],
+        ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"],
+    ]  # fmt: skip
+    running: list[subprocess.Popen] = []
+    try:
+        for number, command in enumerate(daemons):
+            with open(here / f"{command[0]}-{number}.out", "w") as out:
+                running.append(subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=_dies_with_the_test))
+            if number == 0:
+                _until(lambda: (here / "munge.sock").exists() or running[0].poll() is not None, 10)
+        try:
+            _until(lambda: _ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], 30)
+        except AssertionError:
+            last = {f.name: f.read_text(errors="replace").strip()[-300:] for f in [*here.glob("*.log"), *here.glob("*.out")]}
+            assert not required, last
+            pytest.skip(f"Slurm does not start here: {last}")
+        yield here
+    finally:
+        with contextlib.suppress(AssertionError):
+            _ask("scancel", "--user", user)
+            _until(lambda: not _ask("squeue", "-h"), 15)
+        for daemon in reversed(running):
+            daemon.terminate()
+        for daemon in running:
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait(5)
+        left = _of_cluster(conf)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.environ.clear()
+        os.environ.update(before)
+    assert not left, f"still running at the end: {left}"
+
+
+def _ask(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def _until(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def _submit(capsys, *words: str) -> str:
+    assert main(["launch", "slurm", *words]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    print(printed.splitlines()[0])
+    return re.search(r"submitted job (\d+)", printed)[1]
+
+
+@pytest.mark.slow
+def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypatch):
+    """2 nodes × 2 processes: a signal in the midst of training ends with the numbers of one undisturbed process. Beside it, another
+    job reaches its time limit, and Slurm itself sends the signal."""
+    monkeypatch.chdir(tmp_path)
+    steps = 150
+    recipe = ["copy-task", *TINY, f"train.steps={steps}"]
+    limited = _submit(capsys, "copy-task", *TINY, "train.steps=1000000", "log.dir=limited", "--time", "2", "--signal", "USR1@115")
+    job = _submit(capsys, *recipe, "layout.replicate=ddp", "log.dir=run", "--nodes", "2", "--ntasks-per-node", "2", "--time", "5", "--job-name", "a 'b' #c")
+    log = tmp_path / "run" / f"slurm-{job}.out"
+    assert "JobName=a 'b' #c" in _ask("scontrol", "show", "job", job)
+
+    _until(lambda: log.is_file() and "step 20/" in log.read_text(), 90)
+    _ask("scancel", "--signal=USR1", job)
+    _until(lambda: slurm.Job(job).restarts == 1, 60)
+    assert slurm.Job(job).state in ("PENDING", "RUNNING")
+    _ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    assert main(["launch", "slurm", "--status", job, "--follow"]) == 0
+    followed = capsys.readouterr().out
+    assert f"job {job}: COMPLETED" in followed and "restarts 1, exit code 0" in followed
+    with contextlib.redirect_stdout(None):
+        assert main(["train", *recipe, "log.dir=alone"]) == 0
+
+    lines = log.read_text().splitlines()
+    story = [
+        f"gradus: job {job} on 127.0.0.[1-2], start 1", "stopped; saved run/checkpoints/step-", f"gradus: job {job} got USR1 and saved; requeued",
+        f"gradus: job {job} on 127.0.0.[1-2], start 2", "resumed from run/checkpoints/step-", f"step {steps}/{steps}", f"gradus: job {job} finished",
+    ]  # fmt: skip
+    told = iter(lines)
+    for part in story:
+        print(next((line for line in told if part in line), f"MISSING: {part}"))
+    told = iter(lines)
+    assert all(any(part in line for line in told) for part in story), log.read_text()
+    resumed = int(re.search(r"resumed from run/checkpoints/step-(\d+)", log.read_text())[1])
+    assert 20 <= resumed < steps
+
+    def losses(run: str) -> dict[int, float]:
+        rows = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        return {row["step"]: row["value"] for row in rows if row["name"] == "train/loss"}
+
+    ours, alone = losses("run"), losses("alone")
+    assert ours.keys() >= set(range(10, steps + 1, 10))
+    assert all(ours[k] == pytest.approx(alone[k], rel=2e-5) for k in range(10, steps + 1, 10))
+
+    _until(lambda: slurm.Job(limited).restarts == 1, 60)
+    text = (tmp_path / "limited" / f"slurm-{limited}.out").read_text()
+    assert re.search(rf"stopped; saved limited/checkpoints/step-\d+(.|\n)*gradus: job {limited} got USR1 and saved; requeued", text)
+    assert list((tmp_path / "limited" / "checkpoints").iterdir())
+    _ask("scancel", limited)
+
+
+@pytest.mark.slow
+def test_what_slurm_refuses_is_one_line(cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", "copy-task", "--partition", "none-such"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: sbatch: ") and "invalid partition" in err and len(err.splitlines()) == 1
+    assert main(["launch", "slurm", "--status", "99999"]) == 2
+    assert capsys.readouterr().err == "error: job 99999: Slurm does not know it (any more). Finished jobs are soon forgotten; try sacct -j 99999\n"
+
+
+@pytest.mark.slow
+def test_srun_is_found(cluster, tmp_path):
+    """Under a real srun each process finds its place, with pmi2 too; in a batch script without srun there is one."""
+    code = "import os; os.environ['OMP_NUM_THREADS'] = '1'\nfrom gradus.parallel.world import find\nprint(*vars(find()).values())"
+    for more in ([], ["--mpi=pmi2"]):
+        done = subprocess.run(["srun", "-N2", "-n3", *more, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        rows = sorted(line.split() for line in done.stdout.splitlines())
+        assert [row[:4] for row in rows] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]], done.stderr
+        assert {tuple(row[4:6]) for row in rows} == {("Slurm", "127.0.0.1")}
+        assert len({row[6] for row in rows}) == 1
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 -o {tmp_path}/out\n{sys.executable} -c \"{code}\"\n")
+    job = _ask("sbatch", "--parsable", str(script))
+    _until(lambda: slurm.Job(job).ended, 60)
+    assert (tmp_path / "out").read_text().split() == ["0", "1", "0", "1", "none", "None", "None"]

@@ -1,0 +1,247 @@
+"""Records of where each process stands, and the sentences made from them."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parents[1])]  # also in the processes that a test starts
+import distributed
+
+from gradus.errors import UserError
+from gradus.parallel import status
+from gradus.parallel.status import LOST, Status, diagnose, lost, read
+from gradus.parallel.world import World
+
+HOST = re.escape(socket.gethostname())
+
+
+def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.0, pid: int = 2**22 + 5, host: str = "far", lost=None, count=100):
+    """A record as another host's process left it."""
+    record = {"rank": rank, "pid": pid, "host": host, "count": count, "step": step, "time": time.time() - ago, "what": what}
+    path = status.record_path(folder, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record | ({} if lost is None else {"lost": lost})))
+
+
+def test_a_record_is_rewritten_in_place(tmp_path):
+    here = Status(tmp_path, World(1, 2))
+    assert read(tmp_path, 1).place == "before the first step while starting"
+    here.at("the gradient all-reduce", 37)
+    here.at("reading data")
+    path = status.record_path(tmp_path, 1)
+    assert path.name == "rank-0001.json" and path.stat().st_size == status.SIZE
+    record = read(tmp_path, 1)
+    assert (record.rank, record.pid, record.host) == (1, os.getpid(), socket.gethostname())
+    assert (record.step, record.what, record.count) == (37, "reading data", 3) and abs(record.time - time.time()) < 5
+    here.close()
+    assert read(tmp_path, 1).what == "done"
+    again = Status(tmp_path, World(1, 2))  # a resume
+    assert read(tmp_path, 1).step is None
+    again.close()
+
+
+def test_the_longest_record_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 100)
+    here = Status(tmp_path, World(9_999, 10_000))
+    here.count = 10**9
+    here.at("x" * 64, 10**8)
+    assert read(tmp_path, 9_999).step == 10**8
+    status._leave_word(tmp_path, 9_999, "Timed out waiting 86400000ms for recv")
+    assert read(tmp_path, 9_999).lost == 86_400.0 and status.record_path(tmp_path, 9_999).stat().st_size == status.SIZE
+    with pytest.raises(AssertionError):
+        here.at("x" * 65)
+    here.close()
+
+
+def test_one_process_keeps_no_record(tmp_path):
+    here = Status(tmp_path, World())
+    here.at("reading data", 1)
+    here.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_costs_microseconds(tmp_path):
+    here, best = Status(tmp_path, World(0, 2)), 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for step in range(100):
+            here.at("reading data", step)
+        best = min(best, (time.perf_counter() - start) / 100)
+    here.close()
+    assert best < 100e-6
+
+
+def test_a_rank_that_died(tmp_path):
+    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 1, "the gradient all-reduce", host="node7")
+    text = diagnose(tmp_path, 2, {0: LOST, 1: -9})
+    assert text.startswith("rank 1 on node7 was killed by SIGKILL (exit code -9) at step 37 while in the gradient all-reduce")
+    assert "killed by SIGSEGV (exit code -11)" in diagnose(tmp_path, 2, {0: LOST, 1: -11})
+    status.log_path(tmp_path, 1).write_text("\n".join(f"line {i}" for i in range(30)) + "\n\nRuntimeError: no\n")
+    text = diagnose(tmp_path, 2, {0: LOST, 1: 1})
+    assert text.startswith("rank 1 on node7 ended with exit code 1 at step 37 while in the gradient all-reduce; the last lines it wrote:\n  line 19\n")
+    assert text.endswith("  RuntimeError: no")
+
+
+def test_the_cause_is_told_from_its_effects(tmp_path):
+    for rank in range(4):
+        put(tmp_path, rank, "the gradient all-reduce")
+    put(tmp_path, 2, "reading data", count=99)
+    status.log_path(tmp_path, 1).write_text("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234\n")
+    status.log_path(tmp_path, 3).write_text("KeyError: 'text'\n")
+    assert diagnose(tmp_path, 4, {0: LOST, 1: 1, 2: None, 3: 1}).startswith("rank 3 on far ended with exit code 1")
+    assert diagnose(tmp_path, 4, {0: 1, 1: 1, 2: -9, 3: 1}).startswith("rank 2 on far was killed by SIGKILL")
+    assert ", and so did rank 2;" in diagnose(tmp_path, 4, {0: LOST, 1: -15, 2: -15, 3: 1}) + ";"
+    assert status.died(tmp_path, {0: LOST, 1: 2, 2: 1, 3: 1}) == [1]
+
+
+def test_a_rank_that_hangs(tmp_path):
+    put(tmp_path, 0, "the gradient all-reduce", ago=30, lost=30.0)
+    put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=0.0)
+    put(tmp_path, 1, "reading data", host="node7", count=99)
+    wanted = (
+        "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data (the other ranks waited 30 s)."
+    )
+    assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: LOST}) == wanted
+    assert diagnose(tmp_path, 3) == wanted, "also where there is no parent"
+
+
+def test_the_watchdog_of_nccl(tmp_path):
+    """It ends with SIGABRT those that waited, not the one that they waited for."""
+    put(tmp_path, 0, "the gradient all-reduce", ago=30)
+    put(tmp_path, 1, "reading data", count=99)
+    put(tmp_path, 2, "the gradient all-reduce", ago=30)
+    status.log_path(tmp_path, 2).write_text("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, Timeout(ms)=30000)\n")
+    assert diagnose(tmp_path, 3, {0: -6, 1: None, 2: -6}).startswith("rank 1 on far did not reach the gradient all-reduce of step 37")
+    status.log_path(tmp_path, 1).write_text("double free or corruption\n")
+    assert diagnose(tmp_path, 3, {0: LOST, 1: -6, 2: LOST}).startswith("rank 1 on far was killed by SIGABRT")
+
+
+def test_other_ends(tmp_path):
+    put(tmp_path, 0, "the gradient all-reduce", lost=30.0)
+    assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never came as far as to write a record")
+    put(tmp_path, 1, "the gradient all-reduce", ago=5)
+    put(tmp_path, 2, "the gradient all-reduce", ago=5)
+    assert "rank 1 on far is in the gradient all-reduce of step 37 as the others are, but did not answer" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
+    put(tmp_path, 1, "done", 36)
+    assert "rank 1 on far has ended as if all were done" in diagnose(tmp_path, 2, {0: LOST, 1: 0})
+    put(tmp_path, 0, "the gradient all-reduce", lost=30.0, ago=35)
+    put(tmp_path, 1, "the gradient all-reduce", lost=0.0, ago=2)
+    assert diagnose(tmp_path, 2).startswith("rank 1 on far is in the gradient all-reduce of step 37"), "it came when the others had given up"
+
+
+def test_a_process_of_this_host_that_is_gone(tmp_path):
+    """Without a parent, the table of processes tells."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 1, "the gradient all-reduce", pid=gone.pid, host=status.host())
+    assert re.match(rf"rank 1 on {HOST} is gone \(its process {gone.pid} has ended\) at step 37 while in the gradient all-reduce", diagnose(tmp_path, 2))
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+        put(tmp_path, 1, "reading data", pid=stopped.pid, host=status.host(), count=9)
+        assert f"the others gave up; its process {stopped.pid} is stopped" in diagnose(tmp_path, 2)
+    finally:
+        stopped.kill()
+        stopped.wait()
+
+
+@pytest.mark.parametrize("text", [
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39485",
+    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete",
+    "[gloo/transport/tcp/pair.cc:525] Read error [10.0.0.3]:5: Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error",
+    "NCCL error in: ProcessGroupNCCL.cpp:268, remote process exited or there was a network error, ncclRemoteError: A call failed",
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600001 ms",
+    "wait timeout after 300000ms, keys: /worker/1",
+])  # fmt: skip
+def test_errors_that_speak_of_peers(text):
+    assert status.speaks_of_peers(text)
+
+
+def test_other_errors_are_left_alone(tmp_path):
+    here = Status(tmp_path, World(0, 2))
+    for error in (RuntimeError("shape mismatch"), ValueError("Connection closed by peer"), UserError("no such file"), KeyError("x")):
+        assert lost(tmp_path, error, World(0, 2)) is None
+    with pytest.raises(ZeroDivisionError), status.watched(tmp_path, World(0, 2)):
+        raise ZeroDivisionError
+    assert read(tmp_path, 0).lost is None
+    assert lost(tmp_path, RuntimeError("Connection closed by peer"), World()) is None
+    here.close()
+
+
+def _meet(world: World, folder: str, who: int):
+    """What this rank makes of it when `who` is late for the third all-reduce: (text, quiet)."""
+    here, group = Status(folder, world), dist.new_group(timeout=datetime.timedelta(seconds=1.5))
+    try:
+        for step in range(1, 10):
+            here.at("reading data", step)
+            if step == 3 and world.rank == who:
+                time.sleep(4.5)
+                return None
+            here.at("the gradient all-reduce")
+            dist.all_reduce(torch.ones(3), group=group)
+    except RuntimeError as e:
+        error = lost(folder, e, world, patience=1.0)
+        return str(error), error.quiet
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_without_a_parent_the_others_name_the_rank_that_hangs(tmp_path, who):
+    answers = distributed.run(3, _meet, str(tmp_path), who)
+    found = [a for rank, a in enumerate(answers) if rank != who]
+    for text, _ in found:
+        assert re.match(rf"rank {who} on {HOST} did not reach the gradient all-reduce of step 3: it was last seen [1-9] s ago at step 3 reading data", text)
+    assert sorted(quiet for _, quiet in found) == [False, True], "one of them tells the user"
+
+
+WORKER = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from gradus.parallel import world as worlds
+from gradus.parallel.status import Status, watched
+here = worlds.find()
+worlds.join(here, timeout=20)
+status = Status(sys.argv[1], here)
+with watched(sys.argv[1], here):
+    for step in range(1, 10):
+        status.at("forward and backward", step)
+        if step == 3 and here.rank == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        status.at("the gradient all-reduce")
+        dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_without_a_parent_the_others_name_the_rank_that_died(tmp_path, who):
+    port, processes = str(distributed.free_port()), []
+    for rank in range(3):
+        told = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", WORKER, str(tmp_path), str(who)]
+        processes.append(subprocess.Popen(command, env=os.environ | told, stderr=subprocess.PIPE, text=True))
+    errors = [p.communicate(timeout=60)[1] for p in processes]
+    assert [p.returncode for p in processes] == [-9 if rank == who else LOST for rank in range(3)], errors
+    said = [error for error in errors if error]
+    assert len(said) == 1 and re.match(
+        rf"error: rank {who} on {HOST} is gone \(its process {processes[who].pid} has ended\) at step 3 while forward and backward\n$", said[0]
+    ), errors
