@@ -66,7 +66,7 @@ def check(maker, world) -> None:
 
 def on_gloo(world) -> list:
     check(collectives.TorchCollectives, world)
-    rows = collectives.measure(world, (5000, 1000), collectives=("all_reduce", "scatter"), seconds=0.002)
+    rows = collectives.measure(world, (5000, 1000, 20000), collectives=("all_reduce", "scatter"), seconds=0.002)
     return [(r.name, r.value, r.conditions) for r in rows]
 
 
@@ -74,7 +74,7 @@ def test_gloo():
     per_rank = distributed.run(3, on_gloo)
     assert per_rank[0] == per_rank[1] == per_rank[2]  # times are of the slowest
     found = {(name, c.get("bytes")): (value, c) for name, value, c in per_rank[0]}
-    assert {b for _, b in found} == {1008, 5004, None}  # whole float32 for each of 3
+    assert {b for _, b in found} == {1008, 5004, 20004, None}  # whole float32 for each of 3
     for name, factor in (("all_reduce", 2 * 2 / 3), ("scatter", 2 / 3)):
         for n_bytes in (1008, 5004):
             t, c = found[f"collective/{name}/time", n_bytes]
@@ -137,11 +137,11 @@ def test_bus_factors():
 def test_the_verb_starts_its_workers(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     for times in (1, 2):  # rows are added
-        assert cli.main(["collectives", "--processes", "2", "--sizes", "1KiB,16KiB", "--to", str(file)]) == 0
-        assert sum(r["name"].endswith("/time") for r in read_rows(file)) == times * 8 * 2
+        assert cli.main(["collectives", "--processes", "2", "--sizes", "1KiB,2KiB,16KiB", "--to", str(file)]) == 0
+        assert sum(r["name"].endswith("/time") for r in read_rows(file)) == times * 8 * 3
     said = capsys.readouterr().out
     rows = read_rows(file)
-    assert {r["collective"] for r in rows} == set(collectives.COLLECTIVES) and {r.get("bytes") for r in rows} == {1024, 16384, None}
+    assert {r["collective"] for r in rows} == set(collectives.COLLECTIVES) and {r.get("bytes") for r in rows} == {1024, 2048, 16384, None}
     assert all(f"\n{name} " in said for name in collectives.COLLECTIVES) and "2 processes" in said and "fitted" in said
 
 

@@ -89,5 +89,5 @@ def reference(family: str, steps: int = 20, lr: float = 1e-3, clip: float = 1.0,
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        curve.append((float(loss), float(norm)))
+        curve.append((float(loss.detach()), float(norm)))
     return curve

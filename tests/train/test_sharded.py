@@ -37,6 +37,7 @@ FAMILIES = {
     "gpt": {"vocab_size": 47, "d_ff": 66, "n_layers": 2},
     "t5": {"vocab_size": 47, "d_ff": 66, "n_layers": 2, "tie_output": True},
     "vit": {"n_classes": 3, "n_layers": 1},
+    "llama": {"vocab_size": 47, "n_layers": 1, "n_experts": 3},
 }
 
 
@@ -154,7 +155,7 @@ def test_written_by_any_number_of_processes_read_by_any_other(tmp_path):
         save_file(
             {f"{k}.{name}": v for name, p in model.named_parameters() for k, v in state_of(p.detach()).items()}, target / "training.safetensors"
         )
-    distributed.run(4, chain, str(tmp_path), "from1", "back4", ("shard", "tensor", "both", "hybrid"))
+    distributed.run(4, chain, str(tmp_path), "from1", "back4", ("hybrid", "shard", "tensor", "both"))
     for family in FAMILIES:
         verify(None, tmp_path / f"back4-{family}", family, "none")
         stored, named = sharded.read(tmp_path / f"back4-{family}"), dict(whole(family).named_parameters())
@@ -312,13 +313,17 @@ def test_a_damaged_or_foreign_checkpoint_is_told_by_name(tmp_path):
 # ---------------------------------------------------------------- out
 
 
+EXPORTED = {"llama": {"n_experts": 3}}
+
+
 def exports(world, folder: str) -> None:
     for family in ("gpt", "llama", "t5"):
+        changes = EXPORTED.get(family, {})
         for layout in ("both", "shard"):
-            model = lay_out(common.build(family), layout)
+            model = lay_out(common.build(family, **changes), layout)
             sharded.export(dict(model.named_parameters()), model.config, Path(folder, f"{family}-{layout}"))
         # stages of a pipeline: every process has some parameters whole, the last one the head that is tied to the first one's table
-        model = common.build(family)
+        model = common.build(family, **changes)
         named = list(model.named_parameters())
         mine = {name: p for i, (name, p) in enumerate(named) if i * world.size // len(named) == world.rank}
         if family == "gpt" and world.rank == world.size - 1:
@@ -339,7 +344,7 @@ def _full(*args, **kwargs):
 def test_a_live_model_is_written_as_a_gathered_one_would_be(tmp_path):
     distributed.run(4, exports, str(tmp_path))
     for family in ("gpt", "llama", "t5"):
-        models.save(common.build(family), tmp_path / family)
+        models.save(common.build(family, **EXPORTED.get(family, {})), tmp_path / family)
         expected = load_file(tmp_path / family / "model.safetensors")
         for layout in ("both", "shard", "stages"):
             found = tmp_path / f"{family}-{layout}"

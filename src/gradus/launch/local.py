@@ -237,7 +237,8 @@ def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: fl
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait(30)
 
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # the workers meet in the agent's own store: its port is taken from the start, and its memory is of this attempt alone
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     run_id = uuid.uuid4().hex
     meeting = RendezvousParameters(
         backend="c10d", endpoint="127.0.0.1:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr="127.0.0.1", timeout=60

@@ -27,7 +27,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
     p.add_argument("--copy", choices=["scp", "rsync"], default="scp", help="rsync sends only what changed, and must be there too (default scp)")
     p.add_argument("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
-    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run there before the set-up; may be repeated")
+    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line there instead of the set-up; may be repeated")
     p.add_argument("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
 
 
@@ -121,8 +121,7 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
     todo.append(Command("copy the script", copy([f"{run}/job.sh"], f"{host}:{args.folder}/{run}/")))
     extras = ",".join(EXTRAS)
     what = f"./source[{extras}]" if sources else f"gradus[{extras}]=={__import__('gradus').__version__}"
-    setup = [
-        *args.setup,
+    setup = args.setup or [
         # what a rented image brings (PyTorch for its GPUs) is used
         f"test -d .venv || {shlex.quote(args.python)} -m venv --system-site-packages .venv",
         f".venv/bin/python -m pip install --quiet --disable-pip-version-check {shlex.quote(what)}",

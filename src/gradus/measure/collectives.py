@@ -165,7 +165,7 @@ def measure(
 
     A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows of a collective are
     `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and `/bus_bandwidth` (bytes/s) for each size,
-    then `/latency` (s) and `/bandwidth` (bytes/s; none where time does not grow with size) of the fit: see `fit`.
+    then `/latency` (s) and `/bandwidth` (bytes/s; none where time does not grow with size) of the fit, from 3 sizes on: see `fit`.
     """
     assert world.size > 1, "a collective needs another process"
     maker, device = (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
@@ -186,7 +186,7 @@ def measure(
                 Row(f"{path}/algorithm_bandwidth", n_bytes / median, "bytes/s", conditions=here),
                 Row(f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
             ]
-        if len({b for b, _ in points}) > 1:
+        if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
             rows += _fitted(name, points, common)
     return rows
 

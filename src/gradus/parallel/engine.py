@@ -243,7 +243,8 @@ class Parallel:
             return
         state = torch.get_rng_state(), copy.deepcopy(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else None
         batch = self.context.prepare(micro_batch) if self.context else micro_batch
-        (loss_of(self.model, batch) * 0.0).backward()
+        with self.around():
+            (loss_of(self.model, batch) * 0.0).backward()
         self.zero_grad()
         torch.set_rng_state(state[0])
         if state[1]:

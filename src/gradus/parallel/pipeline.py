@@ -96,6 +96,11 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         yield f"layout.pipeline={n}: the load-balancing loss of experts arises in middle stages, which have no loss. Use layout.expert."
     if schedule == "zero_bubble" and layout.checkpointing != "none":
         yield f"layout.checkpointing={layout.checkpointing}: {SPLIT_BACKWARD}, which recomputation does not survive. Use layout.schedule=1f1b."
+    if schedule == "zero_bubble" and len(STACKS[model.family]) > 1:
+        yield (
+            f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter a stage at several places, "
+            f"as {model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
+        )
     if schedule == "zero_bubble" and layout.compile != "none":
         yield f"layout.compile={layout.compile}: {SPLIT_BACKWARD}, and compiled blocks have one. Use layout.schedule=1f1b."
     if schedule in ("interleaved", "zero_bubble") and layout.shard > 1:
@@ -403,25 +408,10 @@ class Pipeline:
 
         first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in held[s]}
         self.owned = {name for name, rank in first.items() if rank == self.rank}  # each parameter on exactly one process
-        self.tied = self._tied_groups(held)
+        holders = {name: sorted({self.rank_of[s] for s in range(self.n_stages) if name in held[s]}) for name in first}
+        self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}  # in an order that all processes share
         self.run: _Run | None = None
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
-
-    def _tied_groups(self, held: list[set[str]]) -> list[tuple[str, dist.ProcessGroup]]:
-        """(parameter, the processes whose stages have it), for those of this process that others have too."""
-        ranks: dict[str, set[int]] = {}
-        for s, names in enumerate(held):
-            for name in names:
-                ranks.setdefault(name, set()).add(self.rank_of[s])
-        groups, tied = {frozenset(range(self.layout.pipeline)): self.group}, []
-        for name in sorted(ranks):
-            together = frozenset(ranks[name])
-            if len(together) > 1 and self.rank in together:
-                if together not in groups:
-                    members = [dist.get_global_rank(self.group, r) for r in sorted(together)]
-                    groups[together] = dist.new_group(members, use_local_synchronization=True)
-                tied.append((name, groups[together]))
-        return tied
 
     # ------------------------------------------------------------ training
 
@@ -484,12 +474,25 @@ class Pipeline:
     def reduce_tied(self) -> None:
         """Sum the gradients of parameters that several processes hold, over those. Once, after the last backward pass. Collective."""
         parameters = dict(self.model.named_parameters())
-        for name, group in self.tied:
-            p = parameters[name]
-            if p.requires_grad:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad, group=group)
+        for name, ranks in self.tied.items():
+            if self.rank not in ranks or not parameters[name].requires_grad:
+                continue
+            p, (first, *others) = parameters[name], (dist.get_global_rank(self.group, r) for r in ranks)
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            total = grad.contiguous()
+            if self.rank == ranks[0]:
+                part = torch.empty_like(total)
+                for other in others:
+                    dist.recv(part, src=other, group=self.group)
+                    total += part
+                for other in others:
+                    dist.send(total, dst=other, group=self.group)
+            else:
+                dist.send(total, dst=first, group=self.group)
+                dist.recv(total, src=first, group=self.group)
+            grad.copy_(total)
 
     # ------------------------------------------------------------ evaluation
 

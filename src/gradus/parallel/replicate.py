@@ -18,6 +18,9 @@ from gradus.errors import UserError, need
 from gradus.recipe.schema import Layout
 
 
+POWERSGD_START = 10  # steps with whole gradients before: their buckets settle, and early gradients compress badly
+
+
 class Replicas:
     """What all ways of replicating share: nothing to do. `model` is what the task calls, `bare` has the parameters' own names."""
 
@@ -132,7 +135,7 @@ def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.P
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     if how == "powersgd":
-        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10, warm_start=True)
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START, warm_start=True)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif how != "none":  # PyTorch's own hook for bf16 asks for NCCL, which summing bf16 does not need
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[how]

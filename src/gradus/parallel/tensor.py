@@ -63,7 +63,7 @@ ENDS = {
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be split so: one line a reason."""
+    """Why this model cannot be split so: one line a reason. (`parallel.expert.problems` speaks of models with experts.)"""
     n = layout.tensor
     if n == 1:
         return
@@ -79,8 +79,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
             yield f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. Use a smaller layout.tensor."
     if getattr(model, "patches", None) == "unfold":
         yield f"layout.tensor={n}: DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result."
-    if getattr(model, "n_experts", None):
-        yield f"layout.tensor={n}: experts (model.n_experts={model.n_experts}) are not split by matrix. Use layout.tensor=1 and layout.expert."
 
 
 # ---------------------------------------------------------------- the model
@@ -97,6 +95,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     """
     assert mesh.ndim == 1, "one axis of the mesh"
     assert not (reasons := list(problems(model.config, layout))), reasons
+    assert not getattr(model.config, "n_experts", None), "experts are not split by rows and columns"
     stream = Shard(1) if layout.sequence_parallel else Replicate()
     ends = ENDS[model.config.family]
     for name, module in list(model.named_modules()):

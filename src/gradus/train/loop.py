@@ -19,6 +19,7 @@ from gradus.data.loader import Loader, Plan, Step
 from gradus.errors import UserError
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.replicate import POWERSGD_START
 from gradus.parallel.traffic import Traffic
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
@@ -116,6 +117,7 @@ class Trainer:
         self.signal: int | None = None  # that all processes know of
         self.apart_tokens = 0  # seen by this worker alone since the workers met
         self.traffic: Traffic | None = None
+        self.warm = False
         self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
@@ -138,6 +140,9 @@ class Trainer:
 
         self.at("the forward and backward passes with their collectives", self.progress.step + 1)
         batches = [self.precision.cast_batch(self.task.to_device(batch, self.device)) for batch in micro_batches]
+        if not self.warm:
+            parallel.warm_up(batches[0], loss_of)
+            self.warm = True
         loss = parallel.forward_backward(batches, loss_of, self.precision.scaled)
         if optimizer is not None:
             self.precision.unscale(optimizer, parallel)
@@ -190,7 +195,7 @@ class Trainer:
                 n_steps = len(self.loader.plan.epoch(p.epoch))
                 for step in self._steps():
                     rate = learning_rate(recipe.schedule, recipe.optimizer.lr, p.step + 1, self.last_step, recipe.model.d_model)
-                    for group in self.optimizer.param_groups:
+                    for group in self.optimizer.param_groups if self.optimizer else ():
                         group["lr"] = rate
                     with self.clock.count("train"):
                         agreed, loss, norm = self._train(step)
@@ -221,8 +226,12 @@ class Trainer:
         """One step of the run, and what goes with it between processes. In apart workers, `tokens` come when they meet."""
         self.at("the all-reduce of counts", self.progress.step + 1)
         agreed = self.agree(step.micro_batches)
-        counting = self.parallel.several and self.progress.step - self.start_step + 1 == COUNTED_STEP and self.recipe.layout.compile == "none"
-        if counting or (self.parallel.apart and self._meets()):
+        if self.parallel.apart:
+            counting = self._meets()
+        else:
+            at = COUNTED_STEP if self.recipe.layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
+            counting = self.parallel.several and self.progress.step - self.start_step + 1 == at and self.recipe.layout.compile == "none"
+        if counting:
             self.traffic = Traffic()
         with self.traffic or contextlib.nullcontext():
             loss, norm = self.step(step.micro_batches, agreed.counts)

@@ -12,7 +12,7 @@ from gradus.recipe.schema import Optimizer
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Matrices and tables of embeddings decay; biases, norms, and ViT's class token and positions do not."""
-    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm", "bias"))
+    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm")) and not name.endswith("bias")
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer) -> torch.optim.Optimizer | None:

@@ -40,18 +40,19 @@ from gradus.train.checkpoint import _flush, write_aside
 # ---------------------------------------------------------------- names and parts
 
 
-@functools.lru_cache(maxsize=4)
-def _stored_names(described: str, kind: type[ModelConfig]) -> dict[str, str]:
-    tensors = models.build(kind.model_validate_json(described), device="meta").state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    return {name: first[id(tensor)] for name, tensor in tensors.items()}
+_NAMES: dict[str, dict[str, str]] = {}  # by configuration
 
 
 def stored_names(config: ModelConfig) -> dict[str, str]:
     """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is stored once."""
-    return _stored_names(config.model_dump_json(), type(config))
+    described = config.model_dump_json()
+    if described not in _NAMES:
+        tensors = models.build(config, device="meta").state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            first.setdefault(id(tensor), name)
+        _NAMES[described] = {name: first[id(tensor)] for name, tensor in tensors.items()}
+    return _NAMES[described]
 
 
 def _key(key: str, names: Mapping[str, str]) -> str:
@@ -106,7 +107,9 @@ def _not_written(target: Path, error: BaseException) -> UserError:
     full = any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(c) for c in causes)
     if told is not None and not full:
         return told
-    why = "the disk is full" if full else f"cannot write there ({(str(causes[-1]).strip() or type(causes[-1]).__name__).splitlines()[0]})"
+    last = causes[-1]
+    what = "cannot write there" if isinstance(last, OSError | SafetensorError) else "the writing broke off"
+    why = "the disk is full" if full else f"{what} ({(str(last).strip() or type(last).__name__).splitlines()[0]})"
     return UserError(
         f"{target.parent}: {why}: {target.name} was not written; earlier checkpoints are whole. Free some space, then go on with --resume."
     )
@@ -159,7 +162,10 @@ class Pending:
 
     def _appear(self) -> None:
         written = self.future.result().state_dict_metadata
-        there = stored_sharded.read(self.aside)
+        try:
+            there = stored_sharded.read(self.aside)
+        except UserError:  # a part is missing in the middle, or all
+            there = {}
         torn = [name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)]
         if torn:
             raise UserError(

@@ -1,0 +1,90 @@
+"""Every layout against one process: loss and gradient norm of each of twenty steps, all families, on 2 and 4 processes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import common
+from distributed import run
+
+from gradus.parallel.apply import apply
+from gradus.parallel.mesh import DATA, Mesh
+from gradus.recipe.schema import Layout
+
+FAMILIES = tuple(common.CONFIGS)
+PLAIN = ({}, {"replicate": "manual"}, {"replicate": "parameter_server"}, {"shard_optimizer": True}, {"shard": 2}, {"shard": 2, "reshard": False})
+reference = functools.cache(common.reference)
+
+
+def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 20, autocast: bool = False) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, through the engine that the trainer uses."""
+    mesh = Mesh.make(Layout(**layout), world)
+    parallel = apply(common.build(family), Layout(**layout), mesh)
+    trained = [p for _, p in parallel.trained()]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3) if trained else None
+    n, place = mesh.size(*DATA), mesh.rank(*DATA)
+    found = []
+    for step in range(steps):
+        batch = common.batch(family, step)
+        cuts = [8 * (place * accumulation + i) // (n * accumulation) for i in range(accumulation + 1)]
+        mine = [common.rows_of(family, batch, lo, hi) for lo, hi in zip(cuts, cuts[1:])]
+
+        def loss_of(model, part, counts=batch["counts"]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return sum(value / counts[kind] for kind, value in common.losses(family, model, part).items())
+
+        loss = parallel.forward_backward(mine, loss_of, lambda share: share)
+        norm = parallel.norm()
+        if optimizer:
+            torch.nn.utils.clip_grads_with_norm_([p for p in trained if p.grad is not None], 1.0, norm)
+            optimizer.step()
+        parallel.after_step()
+        parallel.zero_grad()
+        found.append((float(loss), float(norm)))
+    return found
+
+
+def curves(world, cases: list[tuple]) -> list:
+    return [curve(world, *case) for case in cases]
+
+
+def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
+    told = run(n, curves, cases, timeout=300)
+    for i, (family, *case) in enumerate(cases):
+        for rank in range(n):
+            worst = max(abs(a - b) / abs(b) for pair, right in zip(told[rank][i], reference(family)) for a, b in zip(pair, right))
+            assert worst < tolerance, f"{family} {case} rank {rank} of {n}: {worst:.1e} from one process"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_processes(family):
+    check(2, [(family, layout) for layout in PLAIN] + [(family, {}, 2), (family, {"shard": 2}, 4)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_processes(family):
+    check(4, [(family, {}), (family, {}, 2), (family, {"shard": 2}), (family, {"shard": 4}, 2)])
+
+
+COMPOSED = [
+    ("gpt", {"tensor": 2}),
+    ("t5", {"tensor": 2, "shard": 2}),
+    ("llama", {"tensor": 2, "shard": 2}),
+    ("gpt", {"context": 2}),
+    ("llama", {"context": 2, "shard": 2}),
+    ("bert", {"context": 2, "shard": 2}),
+    ("vit", {"context": 2}),
+    ("llama", {"context": 2, "tensor": 2}),
+    ("gpt", {"pipeline": 2}, 2),
+    ("seq2seq", {"pipeline": 2}, 2),
+]
+
+
+def test_axes_compose():
+    check(4, COMPOSED)
