@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -55,7 +54,7 @@ def _worker(rank: int, n: int, port: int, argv: list[str], log: str) -> None:
     os.dup2(out, 2)
     if n > 1:
         place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({key: str(value) for key, value in place.items()})
+        os.environ.update({key: str(value) for key, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     import traceback
 
     import torch
@@ -72,20 +71,18 @@ def _worker(rank: int, n: int, port: int, argv: list[str], log: str) -> None:
     leave(code)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 class Processes:
     """A run's processes on this machine."""
 
     def __init__(self, n: int, argv: list[str], log: Path):
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        port, self.log = _free_port(), log
-        self.all = [context.Process(target=_worker, args=(rank, n, port, argv, str(log)), daemon=True) for rank in range(n)]
+        self.log = log
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet, as torchrun's agent has it
+        arguments = [(rank, n, self.store.port, argv, str(log)) for rank in range(n)]
+        self.all = [context.Process(target=_worker, args=a, daemon=True) for a in arguments]
         for process in self.all:
             process.start()
 

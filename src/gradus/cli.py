@@ -115,7 +115,7 @@ def train(args) -> int:
     if args.processes is not None:
         from gradus.launch import local
 
-        found = {"max_restarts": args.max_restarts, "resume": args.resume, "json_file": args.json_file}
+        found = {"max_restarts": args.max_restarts, "resume": args.resume, "auto_resume": args.auto_resume, "json_file": args.json_file}
         return local.train(args.processes, args.recipe, args.overrides, **found)
     from gradus.train import resolve
 

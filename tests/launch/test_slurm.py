@@ -20,6 +20,7 @@ import pytest
 
 from gradus.cli import main
 from gradus.launch import slurm
+from gradus.parallel.world import World, find
 
 TINY = [
     "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.n_layers=1", "data.n_train=2000", "data.n_valid=32", "evaluate.every=100", "batch.samples=16",
@@ -382,16 +383,19 @@ def test_what_slurm_refuses_is_one_line(cluster, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_srun_is_found(cluster, tmp_path):
-    """Under a real srun each process finds its place, with pmi2 too; in a batch script without srun there is one."""
-    code = "import os; os.environ['OMP_NUM_THREADS'] = '1'\nfrom gradus.parallel.world import find\nprint(*vars(find()).values())"
+    """In the environment of a real srun each process finds its place, with pmi2 too; a batch script without srun is alone."""
+
+    def found(name: str) -> World:
+        return find(dict(entry.split("=", 1) for entry in (tmp_path / name).read_text().split("\0") if "=" in entry))
+
     for more in ([], ["--mpi=pmi2"]):
-        done = subprocess.run(["srun", "-N2", "-n3", *more, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        rows = sorted(line.split() for line in done.stdout.splitlines())
-        assert [row[:4] for row in rows] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]], done.stderr
-        assert {tuple(row[4:6]) for row in rows} == {("Slurm", "127.0.0.1")}
-        assert len({row[6] for row in rows}) == 1
+        step = ["srun", "-N2", "-n3", *more, "bash", "-c", f"env -0 > {tmp_path}/$SLURM_PROCID"]
+        done = subprocess.run(step, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        port = found("0").port
+        assert [found(name) for name in "012"] == [World(r, 3, l, n, "Slurm", "127.0.0.1", port) for r, l, n in ((0, 0, 2), (1, 1, 2), (2, 0, 1))]
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 -o {tmp_path}/out\n{sys.executable} -c \"{code}\"\n")
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 -o /dev/null\nenv -0 > {tmp_path}/batch\n")
     job = _ask("sbatch", "--parsable", str(script))
     _until(lambda: slurm.Job(job).ended, 60)
-    assert (tmp_path / "out").read_text().split() == ["0", "1", "0", "1", "none", "None", "None"]
+    assert found("batch") == World()

@@ -43,7 +43,7 @@ def die_with_parent() -> None:
 
 
 def train(
-    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, json_file: str | None = None,
+    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, auto_resume: bool = False, json_file: str | None = None,
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate
@@ -56,18 +56,21 @@ def train(
     if world.size > 1:
         raise UserError(f"--processes={n}: {world.launcher} started this already, as process {world.rank} of {world.size}. Leave --processes out.")
     extra = from_training_args(json_file)[0] if json_file else {}
-    argv = ["train", recipe, *overrides, *(["--resume"] if resume else []), *(["--json_file", json_file] if json_file else [])]
+    argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
+    argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
     folder = resolve.run_to_resume(recipe, overrides, extra) if resume else None
     config = resolve.load(str(folder) if folder else recipe, overrides, extra)[0]
     _check_counts(n, max_restarts)
     validate(config, n)
+    if auto_resume and config.log.dir is None:
+        raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     if folder is None:
         folder = new_run_folder(config.log, config.name)
-        if (folder / "metrics.jsonl").exists():
+        if not auto_resume and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
         if config.log.dir is None:
             argv.append(f"log.dir={folder}")
-    again = () if resume else ("--auto-resume",)
+    again = () if resume or auto_resume else ("--auto-resume",)
     return run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
 
 

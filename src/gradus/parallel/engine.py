@@ -97,6 +97,10 @@ class Parallel:
     def _finish_gradients(self) -> None:
         if self.pipeline:
             self.pipeline.reduce_tied()
+        if self.mesh.size("tensor") > 1 and not self.summed_by_engine:
+            from gradus.parallel.tensor import sum_partial_gradients
+
+            sum_partial_gradients(self.pipeline.model if self.pipeline else self.bare)
         for held in self.held:
             held.local.grad = _local_gradient(held.parameter)
         with_grad = [h for h in self.held if h.local.grad is not None]

@@ -134,7 +134,7 @@ class _Receive(nn.Module):
 
 
 class _Leave(nn.Module):
-    """In the place of the block after the last own one: keeps what that block would be given."""
+    """In the place of the block after the last own one: keeps what that block would be given. What follows sees zeros."""
 
     def __init__(self, slot: dict[str, Tensor], names: tuple[str, ...], block: nn.Module):
         super().__init__()
@@ -144,7 +144,8 @@ class _Leave(nn.Module):
     def forward(self, *args, **kwargs) -> Tensor:
         given = self.signature.bind(self, *args, **kwargs).arguments
         self.slot.update({f"leaving {name}": given[name] for name in self.names})
-        return given["x"]
+        x = given["x"]
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 class _Zeros(nn.Module):
@@ -166,15 +167,18 @@ class _Left(Exception):
 class _Part(nn.Module):
     """A stage as the task sees it: to be called, once a micro-batch."""
 
-    def __init__(self, model: nn.Module, last: bool):
+    def __init__(self, model: nn.Module, slot: dict[str, Tensor], leaving: tuple[str, ...]):
         super().__init__()
-        self.model, self.last, self.config = model, last, model.config
+        self.model, self.slot, self.leaving, self.config = model, slot, leaving, model.config
+        if leaving:  # a hook, so that the model's output is what the backward pass starts from: FSDP2 waits for it there
+            model.register_forward_hook(lambda module, inputs, output: tuple(slot.pop(f"leaving {name}") for name in leaving))
 
     def forward(self, *args, **kwargs):
         output = self.model(*args, **kwargs)
-        if not self.last:
-            raise _Left
-        return output
+        if not self.leaving:
+            return output
+        self.slot.update({f"leaving {name}": x for name, x in zip(self.leaving, output)})
+        raise _Left
 
     def __getattr__(self, name: str):
         if name in ("encode", "decode", "decode_hidden", "hidden", "new_cache", "features", "pooled"):
@@ -207,6 +211,15 @@ def _clone(module: nn.Module) -> nn.Module:
     clone = copy.copy(module)
     clone.__dict__.update({name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, dict | set)})
     return clone
+
+
+def _unused(part: nn.Module, zeros: _Zeros) -> nn.Module:
+    """The same parameters under the same names, and no computation."""
+    shell = _clone(part)
+    shell._forward_hooks.clear()
+    shell._forward_pre_hooks.clear()
+    shell.forward = zeros.forward
+    return shell
 
 
 class Cutter:
@@ -257,8 +270,8 @@ class Cutter:
         return view
 
     def prune(self, model: nn.Module, own: set[int]) -> None:
-        """Take away, in place, what these blocks do not need. An embedding whose weight is needed for another end stays: it keeps the
-        weight's name, and what it gives is not used."""
+        """Take away, in place, what these blocks do not need. An embedding whose weight is needed for another end stays, unused: it keeps
+        the weight's name."""
         needed, held = self.parts(own), self.held(model, own)
         for stack, start, stop in self.starts():
             blocks = model.get_submodule(stack.blocks)
@@ -276,8 +289,10 @@ class Cutter:
                     _set(model, name, _Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
                     _set(model, name, nn.Identity())
-                elif not {self.names[id(p)] for p in part.parameters()} <= held:
-                    _set(model, name, _Zeros(part.n_patches, self.d_model) if hasattr(part, "n_patches") else _Zeros(self.d_model))
+                else:
+                    zeros = _Zeros(part.n_patches, self.d_model) if hasattr(part, "n_patches") else _Zeros(self.d_model)
+                    tied = {self.names[id(p)] for p in part.parameters()} <= held
+                    _set(model, name, _unused(part, zeros) if tied else zeros)
 
     def carried(self, block: int) -> tuple[str, ...]:
         """What travels to the stage that begins with this block: of the arguments of blocks, x, memory or both."""
@@ -324,7 +339,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index, self.begin, self.end = index, begin, end
         self.last = index == pipeline.n_stages - 1
-        self.part = _Part(model, self.last)
+        self.part = _Part(model, slot, () if self.last else pipeline.cutter.carried(end))
         self.slot = slot
         self.__dict__["pipeline"] = pipeline
 

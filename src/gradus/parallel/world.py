@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import os
 import re
 import signal
@@ -151,6 +152,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
     if device == "cuda":
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU only
     limit = datetime.timedelta(seconds=timeout)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering a weight of two axes takes two steps: known
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             dist.init_process_group(backend, timeout=limit)
@@ -220,6 +222,9 @@ def leave(code: int = 0) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(RuntimeError):  # the others are gone: they ended otherwise
             dist.barrier()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and code == 0 and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # else mpirun reports an abnormal end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import types
 from pathlib import Path
 
 import torch
 
-from gradus import __version__
 from gradus.errors import need
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
+from gradus.train import machine
 
 
 def human(value: float) -> str:
@@ -28,37 +26,12 @@ def human(value: float) -> str:
 
 
 def environment(device: torch.device) -> dict:
-    """The conditions of every number of this run: software, device, threads."""
-    versions = {}
-    for package in ("torch", "numpy", "safetensors", "tokenizers", "pydantic"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found = {
-        "gradus": __version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "versions": versions,
-        "device": str(device),
-        "cpu": _cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
+    """The conditions of every number of this run: the machine as found, software, device, threads."""
+    found = machine.describe() | {"device": str(device)}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         found["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}", "cuda": torch.version.cuda}
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 class RunLog:

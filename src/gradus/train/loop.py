@@ -30,6 +30,7 @@ from gradus.train.clock import Clock, peak_memory
 from gradus.train.log import RunLog, human
 from gradus.train.optim import make_optimizer
 from gradus.train.precision import Precision
+from gradus.train.sampler import Sampler
 from gradus.train.schedule import learning_rate
 
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
@@ -118,6 +119,7 @@ class Trainer:
         self.apart_tokens = 0  # seen by this worker alone since the workers met
         self.traffic: Traffic | None = None
         self.warm = False
+        self.sampler = Sampler(device)
         self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
@@ -312,6 +314,7 @@ class Trainer:
             mfu = self.flops_per_token * n_tokens / elapsed / self.peak_flops
             rows.append(Row("train/mfu", mfu, "of peak", step, {"convention": "model FLOPs, full attention, no recompute"}))
             speed += f"  MFU {mfu:.1%}"
+        rows += self.sampler.rows(step)
         if self.traffic:  # of one step, or of one meeting of workers that are apart
             conditions = {"of": "one meeting" if self.parallel.apart else "one step", "counted": "ring algorithms, this process"}
             rows += [Row(f"traffic/{name}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for name, c in self.traffic.found.items()]
@@ -470,8 +473,7 @@ def _evaluate_batch(parallel: Parallel, task: Task, batch: dict, precision: Prec
     else:
         if context:
             batch = context.prepare(batch)
-        with parallel.around():
-            found = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
+        found = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
         if found is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
             return {}
         if context and mesh.rank("context"):  # its part of the sequences; whose targets are counted once

@@ -169,8 +169,16 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here
     if here.size > 1:
         world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
         folder = Path(world.from_first(str(folder)))  # its name may be the time
+    status = Status(folder, here)
+    with watched(folder, here):
+        outcome = _train(recipe, folder, resume is not None, flops, here, status)
+    status.close()
+    return outcome
+
+
+def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, here: world.World, status: Status) -> Outcome:
     tokenizers = None
-    if resume is None:
+    if not resume:
         if here.first and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
     else:
@@ -182,7 +190,9 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"log.dir={folder}: cannot write below {there}. Set log.dir to a folder you may write.")
+    status.at("opening the data")
     session = open_session(recipe, tokenizers, here)
+    status.at("building the model")
     model = session.build()
     derived = derive(session)
     if here.first:
@@ -197,26 +207,27 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if resume is None and here.first:
+        if not resume and here.first:
             write_json(folder / "environment.json", environment(session.device))
             write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
 
-    if resume is None and here.first and hasattr(session.task, "untrained"):
+    if not resume and here.first and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:")
         print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
 
     per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
+    status.at("the laying out of the model")
     parallel = apply(model, session.recipe.layout, session.mesh)
     torch.manual_seed(dropout_seed(recipe.train.seed, session.mesh))
     parallel.bare.train()
-    status = Status(folder, here)
     trainer = Trainer(
         session.recipe, session.task, parallel, folder, session.device, precision=session.precision, flops_per_token=per_token,
         peak_flops=peak * here.size if peak else None, status=status.at,
     )  # fmt: skip
-    if resume is not None:
+    if resume:
+        status.at("the loading of a checkpoint")
         at = trainer.resume()
         if here.first:
             print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
@@ -224,10 +235,8 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here
     if here.first:
         log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position)
     try:
-        with watched(folder, here):
-            trainer.run(log)
-            summary = finish(trainer, log, derived)
-        status.close()
+        trainer.run(log)
+        summary = finish(trainer, log, derived)
     except torch.OutOfMemoryError:
         raise UserError(
             f"after step {trainer.progress.step}: the memory of {session.device} is full. Set a smaller layout.micro_batch (it is "
