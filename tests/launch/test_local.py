@@ -248,7 +248,7 @@ def test_words_that_make_no_sense(tmp_path, monkeypatch):
     told = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match="torchrun started this already, as process 1 of 4"):
+    with pytest.raises(UserError, match="torchrun started this, as process 1 of 4"):
         local.train(2, "copy-task", [])
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import common
-from distributed import run
-
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import Layout
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import common  # noqa: E402
+from distributed import run  # noqa: E402
 
 FAMILIES = tuple(common.CONFIGS)
 PLAIN = ({}, {"replicate": "manual"}, {"replicate": "parameter_server"}, {"shard_optimizer": True}, {"shard": 2}, {"shard": 2, "reshard": False})
@@ -33,7 +35,7 @@ def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 
     for step in range(steps):
         batch = common.batch(family, step)
         cuts = [8 * (place * accumulation + i) // (n * accumulation) for i in range(accumulation + 1)]
-        mine = [common.rows_of(family, batch, lo, hi) for lo, hi in zip(cuts, cuts[1:])]
+        mine = [common.rows_of(family, batch, lo, hi) for lo, hi in itertools.pairwise(cuts)]
 
         def loss_of(model, part, counts=batch["counts"]):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -64,7 +66,7 @@ def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes(family):
-    check(2, [(family, layout) for layout in PLAIN] + [(family, {}, 2), (family, {"shard": 2}, 4)])
+    check(2, [(family, layout) for layout in PLAIN] + [(family, {}, 2), (family, {}, 4), (family, {"shard": 2}, 4)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,8 +74,17 @@ def test_four_processes(family):
     check(4, [(family, {}), (family, {}, 2), (family, {"shard": 2}), (family, {"shard": 4}, 2)])
 
 
+def test_in_bf16_the_curve_is_near():
+    told = run(2, curves, [("gpt", {}, 1, 20, True), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})], timeout=300)
+    for curve, tolerance in zip(told[0], (1e-2, 1e-2, 1e-2)):
+        assert all(abs(a - b) / b < tolerance for (a, _), (b, _) in zip(curve, reference("gpt")))
+        assert any(a != b for (a, _), (b, _) in zip(curve, reference("gpt"))), "bf16 rounds"
+
+
 COMPOSED = [
     ("gpt", {"tensor": 2}),
+    ("gpt", {"tensor": 2, "pipeline": 2}, 2),
+    ("llama", {"shard": 2, "pipeline": 2}, 2),
     ("t5", {"tensor": 2, "shard": 2}),
     ("llama", {"tensor": 2, "shard": 2}),
     ("gpt", {"context": 2}),

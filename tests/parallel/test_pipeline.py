@@ -129,7 +129,7 @@ def check(n: int, cases: list[tuple[str, str, dict, int]]) -> None:
 
 
 def test_two_processes_follow_one():
-    cases = [(family, schedule, {}, 20) for family in common.CONFIGS for schedule in ("gpipe", "1f1b")]
+    cases = [(family, "gpipe", {}, 20) for family in common.CONFIGS]
     cases += [(family, "interleaved", {}, 20) for family in ("gpt", "t5")]
     cases += [(family, "zero_bubble", {}, 20) for family in ("gpt", "vit")]
     check(2, cases)
@@ -137,7 +137,7 @@ def test_two_processes_follow_one():
 
 def test_four_processes_follow_one():
     cases = [(family, "1f1b", {}, 20) for family in common.CONFIGS]
-    cases += [("t5", "gpipe", {}, 20), ("t5", "interleaved", {}, 20), ("gpt", "zero_bubble", {"n_layers": 8}, 20)]
+    cases += [("t5", "interleaved", {}, 20), ("gpt", "zero_bubble", {"n_layers": 8}, 20)]
     check(4, cases)
 
 
@@ -230,7 +230,9 @@ def test_evaluation_heads_few_batches_checkpointing_and_autocast():
             loss = share_of("gpt", whole["counts"])(model, whole)
             loss.backward()
             # the loss is where the last stage is: of zero_bubble's V with the first process
-            assert value[0] + first[kind, *what][0] == pytest.approx(float(loss), rel=1e-6) and 0.0 in (value[0], first[kind, *what][0]), what
+            assert value[0] + first[kind, *what][0] == pytest.approx(float(loss.detach()), rel=1e-6) and 0.0 in (value[0], first[kind, *what][0]), (
+                what
+            )
             for name, p in model.named_parameters():
                 for held in (value[1], first[kind, *what][1]):
                     if name in held:

@@ -54,7 +54,7 @@ def train(
 
     world = find()
     if world.size > 1:
-        raise UserError(f"--processes={n}: {world.launcher} started this already, as process {world.rank} of {world.size}. Leave --processes out.")
+        raise UserError(f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out.")
     extra = from_training_args(json_file)[0] if json_file else {}
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []

@@ -31,7 +31,8 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
     taken = math.prod(named.values())
     product = " × ".join(f"{axis} {k}" for axis, k in named.items())
     if n % taken:
-        yield f"layout: {product} = {taken} processes, and {n} {'was' if n == 1 else 'were'} started. Start {taken}, or a multiple: --processes {taken}."
+        started = f"{n} {'was' if n == 1 else 'were'} started"
+        yield f"layout: {product} = {taken} processes, and {started}. Start {taken}, or a multiple: --processes {taken}."
         return
     left = n // taken
     if left > 1 and layout.replicate == "none":
@@ -40,11 +41,12 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
             f"or set layout.replicate=ddp{'' if named else f' or layout.shard={n}'}."
         )
     if left == 1:
+        one = f"one replica ({n} process{'es' if n > 1 else ''})"
         for key in ("shard_optimizer", "local_sgd", "diloco"):
             if getattr(layout, key):
-                yield f"layout.{key}: cannot take effect with one replica ({n} process{'es' if n > 1 else ''}). Start {2 * taken}, or leave it out."
+                yield f"layout.{key}: cannot take effect with {one}. Start {2 * taken}, or leave it out."
         if layout.replicate in ("manual", "parameter_server", "ddp"):
-            yield f"layout.replicate={layout.replicate}: there is one replica ({n} process{'es' if n > 1 else ''}). Start {2 * taken}: --processes {2 * taken}."
+            yield f"layout.replicate={layout.replicate}: there is {one}. Start {2 * taken}: --processes {2 * taken}."
     if layout.replicate == "data_parallel":
         yield from _data_parallel(layout, n)
 
@@ -56,12 +58,13 @@ def _data_parallel(layout: Layout, n: int) -> Iterator[str]:
     if n > 1:
         yield f"layout.replicate=data_parallel: it is one process with several GPUs, and {n} were started. Use layout.replicate=ddp."
     elif devices < 2 or layout.device == "cpu":
-        yield f"layout.replicate=data_parallel: it splits a batch over several GPUs, and there {'is one' if devices == 1 else 'is none'} here. Use ddp."
+        there = "is one" if devices == 1 else "is none"
+        yield f"layout.replicate=data_parallel: it splits a batch over several GPUs, and there {there} here. Use layout.replicate=ddp."
 
 
 def combinations(layout: Layout) -> Iterator[str]:
     """What does not compose, and what cannot take effect."""
-    on = {key for key in type(layout).model_fields if (v := getattr(layout, key)) not in (1, False, None, "none", "auto")}
+    on = {key for key, field in type(layout).model_fields.items() if getattr(layout, key) != field.default}
     for (a, b), reason in APART.items():
         if a in on and b in on:
             yield f"layout.{a} with layout.{b}: {reason}."
@@ -118,7 +121,8 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
             f"Use {', '.join(divisors)}... processes, or batch.samples={' or '.join(near)}."
         )
     elif samples and recipe.layout.micro_batch and recipe.layout.micro_batch > samples // data:
-        yield f"layout.micro_batch={recipe.layout.micro_batch} is more than a process's share of {samples // data} samples. Set at most {samples // data}."
+        share = samples // data
+        yield f"layout.micro_batch={recipe.layout.micro_batch} is more than a process's share of {share} samples. Set at most {share}."
     apart = recipe.layout.local_sgd or recipe.layout.diloco
     if apart:
         key = "diloco" if recipe.layout.diloco else "local_sgd"

@@ -194,7 +194,7 @@ class Parallel:
     def full_tensors(self, names: list[str], everywhere: bool = True) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective; `names`: of the whole
         model, in an order that all processes share. everywhere=False: only rank 0 is sure to get it."""
-        mine = {name: p for name, p in (self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False)}
+        mine = dict((self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False))
         group = self.mesh.group("pipeline")
         for name in names:
             p = mine.get(name)

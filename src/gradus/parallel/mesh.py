@@ -69,7 +69,7 @@ class Mesh:
     def __hash__(self):
         return id(self)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  (a mesh lives as long as the process)
+    @functools.cache  # noqa: B019  (a mesh lives as long as the process)
     def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
         assert list(axes) == [a for a in AXES if a in axes], f"{axes}: not in the order of {AXES}"
         wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gradus.errors import UserError, need
 from gradus.recipe.schema import Layout
 
-
 POWERSGD_START = 10  # steps with whole gradients before: their buckets settle, and early gradients compress badly
 
 

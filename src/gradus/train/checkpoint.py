@@ -216,7 +216,7 @@ class Checkpoints:
         apart = state.get("apart", False)
         if apart and not (alike and parallel.apart):
             n = math.prod(state["layout"].values())
-            raise UserError(f"{path}: it was written by {n} workers that train apart, each with its own optimizer. Resume with {n} and the same layout.")
+            raise UserError(f"{path}: {n} workers that train apart wrote it, each with its own optimizer. Resume with {n} and the same layout.")
         if mesh.world.first:
             for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):  # by a kill
                 shutil.rmtree(left, ignore_errors=True)

@@ -118,6 +118,7 @@ class Trainer:
         self.signal: int | None = None  # that all processes know of
         self.apart_tokens = 0  # seen by this worker alone since the workers met
         self.traffic: Traffic | None = None
+        self.start_step = 0  # where this start began
         self.warm = False
         self.sampler = Sampler(device)
         self.in_a_row = 0  # steps that were not finite, up to now
@@ -196,16 +197,7 @@ class Trainer:
             while p.step < self.last_step:
                 n_steps = len(self.loader.plan.epoch(p.epoch))
                 for step in self._steps():
-                    rate = learning_rate(recipe.schedule, recipe.optimizer.lr, p.step + 1, self.last_step, recipe.model.d_model)
-                    for group in self.optimizer.param_groups if self.optimizer else ():
-                        group["lr"] = rate
-                    with self.clock.count("train"):
-                        agreed, loss, norm = self._train(step)
-                    if agreed.saved:
-                        self.checkpoints.finish(self.parallel)
-                    p.step, p.epoch_step, p.accumulations = p.step + 1, step.step + 1, p.accumulations + len(step.micro_batches)
-                    p.samples += step.samples
-                    p.tokens += agreed.tokens
+                    rate, loss, norm = self.take(step)
                     self.pending.append((p.step, rate, loss, norm))
                     last = p.step == self.last_step
                     if p.step % recipe.log.every == 0 or last:
@@ -224,6 +216,21 @@ class Trainer:
                 p.epoch, p.epoch_step = p.epoch + 1, 0
         return p
 
+    def take(self, step: Step) -> tuple[float, Tensor, Tensor]:
+        """One step of a run, and the count of it in `progress`. Returns (learning rate, loss, gradient norm); the last two as `step` does."""
+        p, recipe = self.progress, self.recipe
+        rate = learning_rate(recipe.schedule, recipe.optimizer.lr, p.step + 1, self.last_step, recipe.model.d_model)
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["lr"] = rate
+        with self.clock.count("train"):
+            agreed, loss, norm = self._train(step)
+        if agreed.saved:
+            self.checkpoints.finish(self.parallel)
+        p.step, p.epoch_step, p.accumulations = p.step + 1, step.step + 1, p.accumulations + len(step.micro_batches)
+        p.samples += step.samples
+        p.tokens += agreed.tokens
+        return rate, loss, norm
+
     def _train(self, step: Step) -> tuple[Agreed, Tensor, Tensor]:
         """One step of the run, and what goes with it between processes. In apart workers, `tokens` come when they meet."""
         self.at("the all-reduce of counts", self.progress.step + 1)
@@ -235,7 +242,7 @@ class Trainer:
             counting = self.parallel.several and self.progress.step - self.start_step + 1 == at and self.recipe.layout.compile == "none"
         if counting:
             self.traffic = Traffic()
-        with self.traffic or contextlib.nullcontext():
+        with self.traffic if counting else contextlib.nullcontext():
             loss, norm = self.step(step.micro_batches, agreed.counts)
             if self.parallel.apart:
                 self.apart_tokens += agreed.tokens

@@ -1,0 +1,200 @@
+"""Whole runs on several processes: what is learnt, evaluated and kept is what one process learns, and a stop changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradus import models
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.parallel import check
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed import run
+
+COPY = [
+    "model.n_layers=2", "model.d_model=32", "model.n_heads=4", "model.d_ff=64", "model.dropout=0.0", "data.n_train=400", "data.n_valid=48",
+    "batch.samples=32", "train.steps=20", "train.clip_norm=1.0", "optimizer.eps=1e-4", "layout.device=cpu", "layout.threads=1", "log.every=1",
+]  # fmt: skip
+TEXT = "".join(f"Line {i} of a short play, {i * i} words long.\n" for i in range(400))
+
+
+def gpt(folder: Path) -> list[str]:
+    (folder / "text.txt").write_text(TEXT)
+    return [
+        f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", "model.n_layers=4", "model.d_model=32", "model.seq_len=32",
+        "batch.samples=16", "train.steps=10", "evaluate.every=5", "evaluate.samples=0", "data.limit_valid=9", "optimizer.eps=1e-4",
+        "layout.device=cpu", "layout.threads=1", "log.every=1",
+    ]  # fmt: skip
+
+
+def train(world, name: str, overrides: list[str], resume: bool = False, stop_at: int | None = None) -> str:
+    """`name` is a recipe, or with `resume` a run folder. stop_at: a SIGTERM comes to one process (the last) before that step."""
+    from gradus.train import loop, session
+
+    original = loop.Trainer._train
+
+    def interrupted(self, step):
+        if self.progress.step + 1 == stop_at and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step)
+
+    loop.Trainer._train = interrupted
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            session.train(recipes.load(name, overrides), here=world, resume=Path(name) if resume else None)
+    except loop.Stopped as stop:
+        return str(stop.checkpoint)
+    finally:
+        loop.Trainer._train = original
+    return "done"
+
+
+def many(world, runs: list[tuple]) -> list[str]:
+    return [train(world, *arguments) for arguments in runs]
+
+
+def rows(folder: Path) -> dict:
+    return {(r["name"], r["step"]): r["value"] for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if r.get("step")}
+
+
+def same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+    a, b = rows(one), rows(other)
+    kinds = ("train/loss", "train/grad_norm", "train/tokens", "train/samples", "valid/loss", "valid/accuracy", "valid/exact_match")
+    keys = [k for k in a if k[0] in kinds]
+    assert len(keys) > 30
+    for key in keys:
+        assert b[key] == pytest.approx(a[key], rel=tolerance, abs=1e-12), f"{other.name}: {key}"
+
+
+def test_copying_ragged_batches_on_two_and_four(tmp_path):
+    """400 samples in batches of 32: the last of an epoch has 16."""
+    of = {n: [] for n in (1, 2, 4)}
+    for n, name, *more in [
+        (1, "one"), (2, "ddp"), (2, "manual", "layout.replicate=manual", "layout.micro_batch=4"), (2, "server", "layout.replicate=parameter_server"),
+        (2, "shard", "layout.shard=2", "layout.micro_batch=5"), (2, "zero1", "layout.shard_optimizer=true"), (4, "hsdp", "layout.shard=2"),
+        (4, "ddp4", "layout.micro_batch=2"),
+    ]:  # fmt: skip
+        of[n].append(("copy-task", [*COPY, f"log.dir={tmp_path / name}", *more]))
+    for n, runs in of.items():
+        assert run(n, many, runs, timeout=300) == [["done"] * len(runs)] * n
+    for name in ("ddp", "manual", "server", "shard", "zero1", "hsdp", "ddp4"):
+        same(tmp_path / "one", tmp_path / name)
+    sent = {name: rows(tmp_path / name)["traffic/sent", 2] for name in ("ddp", "server", "shard", "zero1")}
+    size = 4 * models.count(models.config_of(tmp_path / "one"))["total"]
+    assert sent["ddp"] == pytest.approx(size, rel=0.01)  # 2 (n - 1) / n of the gradients
+    assert sent["zero1"] == pytest.approx(1.5 * size, rel=0.02)  # and a broadcast of the weights
+
+
+def test_a_language_model_in_every_way_to_split_it(tmp_path):
+    text = gpt(tmp_path)
+    two = {
+        "tensor": ["layout.tensor=2"],
+        "context": ["layout.context=2"],
+        "ulysses": ["layout.context=2", "layout.context_method=ulysses"],
+        "gpipe": ["layout.pipeline=2", "layout.schedule=gpipe", "layout.micro_batch=4"],
+        "zero_bubble": ["layout.pipeline=2", "layout.schedule=zero_bubble", "layout.micro_batch=4"],
+    }
+    four = {"2d": ["layout.tensor=2", "layout.shard=2"], "3d": ["layout.tensor=2", "layout.pipeline=2", "layout.micro_batch=4"]}
+    run(1, many, [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / 'one'}"])])
+    for n, layouts in ((2, two), (4, four)):
+        run(n, many, [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / name}", *more]) for name, more in layouts.items()], timeout=300)
+    for name in [*two, *four]:
+        same(tmp_path / "one", tmp_path / name)
+        weights = models.load(tmp_path / name).state_dict()  # the best, in the Hugging Face layout, whatever the layout of the run
+        for key, value in models.load(tmp_path / "one").state_dict().items():
+            assert (weights[key] - value).abs().max() < 1e-4, f"{name}: {key}"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "shard"])
+def test_a_stop_on_one_process_stops_all_and_a_resume_is_bitwise(tmp_path, layout):
+    more = ["model.dropout=0.1", *(["layout.shard=2"] if layout == "shard" else [])]
+    whole, cut = (str(tmp_path / name) for name in ("whole", "cut"))
+    found = run(4, many, [("copy-task", [*COPY, *more, f"log.dir={whole}"]), ("copy-task", [*COPY, *more, f"log.dir={cut}"], False, 7)], timeout=300)
+    assert found == [["done", str(Path(cut) / "checkpoints" / "step-00000007")]] * 4
+    run(4, train, cut, more, True)
+    same(Path(whole), Path(cut), tolerance=0.0)
+
+
+def test_four_two_one_four(tmp_path):
+    one, moved = (str(tmp_path / name) for name in ("one", "moved"))
+    run(1, train, "copy-task", [*COPY, f"log.dir={one}"])
+    run(4, train, "copy-task", [*COPY, f"log.dir={moved}", "layout.shard=4"], False, 5)
+    run(2, train, moved, ["layout.shard=1"], True, 9)
+    run(1, train, moved, ["layout.shard=1"], True, 13)
+    run(4, train, moved, ["layout.shard=2"], True)
+    same(Path(one), Path(moved))
+
+
+def test_workers_that_train_apart(tmp_path):
+    text = gpt(tmp_path)
+    runs = [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / key}", f"layout.{key}.every=5"]) for key in ("diloco", "local_sgd")]
+    cut = ("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / 'cut'}", "layout.diloco.every=5"], False, 2)
+    assert run(2, many, [*runs, cut])[0][2].endswith("step-00000005"), "they stop when they meet"
+    run(2, train, str(tmp_path / "cut"), [], True)
+    same_keys = {k: v for k, v in rows(tmp_path / "diloco").items() if k[0] in ("train/loss", "valid/loss", "train/tokens")}
+    assert len(same_keys) > 12 and same_keys == {k: rows(tmp_path / "cut")[k] for k in same_keys}
+    for key in ("diloco", "local_sgd"):
+        found = rows(tmp_path / key)
+        assert found["valid/loss", 10] < found["valid/loss", 5]
+        assert found["train/tokens", 10] == 10 * 16 * 32
+    with pytest.raises(AssertionError, match="Resume with 2"):
+        run(1, train, str(tmp_path / "cut"), ["layout.diloco=null", "train.steps=10"], True)
+
+
+def test_a_bad_sample_names_its_file_and_the_process(tmp_path):
+    """Images are decoded when they are wanted, so only the process that wants it meets a damaged one."""
+    from PIL import Image
+
+    for i in range(40):
+        folder = tmp_path / "images" / "train" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (i, 2 * i, 3 * i)).save(folder / f"{i:02d}.png")
+    bad = tmp_path / "images" / "train" / "b" / "07.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    data = [f"data.path={tmp_path / 'images'}", "data.source=path", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]", "model.image_size=8"]
+    data += ["model.n_channels=3", "model.patch_size=4", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"]
+    data += ["batch.samples=20", "train.epochs=1", "layout.device=cpu", "evaluate.test=false", f"log.dir={tmp_path / 'run'}"]
+    with pytest.raises(AssertionError, match=r"rank [01] of 2:(.|\n)*07\.png"):
+        run(2, train, "digits-vit", data)
+
+
+@functools.cache
+def recipe(*overrides: str):
+    return recipes.load("copy-task", [*COPY, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("n", "overrides", "told"),
+    [
+        (3, (), "does not divide among 3 processes"),
+        (2, ("layout.replicate=none",), "2 processes are left over"),
+        (3, ("layout.shard=2",), "shard 2 = 2 processes, and 3 were started"),
+        (2, ("layout.tensor=3",), "Start 3"),
+        (3, ("layout.tensor=3", "batch.samples=33"), "Use 1, 2 or 4"),
+        (1, ("layout.replicate=data_parallel",), "there is none here"),
+        (1, ("layout.diloco.every=5",), "cannot take effect with one replica"),
+        (2, ("layout.diloco.every=5", "train.checkpoint_every=7"), "Set train.checkpoint_every=5"),
+        (2, ("layout.shard=2", "layout.compress=bf16"), "a hook of DDP"),
+        (2, ("layout.transport=mpi",), "It is for manual"),
+        (4, ("layout.shard=2", "layout.shard_optimizer=true"), "sharding splits the optimizer's state already"),
+        (2, ("layout.reshard=false",), "cannot take effect without layout.shard"),
+        (2, ("layout.context=2",), "context is for gpt"),
+        (2, ("layout.micro_batch=20",), "a process's share of 16 samples"),
+        (4, ("layout.pipeline=2", "layout.context=2", "model.n_layers=4"), "layout.pipeline with layout.context"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_is_built(n, overrides, told):
+    with pytest.raises(UserError) as e:
+        check.validate(recipe(*overrides), n)
+    assert told in str(e.value), str(e.value)
