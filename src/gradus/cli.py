@@ -81,6 +81,15 @@ def parser() -> Parser:
     p.add_argument("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
     p.add_argument("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
     p.add_argument("--to", metavar="FILE.jsonl", help="add the rows to this file")
+    p = verb("scale", scale, "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name")
+    p.add_argument("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
+    p.add_argument("--steps", type=int, default=30, metavar="N", help="steps that are timed in a round (default 30)")
+    p.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before them (default 5)")
+    p.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds, each with every number of processes (default 3)")
+    p.add_argument("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
+    p.add_argument("--weak", action="store_true", help="the recipe's batch for every process, not for all together; also to the end")
+    p.add_argument("--scale-lr", action="store_true", help="of --weak: the learning rate times the number of processes (the linear rule)")
+    p.add_argument("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
     p = verb("env", env, "the machine as found, with a word on each figure", recipe=False)
     p.add_argument("--json", action="store_true", help="as JSON")
     p = verb("launch", None, "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal", recipe=False)
@@ -257,6 +266,12 @@ def collectives(args) -> int:
     from gradus.measure.collectives import collectives as run
 
     return run(args)
+
+
+def scale(args) -> int:
+    from gradus.measure.scaling import scale as run
+
+    return run(load_recipe(args), args)
 
 
 def env(args) -> int:

@@ -161,7 +161,7 @@ def test_a_bad_sample_names_its_file_and_the_process(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (i, 2 * i, 3 * i)).save(folder / f"{i:02d}.png")
     bad = tmp_path / "images" / "train" / "b" / "07.png"
-    bad.write_bytes(bad.read_bytes()[:60])
+    bad.write_bytes(b"not a picture")
     data = [f"data.path={tmp_path / 'images'}", "data.source=path", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]", "model.image_size=8"]
     data += ["model.n_channels=3", "model.patch_size=4", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"]
     data += ["batch.samples=20", "train.epochs=1", "layout.device=cpu", "evaluate.test=false", f"log.dir={tmp_path / 'run'}"]

@@ -23,6 +23,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.infer import Place, encode, find, note, special
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
+from gradus.parallel.mesh import alone
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
@@ -348,8 +349,9 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
 
 
 def asking_for(recipe: Recipe, split: str) -> Recipe:
-    """The recipe, with the test split opened when it is wanted."""
-    return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"test": split == "test"})})
+    """The recipe as one process evaluates it, with the test split opened when it is wanted."""
+    evaluate = recipe.evaluate.model_copy(update={"test": split == "test"})
+    return recipe.model_copy(update={"evaluate": evaluate, "layout": alone(recipe.layout)})
 
 
 def split_of(task: Task, split: str) -> Any:

@@ -43,7 +43,8 @@ def die_with_parent() -> None:
 
 
 def train(
-    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, auto_resume: bool = False, json_file: str | None = None,
+    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, auto_resume: bool = False,
+    json_file: str | None = None,
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate

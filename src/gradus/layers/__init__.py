@@ -4,6 +4,7 @@ from gradus.layers.attention import Attention
 from gradus.layers.block import Block
 from gradus.layers.cache import Cache, LayerCache
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
+from gradus.layers.init import truncated_normal_
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
@@ -43,4 +44,5 @@ __all__ = [
     "rotary_table",
     "sdpa",
     "sinusoidal",
+    "truncated_normal_",
 ]

@@ -3,24 +3,12 @@ second sentence follows the first."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward
+from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward, truncated_normal_
 from gradus.recipe.schema import BertConfig
-
-
-@torch.no_grad()
-def truncated_normal_(weight: Tensor, std: float) -> None:
-    """Fill from a normal cut off at two standard deviations, in place, by the inverse of its distribution function.
-
-    nn.init.trunc_normal_ draws again until all values fit: fifteen times slower, and impossible under fake tensors.
-    """
-    edge = math.erf(2 / math.sqrt(2))
-    weight.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2)).clamp_(-2 * std, 2 * std)  # the clamp is for rounding
 
 
 class BertBlock(Block):

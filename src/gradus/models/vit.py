@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, FeedForward, Patches
+from gradus.layers import Attention, Block, FeedForward, Patches, truncated_normal_
 from gradus.recipe.schema import ViTConfig
 
 
@@ -47,15 +47,15 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices and positions truncated normal of standard deviation 0.02; biases, class token and the classifier 0
+        """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the classifier 0
         (the classifier as in section 3.2), so that the first scores are all equal."""
         for module in self.modules():
             if isinstance(module, nn.Linear | Patches):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+                truncated_normal_(module.weight, 0.02)
                 nn.init.zeros_(module.bias)
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        nn.init.trunc_normal_(self.positions, std=0.02)
+        truncated_normal_(self.positions, 0.02)
         if self.class_token is not None:
             nn.init.zeros_(self.class_token)
         if self.head is not None:

@@ -1,13 +1,17 @@
 """A world of any size in one process: a layout is built and stepped as one of its ranks, and nothing travels.
 
-What a process computes, holds and sends is as it would be; what it would receive is not (a gathered weight is this process's part, and
-memory as it was), so losses and gradients mean nothing. Under FakeTensorMode nothing is computed either, only shapes:
+What a process computes, holds and sends is as in a real world. What it would receive is not: the others are taken to have what it has
+itself, or what happens to lie in memory, so losses and gradients mean nothing. Under FakeTensorMode nothing is computed either, only
+shapes, and a world of 1,024 is a matter of seconds:
 
-    with fake_world(1024) as world:
+    with fake_world(1024, rank=5) as world:
         mesh = Mesh.make(layout, world)
-        with FakeTensorMode(), Traffic() as traffic:
+        with FakeTensorMode():
             parallel = apply(models.build(config), layout, mesh)
-            ...
+            with Traffic() as traffic:
+                parallel.forward_backward(micro_batches, loss_of, lambda share: share)
+
+Much of this leans on parts of PyTorch that are private; they are the same from 2.11 to 2.13 but where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -15,48 +19,83 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradus.errors import UserError
+from gradus.parallel import replicate
 from gradus.parallel.world import World
+from gradus.recipe.schema import Layout
 
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """While this lasts, this process is `rank` of `size` that have met. Gone afterwards, whatever happens."""
-    # PyTorch's own tests trace large worlds with this group; private, the same from 2.11 to 2.13
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """While this lasts, this process is `rank` of `size` that have met. The group is taken down afterwards, whatever happens.
+
+    Not for a process that has joined others.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # what PyTorch's own tests trace large worlds with
 
     assert 0 <= rank < size, f"rank {rank} of {size}"
     assert not dist.is_initialized(), "this process is one of several already"
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with _meshes_are_real(), _chunks_are_lazy():
+        with contextlib.ExitStack() as stack:
+            for patch in _patches():
+                stack.enter_context(patch)
             yield World(rank, size, rank, size, "fake")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _patches() -> Iterator[contextlib.AbstractContextManager]:
+    # A mesh reads the values of a tensor of ranks. FSDP2 makes meshes out of others in the midst of FakeTensorMode.
+    yield _replaced(DeviceMesh, "__init__", _not_fake(DeviceMesh.__init__))
+    yield _replaced(DeviceMesh, "mesh", property(_not_fake(DeviceMesh.mesh.fget)))
+
+    # FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: most of the time of a large world.
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    yield _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+
+    # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are empty here.
+    yield _replaced(replicate, "DDP", BucketedReplicas)
+
+    from torch.distributed.pipelining import schedules
+
+    from gradus.parallel.pipeline import Stage
+
+    yield _replaced(Stage, "forward", _in_order(Stage.forward))
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: stages vote on whether all of them know their shapes; ours do
+        yield _replaced(schedules._PipelineSchedule, "_warmup_p2p", _all_know_their_shapes)
 
 
 @contextlib.contextmanager
-def _meshes_are_real() -> Iterator[None]:
-    """A mesh reads the values of a tensor of ranks, which a fake tensor has not: meshes are made outside of FakeTensorMode, also those
-    that FSDP2 makes of two others in the midst of it."""
-    kept = {name: DeviceMesh.__dict__[name] for name in ("__init__", "mesh")}
-    DeviceMesh.__init__ = _real(kept["__init__"])
-    DeviceMesh.mesh = property(_real(kept["mesh"].fget))
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, new)
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(DeviceMesh, name, value)
+        setattr(owner, name, kept)
 
 
-def _real(function: Callable) -> Callable:
+def _forget_meshes() -> None:
+    """DTensor remembers results by meshes that compare equal, though they may be of another world's rank, whose groups are no more."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def _not_fake(function: Callable) -> Callable:
     @functools.wraps(function)
     def outside(*args, **kwargs):
         with unset_fake_temporarily():
@@ -65,21 +104,8 @@ def _real(function: Callable) -> Callable:
     return outside
 
 
-@contextlib.contextmanager
-def _chunks_are_lazy() -> Iterator[None]:
-    """FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: by far most of the time of a large world."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    kept = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _Chunks
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = kept
-
-
 class _Chunks:
-    """torch.chunk's parts, with empty ones where it gives fewer than n, each made when it is asked for."""
+    """torch.chunk's parts, and empty ones where it gives fewer than n, each made when it is asked for."""
 
     def __init__(self, tensor: Tensor, n: int, dim: int):
         self.tensor, self.dim, self.total = tensor, dim, tensor.size(dim)
@@ -90,3 +116,63 @@ class _Chunks:
         if i and start >= self.total:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.size, self.total - start))
+
+
+class BucketedReplicas(replicate.Replicas):
+    """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of the backward pass;
+    on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as DDP's from its second step on, and as
+    much memory. Raises UserError for a compression that only DDP can do.
+    """
+
+    def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
+        super().__init__(bare)
+        if layout.compress == "powersgd":
+            raise UserError("layout.compress=powersgd: what it sends is decided inside DDP and cannot be traced. Use none, bf16 or fp16.")
+        self.group, self.last, self.scale = group, True, float(dist.get_world_size(group))
+        self.wire = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.compress)
+        parameters = [p for p in bare.parameters() if p.requires_grad][::-1]
+        buckets, _ = dist._compute_bucket_assignment_by_size(parameters, [int(layout.bucket_mb * 2**20)])
+        for members in ([parameters[i] for i in bucket] for bucket in buckets):
+            flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
+            waiting = {id(p) for p in members}
+            for p, part in zip(members, flat.split([p.numel() for p in members])):
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, part.view_as(p), flat, waiting, frozenset(waiting)))
+
+    def _arrived(self, view: Tensor, flat: Tensor, waiting: set[int], members: frozenset[int], p: nn.Parameter) -> None:
+        if not self.last:
+            return
+        view.copy_(p.grad)
+        p.grad = view
+        waiting.discard(id(p))
+        if not waiting:
+            waiting |= members
+            sent = flat if self.wire is None else flat.to(self.wire)
+            dist.all_reduce(sent, group=self.group)
+            flat.copy_(sent)
+            flat /= self.scale
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self.last = last
+        yield
+
+
+def _in_order(forward: Callable) -> Callable:
+    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their order."""
+
+    def forward_of(stage: Any, *args, index: Tensor) -> Tensor:
+        if not isinstance(index, FakeTensor):
+            return forward(stage, *args, index=index)
+        run, n = stage.__dict__.get("counted", (None, 0))
+        n = n if run is stage.pipeline.run else 0
+        stage.__dict__["counted"] = stage.pipeline.run, n + 1
+        return forward(stage, *args, index=n)
+
+    return forward_of
+
+
+def _all_know_their_shapes(schedule: Any, stages: list, has_backward: bool, p2p_done: bool) -> None:
+    from torch.distributed.pipelining.stage import InferenceMode
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

@@ -27,6 +27,12 @@ def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
     return {axis: n_processes // taken if axis == "replicate" else named[axis] for axis in AXES}
 
 
+def alone(layout: Layout) -> Layout:
+    """The layout without what concerns several processes: as one that evaluates a run of many has it."""
+    one = {"device", "threads", "precision", "tf32", "micro_batch", "attention", "chunk", "checkpointing", "compile"}
+    return layout.model_copy(update={key: field.default for key, field in type(layout).model_fields.items() if key not in one})
+
+
 @dataclasses.dataclass
 class Mesh:
     """The arrangement as one process sees it. `sizes`: axis → processes; the world's ranks run along the last axis first."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +50,8 @@ class Traffic(TorchDispatchMode):
         self.found: dict[str, Counted] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # what DTensor makes of it comes by here again, its own collectives among it
         out = function(*args, **(kwargs or {}))
         namespace, name = function._schema.name.split("::")
         kind = collective(name) if namespace in ("c10d", "_c10d_functional") else None
