@@ -15,10 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import common
-from distributed import run
-
 from gradus import models
 from gradus.errors import UserError
 from gradus.parallel.apply import apply
@@ -27,13 +23,18 @@ from gradus.parallel.fake import BucketedReplicas, fake_world
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.traffic import Traffic
 from gradus.parallel.world import World
-from gradus.recipe.schema import GPTConfig, Layout, ModelConfig
+from gradus.recipe.schema import GPTConfig, Layout
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import common  # noqa: E402
+from distributed import run  # noqa: E402
 
 GPT2 = GPTConfig(n_layers=12, d_model=768, n_heads=12, vocab_size=50257, seq_len=1024, dropout=0.1)
-SMALL = GPTConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=512, seq_len=64)
+SMALL = GPTConfig(n_layers=2, d_model=64, n_heads=4, vocab_size=512, seq_len=64)
 
 
-def steps(parallel: Parallel, micro_batches: list[dict], loss_of, n: int = 2) -> Traffic:
+def steps(parallel: Parallel, micro_batches: list[dict], loss_of, n: int = 1) -> Traffic:
     """n steps as the trainer takes them; what the last one sends."""
     trained = [p for _, p in parallel.trained()]
     optimizer = torch.optim.AdamW(trained, lr=1e-3) if trained else None
@@ -50,20 +51,14 @@ def steps(parallel: Parallel, micro_batches: list[dict], loss_of, n: int = 2) ->
     return traffic
 
 
-def build(layout: Layout, config: ModelConfig, world: World, fake: bool) -> Parallel:
-    mesh = Mesh.make(layout, world)
-    with FakeTensorMode() if fake else contextlib.nullcontext():
-        return apply(models.build(config), layout, mesh)
-
-
-def gpt(size: int, layout: dict, config: GPTConfig, batch: int, seq: int, rank: int = 0, fake: bool = True, micro_batches: int = 1):
+def gpt(size: int, layout: dict, config: GPTConfig, batch: int, seq: int, rank: int = 0, fake: bool = True, micro_batches: int = 1, n: int = 1):
     """(what rank holds, what it sends in a step)."""
     with fake_world(size, rank) as world:
         mesh = Mesh.make(Layout(**layout), world)
         with FakeTensorMode() if fake else contextlib.nullcontext():
             parallel = apply(models.build(config), Layout(**layout), mesh)
             data = [{name: torch.randint(0, config.vocab_size, (batch, seq)) for name in ("ids", "labels")} for _ in range(micro_batches)]
-            traffic = steps(parallel, data, lambda model, b: common.losses("gpt", model, b)["tokens"])
+            traffic = steps(parallel, data, lambda model, b: common.losses("gpt", model, b)["tokens"], n)
             return {h.name: h.local.shape for h in parallel.held}, traffic.found
 
 
@@ -83,7 +78,7 @@ def gpt_shapes(c: GPTConfig, t: int = 1) -> list[tuple[int, ...]]:
 def test_fsdp_and_tensor_at_1024():
     start = time.process_time()
     s, t, c, batch = 256, 4, GPT2, 4
-    held, found = gpt(s * t, {"shard": s, "tensor": t}, c, batch, c.seq_len)
+    held, found = gpt(s * t, {"shard": s, "tensor": t}, c, batch, c.seq_len, n=2)
     assert time.process_time() - start < 30
     assert held["blocks.3.feedforward.up.weight"] == (4 * 768 // 4 // 256, 768)
     assert sum(map(math.prod, held.values())) == padded(gpt_shapes(c, t), s) // s  # of the first, which has full rows
@@ -146,7 +141,7 @@ def test_closed_forms(fake):
     pipeline = sent(2, {"pipeline": 2}, micro_batches=2)
     assert pipeline == {"send": 2 * stream + 4 * c.vocab_size * c.d_model, "all_reduce": 8}  # and the tied embedding's gradient
 
-    experts = c.model_copy(update={"n_experts": 4, "n_layers": 2})
+    experts = c.model_copy(update={"n_experts": 4})
     rows = 2 * stream  # each token goes to two experts
     if fake:  # as if all experts were equally loaded: there and back, forwards and backwards, and how many go to each
         assert sent(2, {"expert": 2}, experts)["all_to_all"] == 2 * (4 * rows + 4 * 8) / 2
@@ -157,7 +152,7 @@ def test_closed_forms(fake):
 @pytest.mark.parametrize("family", common.CONFIGS)
 def test_families(family):
     """Built under FakeTensorMode, and stepped."""
-    for rank, layout in ((3, {"shard": 2, "tensor": 2}), (1, {"shard": 2, "checkpointing": "selective"}), (2, {"pipeline": 2})):
+    for rank, layout in ((3, {"shard": 2, "tensor": 2, "checkpointing": "selective"}), (2, {"pipeline": 2})):
         with fake_world(4, rank) as world:
             mesh = Mesh.make(Layout(**layout), world)
             batch = common.batch(family, 0)
@@ -165,7 +160,7 @@ def test_families(family):
                 batch |= {"select": None, "targets": batch["ids"].flatten()}
             with FakeTensorMode() as mode:
                 batch = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-                parallel = apply(models.build(common.CONFIGS[family]), Layout(**layout), mesh)
+                parallel = apply(models.build(common.CONFIGS[family].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
                 steps(parallel, [batch, batch], lambda model, b: loss_of(family, model, b))
                 assert all(h.local.device.type == "cpu" for h in parallel.held)
 
@@ -180,19 +175,18 @@ def loss_of(family: str, model, batch: dict):
 # ---------------------------------------------------------------- against real processes
 
 REAL = {
-    2: [{}, {"bucket_mb": 0.02}, {"compress": "bf16"}, {"shard_optimizer": True}, {"replicate": "parameter_server"}, {"shard": 2}, {"tensor": 2},
-        {"context": 2}, {"context": 2, "context_method": "ulysses"}, {"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"}],
-    4: [{"shard": 2}, {"shard": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"pipeline": 2, "shard": 2}, {"shard": 2, "context": 2}],
-}  # fmt: skip
+    2: [{}, {"bucket_mb": 0.01}, {"compress": "bf16"}, {"shard": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}],
+    4: [{"shard": 2, "tensor": 2}],
+}
 
 
 def sent_by(world: World, layout: dict, fake: bool) -> dict:
     mesh = Mesh.make(Layout(**layout), world)
     batch = common.batch("gpt", 0)
     with FakeTensorMode() if fake else contextlib.nullcontext() as mode:
-        parallel = apply(models.build(common.CONFIGS["gpt"]), Layout(**layout), mesh)
+        parallel = apply(models.build(common.CONFIGS["gpt"].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
         batch = {k: mode.from_tensor(v) if fake and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=3).found
+        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 if fake else 3).found
     return {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
 
 
@@ -202,10 +196,10 @@ def sent_really(world: World, layouts: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("n", REAL)
 def test_as_in_a_real_world(n):
-    """The same calls and bytes, on every rank."""
+    """The same calls and bytes, on the first rank and the last. (Three real steps: DDP makes its buckets anew in the second.)"""
     told = run(n, sent_really, REAL[n], timeout=300)
     for i, layout in enumerate(REAL[n]):
-        for rank in range(n):
+        for rank in (0, n - 1):
             with fake_world(n, rank) as world:
                 assert sent_by(world, layout, fake=True) == told[rank][i], f"{layout} rank {rank} of {n}"
 
@@ -229,8 +223,9 @@ def test_all_is_as_before_afterwards():
 
 def test_replicas_sum_on_the_last_micro_batch_alone():
     """With values: the others are taken to have the same, so the sum by DDP's rule is the gradient itself divided by their number."""
+    layout = Layout(bucket_mb=0.01)
     with fake_world(4) as world:
-        parallel = build(Layout(bucket_mb=0.01), SMALL, world, fake=False)
+        parallel = apply(models.build(SMALL), layout, Mesh.make(layout, world))
         assert type(parallel.replicas) is BucketedReplicas
         batch = {"ids": torch.arange(64)[None], "labels": torch.arange(64)[None]}
         parallel.forward_backward([batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], lambda share: share)

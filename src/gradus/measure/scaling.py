@@ -12,13 +12,12 @@ A step's time is told by five names that add up to it, from the clocks of every 
 - data: making the batch, or waiting for it;
 - other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process alone is blocked.
 
-Collectives by name are profiled in steps of their own, after the timed ones: from the call until it is done, in gloo's own threads,
-so a part of it, or all, is hidden behind computing.
+Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with one until it is
+done, the wait for the last process to call it included. A part of it, or all, is hidden behind computing.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import math
@@ -133,7 +132,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     torch.manual_seed(dropout_seed(recipe.train.seed, session.mesh))
     parallel.bare.train()
     trainer = Trainer(session.recipe, session.task, parallel, Path(os.devnull), session.device, precision=session.precision)
-    every = parallel.apart.every if parallel.apart else 1  # steps from one meeting of the workers to the next
+    every = meeting(recipe.layout)
     source = endless(trainer)
     try:
         for _ in range(warm_up):
@@ -141,7 +140,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         parallel.agree([0])  # all begin together
         trainer.clock.synchronise()
         before, marks = trainer.progress.samples, [_now()]
-        for _ in range(whole(steps, every)):
+        for _ in range(steps):
             step = next(source)
             marks.append(_now())
             _, loss, _ = trainer.take(step)
@@ -165,6 +164,12 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     }
     sent = {name: (c.calls / every, c.sent / every) for name, c in traffic.found.items()} if traffic else None
     return Timed(elapsed, spent, samples, float(loss), memory, sent, collectives, facts)
+
+
+def meeting(layout: Layout) -> int:
+    """Steps from one meeting of workers to the next."""
+    apart = layout.local_sgd or layout.diloco
+    return apart.every if apart else 1
 
 
 def whole(steps: int, every: int) -> int:
@@ -191,17 +196,18 @@ def profile_collectives(trainer: Trainer, source: Iterator[Any], steps: int) -> 
 def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
     """(calls, seconds) a step from a profiler's events (name, start and end in µs).
 
-    A collective goes by the name that it was called by: gloo does reduce_scatter by an all_reduce.
+    A collective goes by the name that it was called by: gloo does a reduce_scatter by an all_reduce. What was called first is done
+    first, so the calls' order tells which is which.
     """
-    called = sorted((start, end, name) for name, start, end in events if name.startswith("c10d::"))
-    starts = [start for start, *_ in called]
+    called = [name.removeprefix("c10d::") for name, *_ in sorted(events, key=lambda e: e[1]) if name.startswith("c10d::")]
+    scattered = [name for name in map(collective, called) if name in ("all_reduce", "reduce_scatter")]
+    done = sorted((start, end, name.removeprefix("gloo:")) for name, start, end in events if name.startswith("gloo:"))
+    if len(scattered) == sum(name == "all_reduce" for *_, name in done):
+        order = iter(scattered)
+        done = [(start, end, next(order) if name == "all_reduce" else name) for start, end, name in done]
     times: dict[str, list[float]] = {}
-    for name, start, end in events:
-        if not name.startswith("gloo:"):
-            continue
-        i = bisect.bisect_right(starts, start) - 1
-        by = collective(called[i][2].removeprefix("c10d::")) if i >= 0 and start <= called[i][1] else None
-        times.setdefault(by or name.removeprefix("gloo:"), []).append((end - start) / 1e6)
+    for start, end, name in done:
+        times.setdefault(name, []).append((end - start) / 1e6)
     return {name: (len(t) / steps, sum(t) / steps) for name, t in sorted(times.items())}
 
 
@@ -375,26 +381,29 @@ def speed_up(found: Found, base: Found) -> float:
     return found.middle.speed / base.middle.speed
 
 
-def lost(found: Found, base: Found, weak: bool) -> dict[str, float] | None:
+def work(found: Found, base: Found) -> float:
+    """A process's samples a step, against the base's: 1/2 with twice the processes (strong), 1 (weak)."""
+    return found.middle.ranks[0].samples * base.n / (base.middle.ranks[0].samples * found.n)
+
+
+def lost(found: Found, base: Found) -> dict[str, float] | None:
     """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
 
-    Against the base's parts in the ideal step: of strong scaling divided by the ratio of processes, of weak scaling as they are.
+    Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling as they are.
     """
     parts, ideal = found.middle.parts(), base.middle.parts()
     if parts is None or ideal is None:
         return None
-    each = found.middle.ranks[0].samples / base.middle.ranks[0].samples  # of samples a step: 1 where it is strong
-    ratio = each * base.n / found.n
-    return {name: (parts[name] - ideal[name] * ratio) / found.middle.step for name in PARTS}
+    return {name: (parts[name] - ideal[name] * work(found, base)) / found.middle.step for name in PARTS}
 
 
-def rows_of(all_found: list[Found], common: dict[str, Any], weak: bool) -> list[Row]:
+def rows_of(all_found: list[Found], common: dict[str, Any]) -> list[Row]:
     """The figures as rows. `scale/...`; conditions: `common`, and what goes with n processes."""
     base, rows = all_found[0], []
     for f in all_found:
         here = {"processes": f.n, **conditions_of(f), **common}
         speeds = [r.speed for r in f.rounds]
-        ratio, parts, gone = speed_up(f, base), f.middle.parts(), lost(f, base, weak)
+        ratio, parts, gone = speed_up(f, base), f.middle.parts(), lost(f, base)
         against = {"against_processes": base.n}
         rows += [
             Row("scale/samples_per_s", f.middle.speed, "samples/s", conditions={**here, "rounds": speeds}),
@@ -413,7 +422,7 @@ def rows_of(all_found: list[Found], common: dict[str, Any], weak: bool) -> list[
             total = sum(b for _, b in (sent or {}).values())
             rows.append(Row("scale/sent", total, "bytes", conditions={**here, "counted": "ring algorithms, rank 0, a step", "collectives": by}))
         for name, (calls, t, b) in f.collectives().items():
-            rows.append(Row(f"scale/collective/{name}", t, "s", conditions={**here, "calls": calls, "bytes": b, "of": "a step, from call to end"}))
+            rows.append(Row(f"scale/collective/{name}", t, "s", conditions={**here, "calls": calls, "bytes": b, "of": "a step, from begin to end"}))
         if f.summary:
             s = f.summary
             faster = base.summary["train_runtime"] / s["train_runtime"]
@@ -472,7 +481,7 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def table(all_found: list[Found], weak: bool) -> Iterator[str]:
+def table(all_found: list[Found]) -> Iterator[str]:
     """The figures of all numbers of processes, for a terminal."""
     base, first = all_found[0], all_found[0].last.ranks[0]
     lines = []
@@ -502,20 +511,18 @@ def table(all_found: list[Found], weak: bool) -> Iterator[str]:
     ]
     if calls:
         yield ""
-        yield "collectives of a step, profiled apart: ms from call to end, which may lie behind computing and holds the wait for the last to call:"
+        yield "collectives of a step, profiled apart: ms from their begin to their end, the wait for others included; some may lie behind computing:"
         yield from columns(("processes", "collective", "calls", "ms", "sent"), calls)
-    for f in all_found[1:]:
-        gone = lost(f, base, weak)
-        if gone:
-            yield ""
-            yield bottleneck(f, base, gone)
+    if len(all_found) > 1 and first.facts["device"] == "cpu":
+        yield ""
+        yield from (bottleneck(f, base, lost(f, base)) for f in all_found[1:])
     if base.summary:
         yield ""
         yield from whole_table(all_found)
 
 
 def bottleneck(f: Found, base: Found, gone: dict[str, float]) -> str:
-    """For example: `2 processes: efficiency 0.91; the rest went to communication 6.1 % (all_reduce), computing 2.0 %, ...`."""
+    """For example: `2 processes lose 9.0 % of the step against 1: communication +6.1 % (all_reduce), computing +3.0 %, data -0.1 %`."""
     total = 1 - speed_up(f, base) * base.n / f.n
     by_time = sorted(f.collectives().items(), key=lambda item: -item[1][1])
     named = []
@@ -523,7 +530,7 @@ def bottleneck(f: Found, base: Found, gone: dict[str, float]) -> str:
         note = f" ({by_time[0][0]})" if name == "communication" and by_time and share > 0 else ""
         if abs(share) >= 0.0005:
             named.append(f"{name} {100 * share:+.1f} %{note}")
-    return f"{f.n} processes: {100 * total:.1f} % of the step is lost against {base.n} process{'es' * (base.n > 1)}: " + ", ".join(named)
+    return f"{f.n} processes {'lose' if total >= 0 else 'gain'} {100 * abs(total):.1f} % of the step against {base.n}; lost to: {', '.join(named)}"
 
 
 def metric_of(f: Found) -> tuple[str, float] | None:
@@ -552,55 +559,72 @@ COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999"
 def plot(all_found: list[Found], title: str, file: Path) -> None:
     """Speed-up with the ideal line, a step by its parts, and after whole trainings their metric. Raises UserError without matplotlib."""
     Figure = need("matplotlib.figure", "plot", "a plot").Figure
-    base, metric = all_found[0], metric_of(all_found[0])
-    counts = [f.n for f in all_found]
-    fig = Figure(figsize=(5.0 * (3 if metric else 2), 4.6), layout="constrained", dpi=120)
-    speed, step, *third = fig.subplots(1, 3 if metric else 2)
+    panels = [plot_speed_up, plot_step, *([plot_metric] if metric_of(all_found[0]) else [])]
+    fig = Figure(figsize=(5.0 * len(panels), 4.6), layout="constrained", dpi=120)
     fig.suptitle(title, fontsize=10)
+    for draw, axes in zip(panels, fig.subplots(1, len(panels))):
+        draw(axes, all_found)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    fig.savefig(file)
 
+
+def plot_speed_up(axes: Any, all_found: list[Found]) -> None:
+    base, counts = all_found[0], [f.n for f in all_found]
     ratios = [speed_up(f, base) for f in all_found]
     low, high = ([g(r.speed for r in f.rounds) / base.middle.speed for f in all_found] for g in (min, max))
-    speed.plot(counts, [n / base.n for n in counts], "--", color="#666666", label="ideal")
+    axes.plot(counts, [n / base.n for n in counts], "--", color="#666666", label="ideal")
     spread = [[m - lo for m, lo in zip(ratios, low)], [hi - m for m, hi in zip(ratios, high)]]
-    speed.errorbar(counts, ratios, yerr=spread, fmt="o-", capsize=4, color=COLOURS["computing"], label="steps: median, all rounds")
+    axes.errorbar(counts, ratios, yerr=spread, fmt="o-", capsize=4, color=COLOURS["computing"], label="steps: median, all rounds")
     if base.summary:
         faster = [base.summary["train_runtime"] / f.summary["train_runtime"] for f in all_found]
-        speed.plot(counts, faster, "s-", color=COLOURS["communication"], label="whole training, once")
-    speed.set(xlabel="processes, and their efficiency", ylabel=f"speed-up against {base.n} process{'es' * (base.n > 1)}", title="speed-up")
-    speed.set_xticks(counts, [f"{f.n}\n{100 * ratio * base.n / f.n:.0f} %" for f, ratio in zip(all_found, ratios)])
-    speed.set_xlim(counts[0] - 0.08 * counts[-1], counts[-1] * 1.08)
-    speed.set_ylim(0, 1.12 * max(*high, counts[-1] / base.n))
+        axes.plot(counts, faster, "s-", color=COLOURS["communication"], label="whole training, once")
+    axes.set(xlabel="processes, and their efficiency", ylabel=f"speed-up against {base.n} process{'es' * (base.n > 1)}", title="speed-up")
+    if not number_axis(axes, counts, [f"{f.n}\n{100 * ratio * base.n / f.n:.0f} %" for f, ratio in zip(all_found, ratios)]):
+        axes.set_ylim(bottom=0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=2, frameon=False, fontsize=9)
 
-    places, floor = range(len(counts)), np.zeros(len(counts))
+
+def plot_step(axes: Any, all_found: list[Found]) -> None:
+    base, places, floor = all_found[0], range(len(all_found)), np.zeros(len(all_found))
     if base.middle.parts() is None:
-        step.bar(places, [1e3 * f.middle.step for f in all_found], 0.6, color=COLOURS["computing"], label="step")
+        axes.bar(places, [1e3 * f.middle.step for f in all_found], 0.6, color=COLOURS["computing"], label="step")
     else:
         for name in PARTS:
             heights = np.array([max(0.0, 1e3 * f.middle.parts()[name]) for f in all_found])
-            step.bar(places, heights, 0.6, floor, color=COLOURS[name], label=name)
+            axes.bar(places, heights, 0.6, floor, color=COLOURS[name], label=name)
             floor += heights
-    each = [f.middle.ranks[0].samples * base.n / (base.middle.ranks[0].samples * f.n) for f in all_found]  # 1 where the work a process is the same
-    ideal = [1e3 * base.middle.step * e for e in each]
-    step.hlines(ideal, [p - 0.38 for p in places], [p + 0.38 for p in places], colors="black", linestyles="dashed", label="ideal")
-    step.set(xlabel="processes", ylabel="time of a step, ms", title="a step by name")
-    step.set_xticks(list(places), [str(n) for n in counts])
+    ideal = [1e3 * base.middle.step * work(f, base) for f in all_found]
+    axes.hlines(ideal, [p - 0.38 for p in places], [p + 0.38 for p in places], colors="black", linestyles="dashed", label="ideal")
+    axes.set(xlabel="processes", ylabel="time of a step, ms", title="a step by name")
+    axes.set_xticks(list(places), [str(f.n) for f in all_found])
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=9)
 
-    for axes in third:
-        values = np.array([f.summary["metrics"][metric[0]] for f in all_found])
-        axes.plot(counts, values, "s-", color=COLOURS["communication"])
-        axes.set(xlabel="processes", ylabel=metric[0], title="after the whole training")
-        axes.set_xticks(counts)
-        axes.ticklabel_format(axis="y", useOffset=False)
-        middle = (values.min() + values.max()) / 2
-        room = max(0.6 * (values.max() - values.min()), 0.02 * abs(middle), 1e-6)  # rounding is not to look like a difference
-        if math.isfinite(room):
-            axes.set_ylim(middle - room, middle + room)
-    for axes in (speed, step, *third):
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    for axes, below, n_columns in ((speed, -0.19, 2), (step, -0.14, 3)):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=n_columns, frameon=False, fontsize=9)
-    fig.savefig(file)
+
+def plot_metric(axes: Any, all_found: list[Found]) -> None:
+    name, _ = metric_of(all_found[0])
+    values = np.array([f.summary["metrics"][name] for f in all_found])
+    axes.plot([f.n for f in all_found], values, "s-", color=COLOURS["communication"])
+    axes.set(xlabel="processes", ylabel=name, title="after the whole training")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    number_axis(axes, [f.n for f in all_found], [str(f.n) for f in all_found])
+    middle = (values.min() + values.max()) / 2
+    room = max(0.6 * (values.max() - values.min()), 0.02 * abs(middle), 1e-6)  # rounding is not to look like a difference
+    if math.isfinite(room):
+        axes.set_ylim(middle - room, middle + room)
+
+
+def number_axis(axes: Any, counts: list[int], labels: list[str]) -> bool:
+    """Numbers of processes along x. Far apart, x and y (a speed-up) are logarithmic: small numbers would stand on each other. Returns whether."""
+    wide = counts[-1] >= 8 * counts[0]
+    if wide:
+        axes.set_xscale("log", base=2)
+        if axes.get_title() == "speed-up":
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(counts, labels)
+    axes.minorticks_off()
+    return wide
 
 
 # ------------------------------------------------------------ the verb
@@ -655,6 +679,7 @@ def measure(
             raise UserError(f"--{name} {value}: must be at least {needed[name]}{why}.")
     if scale_lr and not weak:
         raise UserError("--scale-lr: without --weak the global batch stays, and so does its learning rate. Add --weak, or leave it out.")
+    steps = whole(steps, meeting(recipe.layout))
     found = [Found(n, r) for n, r in zip(counts, examine(recipe, counts, weak=weak, scale_lr=scale_lr))]
     if recipe.layout.compress == "powersgd" and warm_up < POWERSGD_START + COUNTED_STEP:
         warm_up = POWERSGD_START + COUNTED_STEP
@@ -692,7 +717,7 @@ def measure(
             say(f"to the end with {f.n} process{'es' * (f.n > 1)}; what it says: {log}")
             whole_run = f.recipe.model_copy(update={"log": f.recipe.log.model_copy(update={"dir": str(folder / "runs" / str(f.n))})})
             f.summary = start(f.n, train_to_the_end, whole_run, log=log)[0]
-        rows = rows_of(found, common, weak)
+        rows = rows_of(found, common)
         out.write(rows)
     finally:
         out.close()
@@ -701,7 +726,7 @@ def measure(
     title = f"{recipe.name}, {common['scaling']} scaling ({kept}): {common['precision']} on {common['device']}{threads}"
     say(f"\n{title}; {common['cpu']}, {common['cpus']} processors, load {common['load']} before; torch {torch.__version__}")
     say(f"median of {repeat} round{'s' * (repeat > 1)} of {steps} steps [slowest .. fastest]")
-    for line in table(found, weak):
+    for line in table(found):
         say(line)
     say("")
     try:

@@ -114,11 +114,12 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
     shape = sizes(recipe.layout, n)
     data, samples = shape["replicate"] * shape["expert"] * shape["shard"], recipe.batch.samples
     if samples and samples % data:
-        divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0][:8]
+        divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
+        some = f"{', '.join(divisors[:8])}, ..." if len(divisors) > 8 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"
         near = [str(k) for k in (samples // data * data, -(-samples // data) * data) if k]
         yield (
             f"batch.samples={samples} does not divide among {data} processes that each take a share. "
-            f"Use {', '.join(divisors)}... processes, or batch.samples={' or '.join(near)}."
+            f"Use {some} processes, or batch.samples={' or '.join(near)}."
         )
     elif samples and recipe.layout.micro_batch and recipe.layout.micro_batch > samples // data:
         share = samples // data
@@ -155,8 +156,6 @@ def model(config: ModelConfig, layout: Layout) -> Iterator[str]:
 def validate(recipe: Recipe, n_processes: int) -> None:
     """Raises one UserError with a line for everything that is wrong with the recipe's layout on so many processes."""
     layout = recipe.layout
-    found = [*combinations(layout), *processes(layout, n_processes), *batch(recipe, n_processes)]
-    if not found:
-        found = list(model(recipe.model, layout))
+    found = [*model(recipe.model, layout), *combinations(layout), *processes(layout, n_processes), *batch(recipe, n_processes)]
     if found:
         raise UserError("\n".join(f"{recipe.name}: {line}" for line in dict.fromkeys(found)))

@@ -1,0 +1,70 @@
+"""Workers that meet every H steps beside DDP: the loss they reach, and what they send.
+
+    python benchmarks/apart.py shakespeare-char-gpt data.path=input.txt --every 50 --to docs/layouts.md
+
+Traffic is told twice: as the trainer counts it from its calls (one step of DDP, one meeting of DiLoCo), and as the loopback interface
+counted it over the whole run (Linux; everything that two processes said to each other, start and checkpoints included). Other programs
+that talk over the loopback interface meanwhile are counted too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from layouts import run
+
+from gradus.train.machine import describe
+
+START, END = "<!-- apart -->\n", "<!-- end of apart -->\n"
+
+
+def loopback() -> int:
+    """Bytes sent over the loopback interface since the machine started."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="+", help="as for gradus train")
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--diloco", default="layout.diloco.outer_lr=1.0 layout.diloco.outer_momentum=0.5", help="more settings of DiLoCo's")
+    parser.add_argument("--to", type=Path, help="a page with the marks")
+    args = parser.parse_args()
+    recipe = [*args.recipe, "layout.threads=1", "layout.device=cpu", "evaluate.samples=0", "log.every=50"]
+    ways = {
+        "ddp": ("layout.replicate=ddp", 1),
+        "diloco": (f"layout.diloco.every={args.every} {args.diloco}", args.every),
+        "local_sgd": (f"layout.local_sgd.every={args.every}", args.every),
+    }
+    lines = ["| | validation loss | against DDP | sent a step and process, by calls | less | over the loopback interface, whole run | less |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    found: list[dict] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (settings, every) in ways.items():
+            before = loopback()
+            rows = run(recipe, 2, settings, Path(scratch) / name)
+            sent = [value for key, value in rows.items() if key[0] == "traffic/sent"][-1] / every
+            row = {"way": name, "layout": settings, "valid_loss": rows["summary"]["metrics"]["valid/loss"], "sent_a_step": sent}
+            found.append(row | {"loopback_bytes": loopback() - before, "steps": rows["summary"]["steps"]})
+            row, ddp = found[-1], found[0]
+            lines.append(
+                f"| `{settings}` | {row['valid_loss']:.4f} | {row['valid_loss'] / ddp['valid_loss'] - 1:+.1%} | {row['sent_a_step']:,.0f} B "
+                f"| {ddp['sent_a_step'] / row['sent_a_step']:.1f} times | {row['loopback_bytes'] / 1e6:,.1f} MB "
+                f"| {ddp['loopback_bytes'] / row['loopback_bytes']:.1f} times |"
+            )
+            print(lines[-1], flush=True)
+    results = Path(__file__).parent / "results" / "apart-cpu-2-processes.json"
+    results.write_text(json.dumps({"conditions": {**describe(), "threads": 1, "command": sys.argv}, "rows": found}, indent=1) + "\n")
+    if args.to:
+        text = args.to.read_text()
+        before, rest = text.split(START)
+        args.to.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The same command under mpirun, with the gradients summed by torch.distributed or by MPI itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+TINY = [
+    "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.0", "data.n_train=64", "data.n_valid=16",
+    "batch.samples=16", "train.steps=6", "optimizer.eps=1e-4", "layout.device=cpu", "layout.threads=1", "log.every=1",
+]  # fmt: skip
+
+
+def losses(folder) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [r["value"] for r in rows if r["name"] == "train/loss"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
+def test_mpirun_trains_as_one_process_does(tmp_path):
+    train = [sys.executable, "-m", "gradus", "train", "copy-task", *TINY]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    for name, command in {
+        "one": train,
+        "ddp": [*mpirun, *train],
+        "mpi": [*mpirun, *train, "layout.replicate=manual", "layout.transport=mpi"],
+    }.items():
+        done = subprocess.run([*command, f"log.dir={tmp_path / name}"], capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        assert "run folder" in done.stdout and "Traceback" not in done.stderr
+    assert len(losses(tmp_path / "one")) == 6
+    for name in ("ddp", "mpi"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
+def test_mpi_without_mpirun_says_how_to_start(tmp_path):
+    train = [sys.executable, "-m", "gradus", "train", "copy-task", *TINY, "layout.replicate=manual", "layout.transport=mpi"]
+    done = subprocess.run([*train, f"log.dir={tmp_path / 'run'}", "--processes", "2"], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2 and "mpirun -n 2 gradus train" in done.stderr and "Traceback" not in done.stderr
