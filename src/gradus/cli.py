@@ -39,6 +39,9 @@ def parser() -> Parser:
     p.add_argument("--max-restarts", type=int, default=0, metavar="K", help="of --processes: start again from the last checkpoint, up to K times")
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
+    p.add_argument("--modules", action="store_true", help="print the module tree as the layout places it instead: each parameter's shape and part")
+    p.add_argument("--processes", type=int, metavar="N", help="of --modules: among so many (default: as many as the layout's axes need)")
+    p.add_argument("--rank", type=int, metavar="R", help="of --modules: on this process (default 0)")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
     p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False, words="names")
     p.add_argument("names", nargs="*", metavar="PRESET", help="only these, by component")
@@ -169,6 +172,14 @@ def show(args) -> int:
     from gradus import recipe as recipe_room
 
     recipe = load_recipe(args)
+    if args.modules:
+        from gradus.measure.modules import modules
+
+        print("\n".join(modules(recipe, args.processes, args.rank or 0, data=not args.no_data)))
+        return 0
+    for option in ("processes", "rank"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option} has no effect without --modules. Leave it out.")
     if args.no_data:
         print(recipe_room.dump(recipe), end="")
         return 0

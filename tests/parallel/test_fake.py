@@ -187,7 +187,7 @@ def sent_by(world: World, layout: dict, fake: bool) -> dict:
         parallel = apply(models.build(common.CONFIGS["gpt"].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
         batch = {k: mode.from_tensor(v) if fake and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 if fake else 3).found
-    return {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
+    return {"held": {h.name: tuple(h.local.shape) for h in parallel.held}} | {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
 
 
 def sent_really(world: World, layouts: list[dict]) -> list[dict]:
@@ -196,7 +196,7 @@ def sent_really(world: World, layouts: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("n", REAL)
 def test_as_in_a_real_world(n):
-    """The same calls and bytes, on the first rank and the last. (Three real steps: DDP makes its buckets anew in the second.)"""
+    """The same parts of parameters, calls and bytes, on the first rank and the last. (Three real steps: DDP makes its buckets anew in the second.)"""
     told = run(n, sent_really, REAL[n], timeout=300)
     for i, layout in enumerate(REAL[n]):
         for rank in (0, n - 1):

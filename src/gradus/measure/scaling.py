@@ -152,8 +152,9 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         collectives = profile_collectives(trainer, source, whole(PROFILED, every)) if profiled else None
     finally:
         trainer.loader.close()
-    wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)  # each (steps, 2: data, step)
-    spent = np.stack([wall[:, 0], processor[:, 1], ready[:, 1], wall[:, 1] - processor[:, 1] - ready[:, 1]], axis=1)
+    wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)  # each (steps, 2: data, the rest)
+    blocked = np.maximum(0.0, wall - processor - ready)  # the clocks differ by microseconds
+    spent = np.stack([wall[:, 0], processor[:, 1], ready[:, 1], blocked[:, 1]], axis=1)
     facts = {
         "device": str(session.device.type),
         "precision": recipe.layout.precision,

@@ -56,6 +56,20 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
         _forget_meshes()
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """model.to(dtype), in place, for a model of fake tensors, whose parameters nn.Module.to cannot exchange."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p.is_floating_point():
+                if p not in made:
+                    made[p] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                module.register_parameter(name, made[p])
+        for name, b in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = b.to(dtype) if b.is_floating_point() else b
+    return model
+
+
 def _patches() -> Iterator[contextlib.AbstractContextManager]:
     # A mesh reads the values of a tensor of ranks. FSDP2 makes meshes out of others in the midst of FakeTensorMode.
     yield _replaced(DeviceMesh, "__init__", _not_fake(DeviceMesh.__init__))

@@ -23,6 +23,7 @@ class Precision:
         self.pure = name.startswith("pure_")
         self.dtype = HALF.get(name, torch.float32)
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaled(torch.zeros((), device=device))  # makes the scale, also where this process never sees the loss (stages of a pipeline)
         if name.endswith("bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise UserError("layout.precision=bf16: this GPU has no bf16. Use layout.precision=fp16.")
 
@@ -47,6 +48,10 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer, parallel: Parallel) -> None:
         if self.scaler:
             self.scaler.unscale_(optimizer)
+            stepped = {id(local) for _, local in parallel.trained()}
+            for held in parallel.held:  # what others step counts in the norm too
+                if id(held.local) not in stepped and held.local.grad is not None:
+                    held.local.grad.div_(self.scaler.get_scale())
             for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 parallel.sum(found, *AXES)  # where one process skips a step, all do; PyTorch has this for FSDP1 alone
 

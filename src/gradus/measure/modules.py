@@ -1,0 +1,141 @@
+"""The module tree as a layout places it: what each process holds of every parameter. Nothing is computed and no other process is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.parallel import check
+from gradus.parallel.apply import apply
+from gradus.parallel.engine import Parallel
+from gradus.parallel.fake import cast, fake_world
+from gradus.parallel.mesh import AXES, Mesh
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.train.precision import Precision, pick_device
+from gradus.train.session import open_session
+
+
+def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = True) -> list[str]:
+    """The lines of the tree on process `rank` of n (None: as many as the layout names), by module: class, and of each parameter
+    its name, whole shape → shape here, dtype and placements.
+
+    data: open the data for what the recipe leaves to them, such as the vocabulary's size.
+    Raises UserError for a layout that does not fit, and without data for a size that the recipe does not have.
+    """
+    n = math.prod(getattr(recipe.layout, axis) for axis in AXES if axis != "replicate") if n is None else n
+    if n < 1 or not 0 <= rank < n:
+        raise UserError(f"--rank={rank} of --processes={n}: ranks go from 0 to processes - 1.")
+    # nothing is run here: neither the device nor how it is computed or sent changes what is held
+    layout = recipe.layout.model_copy(update={"device": "cpu", "compile": "none", "compress": "none", "transport": "torch"})
+    check.validate(recipe, n)
+    recipe = recipe.model_copy(update={"layout": layout})
+    with fake_world(n, rank) as here:
+        if data:
+            config = open_session(recipe, here=here).recipe.model
+        else:
+            config = _complete(recipe)
+        mesh = Mesh.make(layout, here)
+        with FakeTensorMode():
+            precision = Precision(layout.precision, pick_device("cpu"))
+            model = models.build(config)
+            parallel = apply(cast(model, precision.dtype) if precision.pure else model, layout, mesh)
+            title = f"{recipe.name}, process {rank} of {n}: {mesh.describe()}{_stages(parallel)}"
+            return [title, "", *_tree(parallel), "", *_totals(parallel, config)]
+
+
+def _complete(recipe: Recipe) -> ModelConfig:
+    """Raises UserError for what only the data or the task would tell."""
+    model, unknown = recipe.model, {}
+    if hasattr(model, "head") and model.head == "none" and recipe.task.name in ("masked_lm", "classification"):
+        unknown["head"] = "the task chooses it"
+    if model.vocab_size is None and model.family != "vit":
+        unknown["vocab_size"] = "the tokenizer knows it"
+    if recipe.task.name == "classification" and model.n_classes is None:
+        unknown["n_classes"] = "the data know it"
+    for key, why in unknown.items():
+        raise UserError(f"model.{key}: not known, {why}. Set model.{key}, or leave out --no-data.")
+    return model
+
+
+def _stages(parallel: Parallel) -> str:
+    pipeline = parallel.pipeline
+    if pipeline is None:
+        return ""
+    spans = [f"{s} (blocks {pipeline.bounds[s]} to {pipeline.bounds[s + 1] - 1})" for s in sorted(pipeline.stages)]
+    return f"; stage{'s' if len(spans) > 1 else ''} {' and '.join(spans)} of {pipeline.n_stages}"
+
+
+def _tree(parallel: Parallel) -> Iterator[str]:
+    root = parallel.pipeline.model if parallel.pipeline else parallel.bare
+    rows = list(_rows(root, parallel))
+    names = max(len(left) for left, *rest in rows if rest)
+    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in (1, 2)]
+    for left, *rest in rows:
+        if len(rest) > 1:
+            shape, dtype, placed = rest
+            yield f"{left:{names}}  {shape:{widths[0]}}  {dtype:{widths[1]}}  {placed}"
+        else:
+            yield f"{left:{names}}  {rest[0]}" if rest else left
+
+
+def _rows(root: nn.Module, parallel: Parallel) -> Iterator[tuple[str, ...]]:
+    """(module,), (parameter, shapes, dtype, placements), or (parameter, whose it is)."""
+    first: dict[int, str] = {}
+
+    def walk(module: nn.Module, name: str, path: str, depth: int) -> Iterator[tuple[str, ...]]:
+        indent = "  " * depth
+        kind = type(module)
+        unit = isinstance(module, FSDPModule)
+        kind = kind.__mro__[2] if unit else kind  # FSDP2 makes a class of FSDPModule and the module's own
+        yield (f"{indent}{name}{': ' if name else ''}{kind.__name__}{', gathered as one' if unit else ''}",)
+        for key, p in module.named_parameters(recurse=False):
+            if id(p) in first:
+                yield f"{indent}  {key}", f"shared: {first[id(p)]}"
+                continue
+            first[id(p)] = path + key
+            yield f"{indent}  {key}", _shapes(p), str(p.dtype).removeprefix("torch."), _placed(p, path + key, parallel)
+        for key, child in module.named_children():
+            if not type(child).__module__.startswith("gradus.parallel."):  # in the place of what another stage has
+                yield from walk(child, key, f"{path}{key}.", depth + 1)
+
+    yield from walk(root, "", "", 0)
+
+
+def _local(p: nn.Parameter) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def _shapes(p: nn.Parameter) -> str:
+    whole, here = tuple(p.shape), tuple(_local(p).shape)
+    return f"{whole} → {here}" if here != whole else f"{whole}"
+
+
+def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
+    """The axes in the order in which they cut, the nearest first."""
+    words = []
+    if isinstance(p, DTensor):
+        for axis, placement in reversed(list(zip(p.device_mesh.mesh_dim_names, p.placements))):
+            split = placement.dim if hasattr(placement, "dim") else None  # Shard, also FSDP2's within a tensor-parallel one
+            words.append(f"{axis.replace('_', ' × ')}: {'Replicate()' if split is None else f'Shard({split})'}")
+    else:
+        others = parallel.mesh.size(*(axis for axis in AXES if axis != "pipeline"))
+        words.append("replicated" if others > 1 else "whole")
+    if parallel.pipeline and name in parallel.pipeline.tied:
+        words.append(f"tied: on pipeline processes {', '.join(map(str, parallel.pipeline.tied[name]))}")
+    if parallel.optimizer_shards:
+        words.append(f"stepped by replica {parallel.optimizer_shards.owner[name]}")
+    return ", ".join(words)
+
+
+def _totals(parallel: Parallel, config: ModelConfig) -> Iterator[str]:
+    here = [_local(p) for p in (parallel.pipeline.model if parallel.pipeline else parallel.bare).parameters()]
+    whole, elements = models.count(config)["total"], sum(p.numel() for p in here)
+    for label, count in (("parameters of the whole", whole), ("on this process", elements)):
+        yield f"{label:24} {count:>17,}  {count * here[0].dtype.itemsize:>19,} bytes"

@@ -1,0 +1,293 @@
+"""One and two processes compared: figures that agree with each other and with what is known, and no process left behind."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradus import models
+from gradus import recipe as recipes
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.measure import scaling
+from gradus.parallel.world import World
+from gradus.rows import read_rows
+from gradus.train.schedule import learning_rate
+
+TINY = {"model.n_layers": 1, "model.d_model": 16, "model.n_heads": 2, "model.d_ff": 32, "data.n_train": 64, "data.n_valid": 8,
+        "schedule.warmup_steps": 4, "batch.samples": 8, "train.steps": 8, "evaluate.samples": 0, "layout.device": "cpu"}  # fmt: skip
+
+
+def tiny(**more):
+    return recipes.load("copy-task", **{**TINY, **more})
+
+
+# ------------------------------------------------------------ one and two processes, strong
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory):
+    folder, lines = tmp_path_factory.mktemp("scale") / "strong", []
+    scaling.measure(tiny(), [1, 2], folder, steps=4, warm_up=2, repeat=2, say=lines.append)
+    rows = read_rows(folder / "rows.jsonl")
+    return folder, lines, {(r["name"], r["processes"]): r for r in rows if r["name"] != "scale/round/samples_per_s"}, rows
+
+
+def value(found, name: str, n: int) -> float:
+    return found[f"scale/{name}", n]["value"]
+
+
+def test_figures_agree_with_each_other(strong):
+    _, _, found, rows = strong
+    rounds = {n: [r["value"] for r in rows if r["name"] == "scale/round/samples_per_s" and r["processes"] == n] for n in (1, 2)}
+    for n in (1, 2):
+        assert len(rounds[n]) == 2 and value(found, "samples_per_s", n) == min(rounds[n]), "of two rounds, the slower"
+        assert value(found, "samples_per_s", n) == pytest.approx(8 / value(found, "step", n))
+        parts = {name: value(found, f"step/{name}", n) for name in scaling.PARTS}
+        assert sum(parts.values()) == pytest.approx(value(found, "step", n))
+        assert 0 < parts["computing"] < value(found, "step", n) and parts["data"] > 0
+        assert len(found["scale/memory", n]["ranks"]) == n and 5e7 < value(found, "memory", n) < 5e9
+    ratio = value(found, "samples_per_s", 2) / value(found, "samples_per_s", 1)
+    assert value(found, "speed_up", 2) == pytest.approx(ratio) and value(found, "efficiency", 2) == pytest.approx(ratio / 2)
+    assert value(found, "speed_up", 1) == value(found, "efficiency", 1) == 1
+    assert value(found, "step/communication", 1) == value(found, "step/waiting", 1) == 0 <= value(found, "step/communication", 2)
+    assert sum(value(found, f"lost/{name}", 2) for name in scaling.PARTS) == pytest.approx(1 - ratio / 2)
+
+
+def test_two_processes_train_as_one_and_send_their_gradients(strong):
+    _, _, found, _ = strong
+    assert value(found, "loss", 2) == pytest.approx(value(found, "loss", 1), rel=1e-5)
+    assert found["scale/loss", 2]["step"] == 6
+    n_bytes = 4 * models.count(tiny(**{"model.vocab_size": 11}).model)["total"]
+    assert found["scale/sent", 2]["parameters"] == n_bytes / 4
+    assert value(found, "sent", 1) == 0 and n_bytes <= value(found, "sent", 2) <= n_bytes + 16, "an all-reduce between two sends the array once"
+    reduced = found["scale/collective/all_reduce", 2]
+    assert reduced["calls"] == 3 and reduced["value"] > 0, "the counts, one bucket of gradients, the loss"
+
+
+def test_conditions_table_and_plot(strong):
+    folder, lines, found, _ = strong
+    for r in found.values():
+        assert r["recipe"] == "copy-task" and r["scaling"] == "strong" and r["threads"] == 1 and r["batch_samples"] == 8
+        assert {"cpu", "cpus", "versions", "layout", "steps", "warm_up", "precision", "device"} <= set(r)
+    text = "\n".join(lines)
+    at = next(i for i, line in enumerate(lines) if line.split()[:2] == ["processes", "batch,"])
+    assert lines[at + 1].split()[0] == "1" and lines[at + 2].split()[0] == "2"
+    assert f"{value(found, 'speed_up', 2):.2f}" in lines[at + 2].split() and f"{value(found, 'efficiency', 2):.2f}" in lines[at + 2].split()
+    assert "all_reduce" in text and any(line.startswith("2 processes") and "of the step against 1" in line for line in lines)
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert recipes.load(folder).batch.samples == 8
+    with pytest.raises(UserError, match="there is a measurement already"):
+        scaling.measure(tiny(), [1], folder)
+
+
+def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    lines = []
+    ranks = [scaling.Timed(1.0, np.full((4, 4), 0.05), 32, 2.0, 10**8, {}, None, {"device": "cpu", "precision": "fp32", "threads": 1, "parameters": 1, "loss_unit": ""})]
+    monkeypatch.setattr(scaling, "start", lambda n, *args, log: ranks)
+    scaling.measure(tiny(), [1], tmp_path, say=lines.append)
+    assert any("no plot" in line and "gradus[plot]" in line for line in lines) and any(line.startswith("processes") for line in lines)
+    assert not (tmp_path / "scaling.png").exists() and (tmp_path / "rows.jsonl").exists()
+
+
+# ------------------------------------------------------------ weak, to the end
+
+
+def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path):
+    lines = []
+    rows = scaling.measure(tiny(), [1, 2], tmp_path, steps=2, warm_up=2, repeat=1, weak=True, scale_lr=True, to_the_end=True, say=lines.append)
+    found = {(r.name, r.conditions["processes"]): r for r in rows}
+    one, two = (recipes.load(tmp_path / "runs" / str(n)) for n in (1, 2))
+    assert (one.batch.samples, one.train.steps, one.optimizer.lr) == (8, 8, tiny().optimizer.lr)
+    assert (two.batch.samples, two.train.steps, two.optimizer.lr) == (16, 4, 2 * tiny().optimizer.lr)
+    assert (two.schedule.warmup_steps, two.layout.threads) == (2, 1)
+    for n in (1, 2):
+        assert found["scale/whole/valid/loss", n].value > 0 and 0 <= found["scale/whole/valid/accuracy", n].value <= 1
+        assert found["scale/whole/runtime", n].step == {1: 8, 2: 4}[n]
+        assert found["scale/samples_per_s", n].value == pytest.approx(8 * n / found["scale/step", n].value)
+    assert found["scale/whole/speed_up", 2].value == pytest.approx(found["scale/whole/runtime", 1].value / found["scale/whole/runtime", 2].value)
+    head = next(line for line in lines if "learning rate" in line)
+    assert "valid/accuracy" in head and "speed-up" in head
+
+
+def test_what_weak_leaves_and_changes():
+    r = tiny(**{"train.checkpoint_every": 4, "evaluate.every": 6, "schedule.end_step": 8})
+    kept = scaling.recipe_for(r, 4, weak=True)
+    assert (kept.batch.samples, kept.optimizer.lr, kept.train.steps, kept.train.checkpoint_every) == (32, r.optimizer.lr, 2, 1)
+    assert (kept.evaluate.every, kept.schedule.end_step, kept.schedule.warmup_steps) == (2, 2, 1)
+    assert scaling.recipe_for(r, 4).model_copy(update={"layout": r.layout}) == r, "strong: nothing but the layout"
+    tensor = r.model_copy(update={"layout": r.layout.model_copy(update={"tensor": 2})})
+    assert scaling.recipe_for(tensor, 4, weak=True).batch.samples == 16, "two of four see samples of their own"
+
+
+@pytest.mark.parametrize("name", ["noam", "cosine", "constant"])
+def test_weak_has_the_rate_of_one_process_at_the_same_sample(name):
+    r = recipes.load("copy-task", **{"schedule.name": name, "schedule.warmup_steps": 40, "train.steps": 200})
+    for scale_lr, times in ((False, 1), (True, 4)):
+        w = scaling.recipe_for(r, 4, weak=True, scale_lr=scale_lr)
+        for step in (2, 10, 30, 50):
+            alone = learning_rate(r.schedule, r.optimizer.lr, 4 * step, 200, 128)
+            assert learning_rate(w.schedule, w.optimizer.lr, step, w.train.steps, 128) == pytest.approx(times * alone)
+
+
+def test_one_replica_leaves_out_what_replicas_do():
+    r = tiny(**{"layout.replicate": "ddp", "layout.shard_optimizer": True})
+    one, two = (found.layout for found in scaling.examine(r, [1, 2], weak=False, scale_lr=False))
+    assert (one.replicate, one.shard_optimizer) == ("auto", False) and (two.replicate, two.shard_optimizer) == ("ddp", True)
+    assert (one.threads, two.threads) == (1, 1)
+
+
+# ------------------------------------------------------------ how figures are made
+
+
+def test_parts_of_a_step():
+    """Rank 0 computes 6 and is blocked 4; rank 1 computes 8 of which others took 1, and is blocked 1: that is communication."""
+    ranks = [
+        scaling.Timed(10.0, np.array([[0.5, 5.5, 0.0, 4.0]]), 8, 1.0, 1, None, None, {"device": "cpu"}),
+        scaling.Timed(10.0, np.array([[0.5, 7.5, 1.0, 1.0]]), 8, 1.0, 1, None, None, {"device": "cpu"}),
+    ]
+    parts = scaling.Round(ranks).parts()
+    assert parts == pytest.approx({"computing": 6.5, "communication": 1.0, "waiting": 1.5, "data": 0.5, "other": 0.5})
+    alone = scaling.Round([scaling.Timed(20.0, np.array([[1.0, 16.0, 2.0, 1.0]]), 8, 1.0, 1, None, None, {"device": "cpu"})])
+    assert alone.parts() == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
+    gone = scaling.lost(scaling.Found(2, tiny(), [scaling.Round(ranks)]), scaling.Found(1, tiny(), [alone]))
+    assert gone == pytest.approx({"computing": -0.15, "communication": 0.1, "waiting": 0.15, "data": 0.0, "other": -0.1})
+    gpu = scaling.Timed(1.0, np.zeros((1, 4)), 8, 1.0, 1, None, None, {"device": "cuda"})
+    assert scaling.Round([gpu]).parts() is None
+
+
+def test_collectives_go_by_the_name_they_were_called_by():
+    events = [
+        ("c10d::_reduce_scatter_base_", 0.0, 5.0), ("c10d::allreduce_", 10.0, 11.0), ("c10d::broadcast_", 12.0, 13.0),
+        ("gloo:all_reduce", 30.0, 40.0), ("gloo:all_reduce", 20.0, 27.0), ("gloo:broadcast", 41.0, 44.0), ("aten::mm", 0.0, 50.0),
+    ]  # fmt: skip
+    found = scaling.by_collective(events, steps=2)
+    assert {name: (calls, 1e6 * seconds) for name, (calls, seconds) in found.items()} == {
+        "all_reduce": (0.5, pytest.approx(5.0)), "broadcast": (0.5, pytest.approx(1.5)), "reduce_scatter": (0.5, pytest.approx(3.5)),
+    }  # fmt: skip
+
+
+def test_clocks_tell_computing_from_sleeping():
+    before = scaling._now()
+    time.sleep(0.2)
+    slept = scaling._now()
+    end = time.thread_time() + 0.1
+    while time.thread_time() < end:
+        math.sqrt(2.0)
+    worked = scaling._now()
+    wall, processor, _ = (b - a for a, b in zip(before, slept))
+    assert wall >= 0.2 and processor < 0.1
+    assert worked[1] - slept[1] >= 0.1
+
+
+# ------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--processes", "1,x"], "'x' is no positive whole number"),
+        (["--processes", "1,,2"], "'nothing' is no positive whole number"),
+        (["--processes", "0,2"], "'0' is no positive whole number"),
+        (["--processes", "1,3"], "--processes 3: copy-task: batch.samples=128 does not divide among 3 processes"),
+        (["--processes", "1,2", "layout.shard=2"], "--processes 1: layout.shard=2 needs a multiple of 2"),
+        (["--processes", "1,2", "--scale-lr"], "--scale-lr"),
+        (["--processes", "1,2", "--warmup", "1"], "--warmup 1: must be at least 2"),
+        (["--processes", "1,2", "--repeat", "0"], "--repeat 0: must be at least 1"),
+        (["--processes", "1,2", "log.dir=x"], "log.dir cannot take effect"),
+        (["--processes", "1,2", "layout.replicate=manual", "layout.transport=mpi"], "layout.transport=mpi"),
+        (["--processes", "1,2", "layout.replicate=none"], "--processes 2: copy-task: layout.replicate=none"),
+        (["--processes", "1,2", "--stepps", "3"], "Did you mean --steps?"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["scale", "copy-task", "layout.device=cpu", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and error.startswith("error:") and "\n" not in error
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+WORKERS = """
+import os, signal
+from gradus.errors import UserError
+
+def mistaken(here):
+    raise UserError("sample 3: no such file")
+
+def killed(here):
+    if here.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+def failed(here):
+    if here.rank == 0:
+        raise RuntimeError("[gloo] Connection closed by peer")
+    raise KeyError("the cause")
+"""
+
+
+def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
+    (tmp_path / "bad_workers.py").write_text(WORKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(scaling, "GRACE", 1.0)
+    bad = importlib.import_module("bad_workers")
+    for function, kind, said in (
+        (bad.mistaken, UserError, "^sample 3: no such file$"),
+        (bad.killed, UserError, "rank 1 of 2 was killed by SIGKILL"),
+        (bad.failed, RuntimeError, "rank 1 of 2(.|\n)*the cause"),
+    ):
+        with pytest.raises(kind, match=said):
+            scaling.start(2, function, log=tmp_path / "log")
+    assert scaling.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
+
+
+# ------------------------------------------------------------ no process is left
+
+
+def session(number: int) -> list[int]:
+    """The processes of a session that live."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == number and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("number", "group", "code"), [(signal.SIGINT, True, 130), (signal.SIGKILL, False, -signal.SIGKILL)])
+def test_nothing_is_left_when_it_is_stopped(number, group, code, tmp_path):
+    words = [f"{k}={v}" for k, v in TINY.items()]
+    command = [sys.executable, "-m", "gradus", "scale", "copy-task", *words, "--processes", "2", "--steps", "1000000", "--to", str(tmp_path / "out")]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as p:
+        try:
+            wait_for(lambda: len(session(p.pid)) >= 5, 60)  # it, two that multiprocessing has, two workers
+            time.sleep(0.5)
+            (os.killpg if group else os.kill)(p.pid, number)
+            _, error = p.communicate(timeout=30)
+            assert p.returncode == code and "Traceback" not in error
+            wait_for(lambda: not session(p.pid), 10)
+        finally:
+            for pid in session(p.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(true, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
