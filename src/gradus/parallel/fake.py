@@ -11,7 +11,7 @@ shapes, and a world of 1,024 is a matter of seconds:
             with Traffic() as traffic:
                 parallel.forward_backward(micro_batches, loss_of, lambda share: share)
 
-Much of this leans on parts of PyTorch that are private; they are the same from 2.11 to 2.13 but where a comment says otherwise.
+This leans on private parts of PyTorch: those of 2.13, which 2.11 has too but where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class _Chunks:
 
 class BucketedReplicas(replicate.Replicas):
     """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of the backward pass;
-    on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as DDP's from its second step on, and as
-    much memory. Raises UserError for a compression that only DDP can do.
+    on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as DDP's from its third step on, when it
+    has made its buckets anew. Raises UserError for a compression that only DDP can do.
     """
 
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
