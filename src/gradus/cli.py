@@ -40,7 +40,7 @@ def parser() -> Parser:
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
     p.add_argument("--modules", action="store_true", help="print the module tree as the layout places it instead: each parameter's shape and part")
-    p.add_argument("--processes", type=int, metavar="N", help="of --modules: among so many (default: as many as the layout's axes need)")
+    p.add_argument("--processes", type=int, metavar="N", help="as one of so many (default: as many as the layout's axes need)")
     p.add_argument("--rank", type=int, metavar="R", help="of --modules: on this process (default 0)")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
     p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False, words="names")
@@ -177,17 +177,16 @@ def show(args) -> int:
 
         print("\n".join(modules(recipe, args.processes, args.rank or 0, data=not args.no_data)))
         return 0
-    for option in ("processes", "rank"):
-        if getattr(args, option) is not None:
-            raise UserError(f"--{option} has no effect without --modules. Leave it out.")
+    if args.rank is not None:
+        raise UserError("--rank has no effect without --modules. Leave it out.")
     if args.no_data:
         print(recipe_room.dump(recipe), end="")
         return 0
     import yaml
 
-    from gradus.train.session import derive, open_session
+    from gradus.train.session import derive, open_for
 
-    session = open_session(recipe)
+    session = open_for(recipe, args.processes)
     print(recipe_room.dump(session.recipe), end="")
     print("\n# derived")
     print(yaml.safe_dump({"derived": derive(session)}, sort_keys=False), end="")

@@ -85,7 +85,7 @@ def test_other_layouts(capsys):
         ([*GPT, "--rank", "2", "--processes", "2"], "--rank=2 of --processes=2: ranks go from 0 to processes - 1."),
         ([*GPT, "--processes", "3", "layout.shard=2"], "shard 2 = 2 processes, and 3 were started"),
         ([*GPT, "layout.tensor=3"], "layout.tensor=3 does not divide model.n_heads=4. Use 1, 2 or 4."),
-        (["copy-task", "--processes", "2"], "--processes has no effect without --modules. Leave it out."),
+        (["copy-task", "layout.shard=2", "--processes", "3"], "shard 2 = 2 processes, and 3 were started"),
     ],
 )
 def test_mistakes(argv, said, capsys):

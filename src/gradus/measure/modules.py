@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
-from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.mesh import AXES, Mesh, needed
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 from gradus.train.session import open_session
@@ -29,7 +28,7 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     data: open the data for what the recipe leaves to them, such as the vocabulary's size.
     Raises UserError for a layout that does not fit, and without data for a size that the recipe does not have.
     """
-    n = math.prod(getattr(recipe.layout, axis) for axis in AXES if axis != "replicate") if n is None else n
+    n = needed(recipe.layout) if n is None else n
     if n < 1 or not 0 <= rank < n:
         raise UserError(f"--rank={rank} of --processes={n}: ranks go from 0 to processes - 1.")
     # nothing is run here: neither the device nor how it is computed or sent changes what is held

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from gradus.errors import UserError
-from gradus.parallel.mesh import sizes
+from gradus.parallel.mesh import needed, sizes
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 
 # pairs that do not compose, with the reason; each is a key of the layout that is more than 1, or set
@@ -109,7 +109,7 @@ def combinations(layout: Layout) -> Iterator[str]:
 
 def batch(recipe: Recipe, n: int) -> Iterator[str]:
     """Whether the batch divides among the processes that see different samples."""
-    if n % math.prod(getattr(recipe.layout, a) for a in ("pipeline", "expert", "shard", "context", "tensor")):
+    if n % needed(recipe.layout):
         return
     shape = sizes(recipe.layout, n)
     data, samples = shape["replicate"] * shape["expert"] * shape["shard"], recipe.batch.samples

@@ -22,9 +22,14 @@ DATA = ("replicate", "expert", "shard")  # along these, processes see different 
 def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → processes along it. What the named axes leave over is `replicate`. The product is n_processes (parallel.check says why not)."""
     named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
-    taken = math.prod(named.values())
+    taken = needed(layout)
     assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"
     return {axis: n_processes // taken if axis == "replicate" else named[axis] for axis in AXES}
+
+
+def needed(layout: Layout) -> int:
+    """The fewest processes that the layout can have: one replica."""
+    return math.prod(getattr(layout, axis) for axis in AXES if axis != "replicate")
 
 
 def alone(layout: Layout) -> Layout:

@@ -19,7 +19,7 @@ from gradus.data.loader import Loader
 from gradus.errors import UserError, did_you_mean
 from gradus.parallel import check, world
 from gradus.parallel.apply import apply
-from gradus.parallel.mesh import DATA, Mesh
+from gradus.parallel.mesh import DATA, Mesh, alone, needed, sizes
 from gradus.parallel.status import Status, watched
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
@@ -83,6 +83,16 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, here: world.Wor
     task.recipe = resolved
     check.validate(resolved, here.size)  # once more, now that every size is known
     return Session(resolved, task, device, Precision(layout.precision, device), Mesh.make(layout, here, device.type))
+
+
+def open_for(recipe: Recipe, n: int | None = None) -> Session:
+    """The session of one of `n` processes (None: as many as the layout's axes need), opened by this one alone, to look at and not to train."""
+    n = n or needed(recipe.layout)
+    check.validate(recipe, n)
+    session = open_session(recipe.model_copy(update={"layout": alone(recipe.layout)}))
+    session.recipe = session.recipe.model_copy(update={"layout": recipe.layout})
+    session.mesh = Mesh(world.World(size=n), sizes(recipe.layout, n))
+    return session
 
 
 def derive(session: Session) -> dict[str, Any]:
