@@ -45,6 +45,9 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
         for key in ("shard_optimizer", "local_sgd", "diloco"):
             if getattr(layout, key):
                 yield f"layout.{key}: cannot take effect with {one}. Start {2 * taken}, or leave it out."
+        for key in ("compress", "bucket_mb"):
+            if getattr(layout, key) != type(layout).model_fields[key].default and layout.context == layout.expert == 1:
+                yield f"layout.{key}: cannot take effect with {one}. Start {2 * taken}, or leave it out."
         if layout.replicate in ("manual", "parameter_server", "ddp"):
             yield f"layout.replicate={layout.replicate}: there is {one}. Start {2 * taken}: --processes {2 * taken}."
     if layout.replicate == "data_parallel":
@@ -79,6 +82,9 @@ def combinations(layout: Layout) -> Iterator[str]:
     plain_ddp = rep in ("auto", "ddp") and not set(split) - {"context"} and not layout.local_sgd and not layout.diloco
     if layout.compress != "none" and not plain_ddp:
         yield f"layout.compress={layout.compress} cannot take effect here: it is a hook of DDP, for replicas of whole weights. Leave it out."
+    if "bucket_mb" in on and (rep in ("manual", "parameter_server") or "shard" in on):
+        other = "layout.shard" if "shard" in on else f"layout.replicate={rep}"
+        yield f"layout.bucket_mb cannot take effect with {other}, which sends gradients in its own way. Leave it out."
     if layout.shard_optimizer and rep not in ("auto", "ddp", "manual"):
         yield f"layout.shard_optimizer cannot take effect with layout.replicate={rep}. Use ddp or manual."
     for key in ("local_sgd", "diloco"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
 
     Gradients are summed, since the loss's shares are already divided by global counts.
     """
+    # of logits that are a view: nothing is done to them in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     on_gpu = mesh.device_type == "cuda"
     options = {
         "mesh": mesh,

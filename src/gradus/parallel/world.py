@@ -173,12 +173,17 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
 
 @contextlib.contextmanager
 def one_first(world: World) -> Iterator[None]:
-    """Rank 0 of this host goes through this part before the others, who then find what it has made."""
-    if world.size > 1 and world.local_rank:
-        dist.barrier()
+    """Rank 0 of this host goes through this part before the others, who then find what it has made. That may take hours (a large text
+    in tokens), which no collective waits."""
+    if world.size == 1:
+        yield
+        return
+    store, made = dist.distributed_c10d._get_default_store(), f"gradus/made/{socket.gethostname()}"
+    if world.local_rank:
+        store.wait([made], datetime.timedelta(days=7))
     yield
-    if world.size > 1 and not world.local_rank:
-        dist.barrier()
+    if not world.local_rank:
+        store.set(made, "")
 
 
 def from_first(value: Any) -> Any:
