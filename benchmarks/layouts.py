@@ -1,6 +1,6 @@
 """One recipe in every layout, and how far each is from one process: the table of docs/layouts.md.
 
-    python benchmarks/layouts.py shakespeare-char-gpt data.path=input.txt --steps 100 --to docs/layouts.md
+    python benchmarks/layouts.py shakespeare-char-gpt data.path=input.txt optimizer.lr=3e-4 --steps 100 --to docs/layouts.md
 
 Each run is `gradus train` as a user starts it. Rows go to benchmarks/results/layouts-cpu-1-thread.json. With --to, the table replaces what stands
 between the two marks in that file.
@@ -20,6 +20,7 @@ from gradus.train.machine import describe
 
 SAME = [  # (processes, settings): mathematically one run
     (1, ""),
+    (1, "layout.micro_batch=3"),
     (2, "layout.replicate=manual"),
     (2, "layout.replicate=manual layout.transport=mpi"),
     (2, "layout.replicate=parameter_server"),
@@ -95,7 +96,7 @@ def table(recipe: list[str], groups: list[list[tuple[int, str]]]) -> tuple[list[
                 found.append(row)
                 apart = "" if not i else f"{row['loss_deviation']:.1e}"
                 norm = "" if not i else f"{row['norm_deviation']:.1e}"
-                shown = f"`{settings}`" if settings else "one process"
+                shown = f"`{settings}`" if settings else "nothing set"
                 lines.append(f"| {processes} | {shown} | {row['loss']:.6f} | {row['valid_loss']:.6f} | {apart} | {norm} | {f'{sent:,.0f}' if sent else ''} |")
                 print(lines[-1], flush=True)
     return lines, found

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradus.errors import UserError, need
+from gradus.parallel.traffic import Traffic
 from gradus.recipe.schema import Layout
 
 POWERSGD_START = 10  # steps with whole gradients before: their buckets settle, and early gradients compress badly
@@ -73,6 +74,8 @@ class ManualMPI(Replicas):
             total = torch.empty_like(here)
             self.world.Reduce(here.numpy(), total.numpy(), root=0)  # op=SUM; only rank 0's result is defined
             self.world.Bcast(total.numpy(), root=0)
+            for kind in ("reduce", "broadcast") if Traffic.now else ():
+                Traffic.now.count(kind, total.nbytes, self.world.size)
             gradient.copy_(total)
 
 

@@ -43,7 +43,10 @@ class Counted:
 
 
 class Traffic(TorchDispatchMode):
-    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`."""
+    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does not go through
+    PyTorch (MPI) tells `Traffic.now` of itself."""
+
+    now: Traffic | None = None
 
     def __init__(self):
         super().__init__()
@@ -57,11 +60,23 @@ class Traffic(TorchDispatchMode):
         kind = collective(name) if namespace in ("c10d", "_c10d_functional") else None
         if kind is not None:
             payload = max(_bytes(args), _bytes((out,))) if kind != "all_reduce" else _bytes(args[:1])
-            counted = self.found.setdefault(kind, Counted())
-            counted.calls += 1
-            counted.payload += payload
-            counted.sent += _SENT[kind](_group_size(args, kwargs or {})) * payload
+            self.count(kind, payload, _group_size(args, kwargs or {}))
         return out
+
+    def count(self, kind: str, payload: int, n: int) -> None:
+        """One call of a collective among n processes."""
+        counted = self.found.setdefault(kind, Counted())
+        counted.calls += 1
+        counted.payload += payload
+        counted.sent += _SENT[kind](n) * payload
+
+    def __enter__(self):
+        Traffic.now = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Traffic.now = None
+        return super().__exit__(*error)
 
     @property
     def sent(self) -> float:
