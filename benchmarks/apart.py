@@ -10,16 +10,10 @@ that talk over the loopback interface meanwhile are counted too.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from pathlib import Path
 
-from layouts import run
-
-from gradus.train.machine import describe
-
-START, END = "<!-- apart -->\n", "<!-- end of apart -->\n"
+from layouts import fill, keep, run
 
 
 def loopback() -> int:
@@ -58,12 +52,8 @@ def main() -> None:
                 f"| {ddp['loopback_bytes'] / row['loopback_bytes']:.1f} times |"
             )
             print(lines[-1], flush=True)
-    results = Path(__file__).parent / "results" / "apart-cpu-2-processes.json"
-    results.write_text(json.dumps({"conditions": {**describe(), "threads": 1, "command": sys.argv}, "rows": found}, indent=1) + "\n")
-    if args.to:
-        text = args.to.read_text()
-        before, rest = text.split(START)
-        args.to.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    keep("apart-cpu-2-processes", found)
+    fill(args.to, "apart", lines)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,6 @@ ROUNDED = [  # the same run in coarser numbers
     (2, "layout.compress=powersgd"),
 ]
 EXPERTS = [(1, "model.n_experts=4"), (2, "model.n_experts=4 layout.expert=2"), (4, "model.n_experts=4 layout.expert=2")]
-START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
 def run(recipe: list[str], processes: int, settings: str, folder: Path) -> dict:
@@ -68,6 +68,21 @@ def run(recipe: list[str], processes: int, settings: str, folder: Path) -> dict:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {(r["name"], r.get("step")): r["value"] for r in rows} | {"summary": json.loads((folder / "summary.json").read_text())}
+
+
+def keep(name: str, rows: list[dict]) -> None:
+    """Write rows with their conditions to results/NAME.json. Paths are told by their last part."""
+    conditions = {k: v for k, v in describe().items() if k != "launchers"} | {"threads": 1}
+    command = [re.sub(r"(^|=)/\S*/", r"\1", word) for word in sys.argv]
+    text = json.dumps({"conditions": {**conditions, "command": command}, "rows": rows}, indent=1)
+    (Path(__file__).parent / "results" / f"{name}.json").write_text(text + "\n")
+
+
+def fill(page: Path | None, mark: str, lines: list[str]) -> None:
+    """Put a table into a page, between `<!-- MARK -->` and `<!-- end of MARK -->`."""
+    if page is not None:
+        before, rest = page.read_text().split(f"<!-- {mark} -->\n")
+        page.write_text(f"{before}<!-- {mark} -->\n" + "\n".join(lines) + f"\n<!-- end of {mark} -->\n" + rest.split(f"<!-- end of {mark} -->\n")[1])
 
 
 def table(recipe: list[str], groups: list[list[tuple[int, str]]]) -> tuple[list[str], list[dict]]:
@@ -111,12 +126,8 @@ def main() -> None:
     recipe = [*args.recipe, f"train.steps={args.steps}", "log.every=1", "layout.threads=1", "layout.device=cpu", "evaluate.samples=0"]
     recipe += [f"evaluate.every={args.steps}", "data.limit_valid=200"]
     lines, found = table(recipe, [SAME, [SAME[0], *ROUNDED], EXPERTS])
-    results = Path(__file__).parent / "results" / "layouts-cpu-1-thread.json"
-    results.write_text(json.dumps({"conditions": {**describe(), "threads": 1, "command": sys.argv}, "rows": found}, indent=1) + "\n")
-    if args.to:
-        text = args.to.read_text()
-        before, rest = text.split(START)
-        args.to.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    keep("layouts-cpu-1-thread", found)
+    fill(args.to, "table", lines)
 
 
 if __name__ == "__main__":

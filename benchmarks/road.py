@@ -9,15 +9,11 @@ medians of the rows that a run logs every ten steps, after the first two. Run it
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from layouts import run
-
-from gradus.train.machine import describe
+from layouts import fill, keep, run
 
 ROAD = [
     ("one process", 1, "layout.precision=fp32"),
@@ -29,8 +25,6 @@ ROAD = [
     ("FSDP2, bf16", 2, "layout.precision=bf16 layout.shard=2"),
     ("one process, bf16", 1, "layout.precision=bf16"),
 ]
-START, END = "<!-- road -->\n", "<!-- end of road -->\n"
-
 
 def measure(recipe: list[str], name: str, processes: int, settings: str, folder: Path, steps: int) -> dict:
     rows = run(recipe, processes, settings, folder)
@@ -67,12 +61,8 @@ def main() -> None:
                 f"| {row['hours_per_epoch']:.2f} | {memory:.2f} GB | {row['loss']:.4f} |"
             )
             print(lines[-1], flush=True)
-    results = Path(__file__).parent / "results" / "road-cpu-2-processes.json"
-    results.write_text(json.dumps({"conditions": {**describe(), "threads": 1, "command": sys.argv}, "rows": found}, indent=1) + "\n")
-    if args.to:
-        text = args.to.read_text()
-        before, rest = text.split(START)
-        args.to.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    keep("road-cpu-2-processes", found)
+    fill(args.to, "road", lines)
 
 
 if __name__ == "__main__":
