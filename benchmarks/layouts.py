@@ -1,6 +1,6 @@
 """One recipe in every layout, and how far each is from one process: the table of docs/layouts.md.
 
-    python benchmarks/layouts.py shakespeare-char-gpt data.path=input.txt optimizer.lr=3e-4 --steps 100 --to docs/layouts.md
+    python benchmarks/layouts.py shakespeare-char-gpt data.path=input.txt optimizer.lr=3e-4 --steps 40 --to docs/layouts.md
 
 Each run is `gradus train` as a user starts it. Rows go to benchmarks/results/layouts-cpu-1-thread.json. With --to, the table replaces what stands
 between the two marks in that file.

@@ -338,7 +338,9 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     _ask("scancel", "--signal=USR1", job)
     _until(lambda: slurm.Job(job).restarts == 1, 120)
     assert slurm.Job(job).state in ("PENDING", "RUNNING")
-    _ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    _until(lambda: "COMPLETING" not in _ask("scontrol", "show", "nodes") + _ask("scontrol", "show", "job", job), 60)
+    time.sleep(5)  # the nodes put away what the first start left; Slurm would wait for two minutes
+    _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     assert main(["launch", "slurm", "--status", job, "--follow"]) == 0
     followed = capsys.readouterr().out
     assert f"job {job}: COMPLETED" in followed and "restarts 1, exit code 0" in followed
