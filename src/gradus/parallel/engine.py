@@ -125,7 +125,7 @@ class Parallel:
         for axes in sorted({h.norm_axes for h in self.held}):
             squares[axes] = self.sum(torch.nn.utils.get_total_norm(by_axes.get(axes, [])).float().to(device) ** 2, *axes)
         total = self.sum(torch.stack(list(squares.values())).sum(), "pipeline")
-        if not self.replicas.leads() or self.layout.replicate == "parameter_server":
+        if self.layout.replicate == "parameter_server":
             dist.broadcast(total, group=self.mesh.group("replicate"), group_src=0)  # the server alone has the sums
         return total.sqrt()
 
@@ -191,9 +191,9 @@ class Parallel:
                 full[name].copy_(tensor)
         yield replica.train(self.bare.training)
 
-    def full_tensors(self, names: list[str], everywhere: bool = True) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective; `names`: of the whole
-        model, in an order that all processes share. everywhere=False: only rank 0 is sure to get it."""
+        model, in an order that all processes share."""
         mine = dict((self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False))
         group = self.mesh.group("pipeline")
         for name in names:

@@ -200,7 +200,7 @@ def joined() -> bool:
 
 def mistake(text: str) -> str | None:
     """What this process says of a user's mistake: rank 0 says it, another only what rank 0 does not say (then with its own name)."""
-    rank, mine = dist.get_rank(), f"gradus/mistake/{hash_of(text)}"
+    rank, mine = dist.get_rank(), f"gradus/mistake/{zlib.crc32(text.encode())}"
     store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):
         if rank == 0:
@@ -211,10 +211,6 @@ def mistake(text: str) -> str | None:
                 return None
             time.sleep(0.1)
     return f"rank {rank} on {socket.gethostname()}: {text}"
-
-
-def hash_of(text: str) -> int:
-    return zlib.crc32(text.encode())
 
 
 def leave(code: int = 0) -> NoReturn:

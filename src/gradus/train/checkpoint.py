@@ -195,8 +195,7 @@ class Checkpoints:
         """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it. Collective."""
         if parallel.several or (path / "sharded").is_dir():
             return self._load_parts(path, parallel, optimizer, precision, seed)
-        for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
+        self._clear_left()
         models.load_weights(parallel.bare, path)
         tensors = load_file(path / "training.safetensors")
         rng = {k: tensors.pop(k) for k in list(tensors) if k.startswith("rng.")}
@@ -205,6 +204,11 @@ class Checkpoints:
         state = json.loads((path / "training.json").read_text())
         precision.load_state(state.get("scaler", {}))
         return state
+
+    def _clear_left(self) -> None:
+        """What a kill left half written or half removed."""
+        for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _load_parts(self, path: Path, parallel: Parallel, optimizer, precision: Precision, seed: int) -> dict:
         """From a checkpoint of any number of processes: every process reads its part."""
@@ -218,8 +222,7 @@ class Checkpoints:
             n = math.prod(state["layout"].values())
             raise UserError(f"{path}: {n} workers that train apart wrote it, each with its own optimizer. Resume with {n} and the same layout.")
         if mesh.world.first:
-            for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):  # by a kill
-                shutil.rmtree(left, ignore_errors=True)
+            self._clear_left()
         held = {h.name: h.parameter for h in parallel.held}
         sharded.load(path, {f"model.{name}": p for name, p in held.items()})
         stored, rank = sharded.read(path), mesh.world.rank
@@ -229,11 +232,10 @@ class Checkpoints:
             tensors = {f"{kind}.{name}": stored[f"worker{rank}_{kind}.{names[name]}"].read() for kind in kinds for name in held}
             for h, momentum in zip(parallel.held, parallel.apart.state()):
                 momentum.copy_(stored[f"outer.{names[h.name]}"].read())
-            parallel.apart.restart()
         else:
             tensors = sharded.load_state(path, {name: held[name] for name, _ in parallel.trained()})
-            if parallel.apart:
-                parallel.apart.restart()
+        if parallel.apart:
+            parallel.apart.restart()
         if optimizer is not None:
             load_state_tensors(parallel.trained(), optimizer, tensors)
         keys = list(rng_state(precision.device))
