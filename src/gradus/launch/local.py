@@ -226,9 +226,9 @@ def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: fl
             self.codes = {rank: process.poll() for rank, process in self.processes.items()}
             if any(self.codes.values()) and self.deadline is None:
                 self.deadline = time.monotonic() + grace
+            if None in self.codes.values() and (self.deadline is None or time.monotonic() < self.deadline):
+                return RunResult(state=WorkerState.HEALTHY)  # not asked of the agent, which may see an end that `codes` does not have yet
             if self.deadline is not None:
-                if None in self.codes.values() and time.monotonic() < self.deadline:
-                    return RunResult(state=WorkerState.HEALTHY)
                 if self.text is None and any(code != 0 for code in self.codes.values()):
                     self.text = status.diagnose(folder, n, self.codes)
                 self.end()
