@@ -1,0 +1,81 @@
+"""What the parts of the plan tell each other: the work of one training step, as a device does it.
+
+`trace` reads it off the real module and step under fake tensors, `analytic` writes it down from sizes alone; `step` prices it.
+Units: bytes, floating-point operations, seconds. One multiply-add is two operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Kind = Literal["matmul", "attention", "memory"]
+Phase = Literal["forward", "backward", "recompute", "optimizer"]
+
+# What live memory is made of at the peak; the same names in the plan, in the measurement and in the report (`memory/<component>`).
+COMPONENTS = {
+    "weights": "parameters and buffers as this device holds them",
+    "gradients": "gradients as this device holds them, buckets of DDP included",
+    "optimizer": "the optimizer's state",
+    "activations": "what the forward pass keeps for the backward pass",
+    "logits": "logits and what the loss makes of them",
+    "gathered": "weights gathered for the moment (FSDP), casts of weights kept by autocast",
+    "communication": "buffers of collectives",
+    "transient": "the rest that lives at the peak: results under way, the optimizer's temporaries",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One kind of operation on one device, `count` times.
+
+    shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys, head_dim);
+    of memory-bound operations () and what counts is `bytes`.
+    """
+
+    kind: Kind
+    name: str  # aten's or a plain name: "addmm", "layer_norm", "adamw"
+    dtype: str  # fp32, tf32, bf16, fp16, fp8: what it is computed in
+    phase: Phase
+    flops: float  # of one; what the device does (a causal kernel that skips half counts half)
+    bytes: float  # of one, read and written
+    shape: tuple[int, ...] = ()
+    count: float = 1
+    launches: float = 1  # kernels one of them takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind along one axis of the layout, of one device in one optimizer step (all micro-batches together)."""
+
+    axis: str  # replicate, shard, tensor, sequence, pipeline, context, expert, apart, control
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
+    payload: float  # bytes of one call; of gathers and scatters the whole that is gathered or scattered
+    calls: float  # a step
+    group: int  # ranks that take part
+    stride: int = 1  # between neighbouring ranks of the group, so that it is known which links they share
+    phase: Phase = "backward"
+    hidden_by: Literal["", "forward", "backward", "both"] = ""  # the computing it can run beside; "": it is waited for
+
+    @property
+    def sent(self) -> float:
+        """Bytes this device sends in a step, by the bandwidth-optimal ring (Patarasuk & Yuan 2009)."""
+        part = (self.group - 1) / self.group
+        return self.payload * self.calls * {"all_reduce": 2 * part, "send": 1.0}.get(self.kind, part)
+
+
+@dataclasses.dataclass
+class Work:
+    """One optimizer step of the busiest device: the stage that takes longest."""
+
+    micro: list[Op]  # of one micro-batch on this stage
+    step: list[Op]  # once a step: optimizer, norm, clipping
+    transfers: list[Transfer]
+    micro_batches: int = 1  # that a device runs in a step
+    stages: int = 1  # of the pipeline
+    virtual: int = 1  # stages a device, interleaved
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble
+    samples: float = 0  # of the whole step, over all devices
+    tokens: float = 0  # of the whole step, over all devices, padding included
+    model_flops: float = 0  # of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
+    data_bytes: float = 0  # a device's batch, from host to device
