@@ -37,6 +37,31 @@ def parser() -> Parser:
     p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
     p.add_argument("--processes", type=int, metavar="N", help="start N processes on this machine (others: torchrun, mpirun, srun)")
     p.add_argument("--max-restarts", type=int, default=0, metavar="K", help="of --processes: start again from the last checkpoint, up to K times")
+    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy, before anything is spent", recipe=False)
+    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. layout.checkpointing=full")
+    p.add_argument("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
+    p.add_argument("--tokens", type=float, metavar="N", help="to train on, in place of the recipe's steps, e.g. 300e9")
+    p.add_argument("--days", type=float, metavar="D", help="a deadline: with --on DEVICE, how many of them are needed")
+    p.add_argument("--json", action="store_true", help="the rows as JSON lines")
+    p.add_argument("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
+    p.add_argument("--devices", action="store_true", help="which single device, at which precision and price")
+    p.add_argument("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
+    p.add_argument("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements (default: as stored)")
+    p.add_argument("--web", action="store_true", help="serve the plan as a local page")
+    p.add_argument("--port", type=int, default=8000, help="of --web (default 8000)")
+    p.add_argument("--host", default="127.0.0.1", help="of --web (default 127.0.0.1: this machine alone)")
+    p = verb("prove", prove, "what was planned of finished runs beside what was measured", recipe=False, words="runs")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
+    p.add_argument("--json", action="store_true", help="the figures as JSON lines")
+    p = verb("check", check, "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, speed of the loader")
+    p.add_argument("--json", action="store_true", help="the lines as JSON rows")
+    p = verb("fit", fit, "the largest micro-batch that fits: planned, then confirmed by one step")
+    p.add_argument("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
+    p.add_argument("--sweep", metavar="N,...", help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
+    p.add_argument("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
+    p.add_argument("--json", action="store_true", help="the figures as JSON rows")
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
     p.add_argument("--modules", action="store_true", help="print the module tree as the layout places it instead: each parameter's shape and part")
@@ -92,9 +117,16 @@ def parser() -> Parser:
     p.add_argument("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
     p.add_argument("--weak", action="store_true", help="the recipe's batch for every process, not for all together; also to the end")
     p.add_argument("--scale-lr", action="store_true", help="of --weak: the learning rate times the number of processes (the linear rule)")
+    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
     p.add_argument("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
     p = verb("env", env, "the machine as found, with a word on each figure", recipe=False)
     p.add_argument("--json", action="store_true", help="as JSON")
+    p = verb("hardware", hardware, "the devices and links that the plan knows, with their sources", recipe=False, words="name")
+    p.add_argument("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
+    p = verb("calibrate", calibrate, "measure this machine for a few minutes, so that gradus plan --on this is right", recipe=False)
+    p.add_argument("--seconds", type=float, default=180.0, metavar="S", help="about how long (default 180)")
+    p.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    p.add_argument("--to", metavar="FILE", help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
     p = verb("launch", None, "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal", recipe=False)
     places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
     for place in ("slurm", "ssh", "modal"):
@@ -127,7 +159,7 @@ def train(args) -> int:
     if args.processes is not None:
         from gradus.launch import local
 
-        found = {"max_restarts": args.max_restarts, "resume": args.resume, "auto_resume": args.auto_resume, "json_file": args.json_file}
+        found = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return local.train(args.processes, args.recipe, args.overrides, **found)
     from gradus.train import resolve
 
@@ -151,11 +183,12 @@ def train(args) -> int:
         args.recipe = str(folder)
     recipe = load_recipe(args, extra, quiet=not here.first)
     from gradus.measure.flops import for_run
+    from gradus.plan.prove import Proof
     from gradus.train.loop import Stopped
     from gradus.train.session import train as run
 
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, here=here)
+        outcome = run(recipe, resume=folder, flops=for_run, plan=Proof(args.force), here=here)
     except Stopped as stop:
         if here.first:
             print(f"\nstopped; saved {stop.checkpoint}. Go on with: gradus train {stop.checkpoint.parent.parent} --resume", flush=True)
@@ -165,6 +198,61 @@ def train(args) -> int:
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
         for line in outcome.trainer.task.examples(outcome.trainer.model.eval(), 1):
             print(line)
+    return 0
+
+
+def plan(args) -> int:
+    modes = [name for name in ("json", "explain", "devices", "search", "accuracy", "web") if getattr(args, name) not in (None, False)]
+    if len([m for m in modes if m != "json"]) > 1:
+        raise UserError(f"gradus plan: --{' and --'.join(m for m in modes if m != 'json')} are different questions. Give one of them.")
+    if "accuracy" in modes:
+        from gradus.plan.accuracy import lines
+
+        print("\n".join(lines(args.accuracy or None)))
+        return 0
+    if "web" in modes:
+        from gradus.plan.web import serve
+
+        return serve(host=args.host, port=args.port)
+    if args.recipe is None:
+        raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
+    from gradus.plan.answer import Request, answer, devices, search
+    from gradus.plan.show import explain, screen
+
+    request = Request(args.recipe, args.overrides, args.on, args.tokens, args.days)
+    if "devices" in modes or "search" in modes:
+        lines, rows = (devices if "devices" in modes else search)(request)
+        print("\n".join([row.json() for row in rows] if args.json else lines))
+        return 0
+    made = answer(request)
+    if args.json:
+        print("\n".join(row.json() for row in made.rows))
+        for note in made.notes:
+            print(f"note: {note}", file=sys.stderr)
+    else:
+        print("\n".join(explain(made, args.explain) if args.explain else screen(made)))
+    return 0
+
+
+def prove(args) -> int:
+    from gradus.plan.prove import prove as run
+
+    for line in run(args.runs, args.json):
+        print(line)
+    return 0
+
+
+def check(args) -> int:
+    from gradus.plan.check import check as run
+
+    return run(load_recipe(args), args.json)
+
+
+def fit(args) -> int:
+    from gradus.plan.fit import fit as run
+
+    for line in run(load_recipe(args), args):
+        print(line, flush=True)
     return 0
 
 
@@ -280,14 +368,29 @@ def collectives(args) -> int:
 
 def scale(args) -> int:
     from gradus.measure.scaling import scale as run
+    from gradus.plan.prove import Scaled
 
-    return run(load_recipe(args), args)
+    return run(load_recipe(args), args, plan=Scaled(args.force))
 
 
 def env(args) -> int:
     from gradus.measure.machine import env as run
 
     return run(args)
+
+
+def calibrate(args) -> int:
+    from gradus.plan.calibrate import run
+
+    return run(args)
+
+
+def hardware(args) -> int:
+    from gradus.hardware import lines
+
+    for line in lines(" ".join(args.name) or None):
+        print(line)
+    return 0
 
 
 def export(args) -> int:

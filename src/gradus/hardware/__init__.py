@@ -1,6 +1,10 @@
 """The hardware file: devices, links, nodes, prices and grids, each figure with its source and date; the user's own file goes before.
 
-Nothing here imports torch.
+    find("A100-80GB"), cluster("64xH100"), price("H100"), grid("FR"), lines()
+
+Packaged: devices.yaml, links.yaml, prices.yaml, grid.yaml. The user's: ~/.config/gradus/hardware.yaml, prices.yaml, grid.yaml (or
+$GRADUS_HARDWARE, $GRADUS_PRICES, $GRADUS_GRID), of the same form. Files state quantities in the units vendors use, with the unit written;
+here everything is bytes, seconds, operations, watts. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ class Link:
     bandwidth: float  # bytes/s, one direction, per device, nominal
     efficiency: float = 0.8  # of it, that collectives reach with large payloads
     latency: float = 5e-6  # s, for one hop of a collective
+    both: float | None = None  # bytes/s, the vendors' figure for both directions together, where they advertise that
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,10 @@ class Device:
     usable: float = 1.0  # part of `memory` that a program gets
     source: str = ""
     measured: dict | None = None  # tables that `gradus calibrate` made of this very machine
+    bridge: Link | None = None  # between two cards only
+    aliases: tuple[str, ...] = ()
+    driver: str | None = None  # pattern of whole names as the driver gives them
+    date: str = ""  # of the entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +59,34 @@ class Cluster:
         """How a group of `group` ranks, `stride` apart, lies on the nodes: (ranks a node, nodes)."""
         within = max(1, min(group, self.device.node // stride)) if stride < self.device.node else 1
         return within, -(-group // within)
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Money a device-hour."""
+
+    low: float
+    expected: float
+    high: float
+    currency: str
+    date: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What electricity emits."""
+
+    name: str
+    intensity: float  # kg CO2-equivalent per joule
+    year: int
+    source: str
+
+
+from gradus.hardware.files import add_device, by_driver, cluster, devices, find, grid, grids, link, links, price, pue  # noqa: E402
+from gradus.hardware.tables import lines  # noqa: E402
+
+__all__ = [
+    "Cluster", "Device", "Grid", "Link", "Price",
+    "add_device", "by_driver", "cluster", "devices", "find", "grid", "grids", "lines", "link", "links", "price", "pue",
+]  # fmt: skip

@@ -44,7 +44,7 @@ def die_with_parent() -> None:
 
 def train(
     n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, auto_resume: bool = False,
-    json_file: str | None = None,
+    json_file: str | None = None, force: bool = False,
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate
@@ -58,6 +58,7 @@ def train(
         raise UserError(f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out.")
     extra = from_training_args(json_file)[0] if json_file else {}
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
+    argv += ["--force"] if force else []
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
     folder = resolve.run_to_resume(recipe, overrides, extra) if resume else None
     config = resolve.load(str(folder) if folder else recipe, overrides, extra)[0]

@@ -7,7 +7,6 @@ kernels do about half of it), no recomputation, no padding (Chowdhery et al. 202
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from gradus import models
+from gradus import hardware, models
 from gradus.parallel.apply import use_kernel
 
 if TYPE_CHECKING:
@@ -112,35 +111,13 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- peaks
 
-# Dense peaks in TFLOP/s: fp32 without tensor cores, tf32, bf16, fp16 (consumer cards: with fp32 accumulation). Where a card has no such
-# unit, or its figure is not sure, there is none. Vendors' data sheets; names as the driver gives them, whole: a partition (MIG), a laptop's
-# or a cut-down card has another peak and another name.
-PEAKS: dict[str, dict[str, float]] = {
-    r"Tesla V100-SXM2-(16|32)GB": {"fp32": 15.7, "fp16": 125},
-    r"Tesla V100-PCIE-(16|32)GB": {"fp16": 112},
-    r"(NVIDIA )?Tesla T4|NVIDIA T4": {"fp32": 8.1, "fp16": 65},
-    r"(NVIDIA )?A100-(SXM4|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
-    r"NVIDIA A10G": {"fp32": 31.5, "bf16": 70, "fp16": 70},
-    r"NVIDIA A40": {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
-    r"NVIDIA L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
-    r"NVIDIA L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
-    r"NVIDIA H100 80GB HBM3": {"fp32": 67, "tf32": 494, "bf16": 989, "fp16": 989},  # SXM
-    r"NVIDIA H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
-    r"NVIDIA H100 NVL": {"fp32": 60, "tf32": 418, "bf16": 835, "fp16": 835},
-    r"NVIDIA H200": {"fp32": 67, "tf32": 494, "bf16": 989, "fp16": 989},
-    r"NVIDIA B200": {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250},
-    r"NVIDIA GeForce RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
-    r"NVIDIA GeForce RTX 4090": {"fp32": 82.6, "tf32": 82.6, "bf16": 165, "fp16": 165},
-    r"NVIDIA GeForce RTX 5090": {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5},
-}
-
-
 def known_peak(device_name: str, numbers: str) -> float | None:
-    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not known, never guessed."""
-    for pattern, peaks in PEAKS.items():
-        if re.fullmatch(pattern, device_name):
-            return peaks[numbers] * 1e12 if numbers in peaks else None
-    return None
+    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not known, never guessed.
+
+    From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and another name.
+    """
+    device = hardware.by_driver(device_name)
+    return None if device is None else device.peaks.get(numbers)
 
 
 def peak_flops(session: Session) -> float | None:

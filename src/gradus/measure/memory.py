@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ class Timeline:
     """
 
     def __enter__(self) -> Timeline:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library tells standard error of each start and stop
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self.profile.__enter__()
         return self

@@ -665,12 +665,14 @@ def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool
 
 def measure(
     recipe: Recipe, counts: Sequence[int], folder: Path, *, steps: int = 30, warm_up: int = 5, repeat: int = 3, weak: bool = False,
-    scale_lr: bool = False, to_the_end: bool = False, say: Callable[[str], None] = print,
+    scale_lr: bool = False, to_the_end: bool = False, say: Callable[[str], None] = print, plan: Any = None,
 ) -> list[Row]:  # fmt: skip
     """Train on each of these numbers of processes, and return what was found as rows (`rows_of`).
 
     In each of `repeat` rounds, every number of processes takes `steps` steps after `warm_up`; with `to_the_end`, the whole training
-    once more. Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in `folder`/runs.
+    once more. Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in
+    `folder`/runs. plan: handed in from above: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives
+    the rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured.
     Raises UserError for what cannot be done, before anything is started where it can be known then.
     """
     needed = {"steps": 1, "warmup": COUNTED_STEP, "repeat": 1}
@@ -694,9 +696,12 @@ def measure(
         say(f"note: {counts[-1]} processes of {threads} thread{'s' * (threads > 1)} share {processors()} processors, so they keep each other waiting")
     if (folder / "rows.jsonl").exists():
         raise UserError(f"--to={folder}: there is a measurement already. Give another folder.")
+    planned = plan.before({f.n: f.recipe for f in found}, say) if plan else []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipes.dump(recipe))
+        if plan:
+            (folder / "plan.jsonl").write_text("".join(row.json() + "\n" for row in planned))
         log = folder / "workers.log"
         log.touch()
     except OSError as e:
@@ -729,6 +734,8 @@ def measure(
     say(f"median of {repeat} round{'s' * (repeat > 1)} of {steps} steps [slowest .. fastest]")
     for line in table(found):
         say(line)
+    if plan:
+        plan.after(rows, folder, say)
     say("")
     try:
         plot(found, title, folder / "scaling.png")
@@ -739,8 +746,8 @@ def measure(
     return rows
 
 
-def scale(recipe: Recipe, args: Any) -> int:
-    """`gradus scale RECIPE --processes 1,2,4`. `args`: as cli has them."""
+def scale(recipe: Recipe, args: Any, plan: Any = None) -> int:
+    """`gradus scale RECIPE --processes 1,2,4`. `args`: as cli has them. `plan`: as `measure` has it."""
     world = worlds.find()
     if world.size > 1:
         raise UserError(f"gradus scale: {world.launcher} started this already, as process {world.rank} of {world.size}. Start it by itself.")
@@ -752,7 +759,7 @@ def scale(recipe: Recipe, args: Any) -> int:
     try:
         measure(
             recipe, counts, folder, steps=args.steps, warm_up=args.warmup, repeat=args.repeat, weak=args.weak, scale_lr=args.scale_lr,
-            to_the_end=args.to_the_end or args.weak,
+            to_the_end=args.to_the_end or args.weak, plan=plan,
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -42,6 +42,7 @@ class Op:
     shape: tuple[int, ...] = ()
     count: float = 1
     launches: float = 1  # kernels one of them takes
+    layout: str = ""  # of a matmul: which operand lies transposed in memory, n or t each: nt forward, nn for the input, tn for the weight; "": not known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +80,4 @@ class Work:
     tokens: float = 0  # of the whole step, over all devices, padding included
     model_flops: float = 0  # of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
     data_bytes: float = 0  # a device's batch, from host to device
+    software: str = "gradus"  # whose fitted parameters hold: gradus, megatron, mosaic

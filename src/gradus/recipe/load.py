@@ -70,6 +70,7 @@ def load(
     *,
     notes: list[str] | None = None,
     configure: Callable[[str], Mapping[str, Any] | None] | None = None,
+    text: str | None = None,
     **more: Any,
 ) -> Recipe:
     """A recipe: the packaged one of that name, a .yaml, .yml or .json file, or the recipe.yaml of a run folder.
@@ -79,11 +80,12 @@ def load(
     notes: a list that receives what overrides made meaningless in the file and was therefore left out.
     configure: from model.init, the configuration that comes with the weights (None: not to be had); it replaces the
     architecture, see `adopt`. Without it, the architecture in the result is a stand-in where model.init is overridden.
+    text: the recipe as YAML, in place of what name_or_path names.
 
     Raises UserError with one line a problem, in the order of the file, then of the overrides.
     """
     notes = [] if notes is None else notes
-    source, text, stem = _find(name_or_path)
+    source, text, stem = (str(name_or_path), text, str(name_or_path)) if text is not None else _find(name_or_path)
     raw, order, found = _read(text, source, as_json=source.endswith(".json"))
     arguments, (flags, malformed) = _arguments(more), _parse(overrides)
     found += malformed

@@ -34,12 +34,21 @@ class Clock:
             self.seconds[kind] += time.perf_counter() - start
 
 
+_earlier: dict[torch.device, int] = {}  # GPU → its peak before PyTorch's count was begun anew
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes at the highest: PyTorch's allocator on a GPU, the resident set of this process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device))
     import resource
     import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def begin_peak(device: torch.device) -> None:
+    """From now on PyTorch's allocator tells the peak since now; `peak_memory` goes on knowing the one before."""
+    _earlier[device] = peak_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)

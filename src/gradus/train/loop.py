@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -36,6 +37,7 @@ from gradus.train.schedule import learning_rate
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # ask for a stop; Slurm sends the last before a time limit
 COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the first one may set things up
+TIMED = 4096  # latest steps whose times are kept
 
 
 @dataclasses.dataclass
@@ -79,52 +81,20 @@ class Agreed:
     saved: bool  # the checkpoint under way is on every process's disk
 
 
-class Trainer:
-    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied: a module that this
-    process has for itself, or what `parallel.apply.apply` made. Every process of a layout has its Trainer and calls the same methods.
-    """
+class Stepper:
+    """The optimizer step of a laid out model on a task: what a run takes, and what the plan traces."""
 
-    def __init__(
-        self, recipe: Recipe, task: Task, model: nn.Module | Parallel, folder: Path, device: torch.device, *,
-        precision: Precision, flops_per_token: float | None = None, peak_flops: float | None = None, status: Callable[[str, int], None] | None = None,
-    ):  # fmt: skip
+    def __init__(self, recipe: Recipe, task: Task, model: nn.Module | Parallel, device: torch.device, precision: Precision):
         self.recipe, self.task, self.device, self.precision = recipe, task, device, precision
         self.parallel = model if isinstance(model, Parallel) else alone(model, recipe)
-        self.model = self.parallel.bare
-        self.at = status or (lambda what, step: None)  # tells what this process is doing
         self.optimizer = make_optimizer(self.parallel.trained(), recipe.optimizer)
-        self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
-        self.folder = folder
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.progress = Progress()
-        self.clock = Clock(device)
-        self.loader = Loader(
-            task.splits["train"],
-            task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens),
-            task.collate,
-            prepare=task.prepare,
-            seed=recipe.train.seed,
-            micro_batch=recipe.layout.micro_batch,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            persistent=recipe.data.persistent,
-            pin=recipe.data.pin and device.type == "cuda",
-            rank=self.parallel.mesh.rank(*DATA),
-            world=self.parallel.mesh.size(*DATA),
-        )
-        self.last_step = total_steps(recipe, self.loader.plan)
-        self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
-        self.asked = Asked()
-        self.signal: int | None = None  # that all processes know of
-        self.apart_tokens = 0  # seen by this worker alone since the workers met
-        self.traffic: Traffic | None = None
-        self.start_step = 0  # where this start began
+        self.at: Callable[[str, int], None] = lambda what, step: None  # tells what this process is doing
         self.warm = False
-        self.sampler = Sampler(device)
-        self.in_a_row = 0  # steps that were not finite, up to now
-        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
 
-    # ------------------------------------------------------------ one step
+    def agree(self, micro_batches: list[dict[str, Any]]) -> Agreed:
+        """What the processes know together of the coming step."""
+        raise NotImplementedError
 
     def step(self, micro_batches: list[dict[str, Any]], counts: dict[str, int] | None = None) -> tuple[Tensor, Tensor]:
         """One optimizer step over one global batch. Returns (loss, gradient norm), scalars that stay on the device.
@@ -161,6 +131,51 @@ class Trainer:
         parallel.zero_grad()
         return loss, norm
 
+
+class Trainer(Stepper):
+    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied: a module that this
+    process has for itself, or what `parallel.apply.apply` made. Every process of a layout has its Trainer and calls the same methods.
+    """
+
+    def __init__(
+        self, recipe: Recipe, task: Task, model: nn.Module | Parallel, folder: Path, device: torch.device, *,
+        precision: Precision, flops_per_token: float | None = None, peak_flops: float | None = None, status: Callable[[str, int], None] | None = None,
+        plan: Any = None,
+    ):  # fmt: skip
+        super().__init__(recipe, task, model, device, precision)
+        self.model = self.parallel.bare
+        self.at = status or self.at
+        self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
+        self.folder = folder
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.clock = Clock(device)
+        self.loader = Loader(
+            task.splits["train"],
+            task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens),
+            task.collate,
+            prepare=task.prepare,
+            seed=recipe.train.seed,
+            micro_batch=recipe.layout.micro_batch,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            persistent=recipe.data.persistent,
+            pin=recipe.data.pin and device.type == "cuda",
+            rank=self.parallel.mesh.rank(*DATA),
+            world=self.parallel.mesh.size(*DATA),
+        )
+        self.last_step = total_steps(recipe, self.loader.plan)
+        self.metrics_position = 0  # in metrics.jsonl, of what the last checkpoint knows of; no checkpoint, nothing
+        self.asked = Asked()
+        self.signal: int | None = None  # that all processes know of
+        self.apart_tokens = 0  # seen by this worker alone since the workers met
+        self.traffic: Traffic | None = None
+        self.plan = plan  # train.session.Plan
+        self.times: collections.deque[tuple[int, float, int]] = collections.deque(maxlen=TIMED)  # (step, seconds, tokens); the latest is last
+        self.start_step = 0  # where this start began
+        self.sampler = Sampler(device)
+        self.in_a_row = 0  # steps that were not finite, up to now
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
+
     def agree(self, micro_batches: list[dict[str, Any]]) -> Agreed:
         """Sums over all processes of what each knows of the coming step."""
         speaks, kinds = self.parallel.speaks, sorted(micro_batches[0]["counts"])
@@ -193,11 +208,14 @@ class Trainer:
             if self._stop_signal(asked):
                 raise Stopped(self.signal, self.save(log, wait=True))
             self.start, self.start_step = self._mark(), p.step
-            self.mark = self.start
+            self.mark = mark = self.start
             while p.step < self.last_step:
                 n_steps = len(self.loader.plan.epoch(p.epoch))
                 for step in self._steps():
-                    rate, loss, norm = self.take(step)
+                    with self.plan.around(self, step) if self.plan else contextlib.nullcontext():
+                        rate, loss, norm = self.take(step)
+                    before, mark = mark, self._mark()
+                    self.times.append((p.step, mark[0] - before[0], mark[2] - before[2]))
                     self.pending.append((p.step, rate, loss, norm))
                     last = p.step == self.last_step
                     if p.step % recipe.log.every == 0 or last:
@@ -304,6 +322,11 @@ class Trainer:
         self.pending.clear()
         before, self.mark = self.mark, self._mark()
         elapsed, n_samples, n_tokens = (now - then for now, then in zip(self.mark, before))
+        if self.device.type != "cpu":  # where steps run by themselves, only their mean over a stretch between two waits is known
+            latest = [self.times.pop() for _ in values[:TIMED]][::-1]
+            self.times.extend((at, elapsed / len(latest), tokens) for at, _, tokens in latest)
+        if self.plan:
+            self.plan.flushed(self)
         loss, norm = values[-1]
         rows = [
             Row("train/loss", loss, self.task.loss_unit, step),
@@ -326,6 +349,8 @@ class Trainer:
             conditions = {"of": "one meeting" if self.parallel.apart else "one step", "counted": "ring algorithms, this process"}
             rows += [Row(f"traffic/{name}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for name, c in self.traffic.found.items()]
             rows.append(Row("traffic/sent", self.traffic.sent, "bytes", step, conditions))
+            if self.plan:
+                self.plan.counted(rows[-1 - len(self.traffic.found) :])
             self.traffic = None
         log.write(rows)
         spent, _, _, steps = (now - then for now, then in zip((*self.mark, p.step), (*self.start, self.start_step)))

@@ -7,21 +7,23 @@ import json
 import math
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from gradus import models, tasks
 from gradus import recipe as recipes
-from gradus.data.loader import Loader
+from gradus.data.loader import Loader, Step
 from gradus.errors import UserError, did_you_mean
 from gradus.parallel import check, world
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import DATA, Mesh, alone, needed, sizes
 from gradus.parallel.status import Status, watched
 from gradus.recipe.schema import Recipe
+from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import peak_memory
@@ -168,10 +170,34 @@ class Outcome:
     trainer: Trainer
 
 
-def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here: world.World = world.World()) -> Outcome:
+class Plan(Protocol):
+    """What foresees a run and follows it; handed in from above. Every process has one and calls the same methods."""
+
+    def before(self, session: Session, position: tuple[int, int]) -> None:
+        """Before the model is built. position: (epoch, step within it) where the run begins. Raises UserError for what will not fit. Collective."""
+
+    def begin(self, folder: Path) -> None:
+        """The run folder is there. On rank 0."""
+
+    def around(self, trainer: Trainer, step: Step) -> AbstractContextManager:
+        """Around every step of the run."""
+
+    def flushed(self, trainer: Trainer) -> None:
+        """The device has been waited for, and a line is printed."""
+
+    def counted(self, rows: list[Row]) -> None:
+        """The traffic of one step, as rows."""
+
+    def after(self, trainer: Trainer) -> tuple[list[str], dict[str, Any]]:
+        """The last step is done. Returns (lines to print, what `summary.json` is to hold); of use on rank 0. Collective."""
+
+
+def train(
+    recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None, here: world.World = world.World()
+) -> Outcome:
     """Train a recipe into a run folder, or go on with the run in `resume`. `here`: this process among all that call this.
 
-    `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU.
+    `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is `plan`.
     Raises UserError, and Stopped after a signal once everything is saved.
     """
     check.validate(recipe, here.size)
@@ -181,13 +207,13 @@ def train(recipe: Recipe, *, resume: Path | None = None, flops: Any = None, here
         folder = Path(world.from_first(str(folder)))  # its name may be the time
     status = Status(folder, here)
     with watched(folder, here):
-        outcome = _train(recipe, folder, resume is not None, flops, here, status)
+        outcome = _train(recipe, folder, resume is not None, flops, plan, here, status)
     status.close()
     return outcome
 
 
-def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, here: world.World, status: Status) -> Outcome:
-    tokenizers = None
+def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | None, here: world.World, status: Status) -> Outcome:
+    tokenizers, position = None, (0, 0)
     if not resume:
         if here.first and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
@@ -196,17 +222,23 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, here: world.W
             raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
         check_same(recipes.load(folder), recipe)
         latest = Checkpoints(folder / "checkpoints", recipe.train.keep).latest()
-        tokenizers = tasks.load_tokenizers(latest) if latest else None
+        if latest:
+            tokenizers = tasks.load_tokenizers(latest)
+            progress = json.loads((latest / "training.json").read_text())["progress"]
+            position = progress["epoch"], progress["epoch_step"]
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"log.dir={folder}: cannot write below {there}. Set log.dir to a folder you may write.")
     status.at("opening the data")
     session = open_session(recipe, tokenizers, here)
-    status.at("building the model")
-    model = session.build()
     derived = derive(session)
     if here.first:
         print(describe(derived), flush=True)
+    if plan:
+        status.at("the plan")
+        plan.before(session, position)
+    status.at("building the model")
+    model = session.build()
     report = getattr(model, "load_report", None)
     if report is not None and here.first:
         print(
@@ -220,6 +252,8 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, here: world.W
         if not resume and here.first:
             write_json(folder / "environment.json", environment(session.device))
             write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
+        if plan and here.first:
+            plan.begin(folder)
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
 
@@ -234,7 +268,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, here: world.W
     parallel.bare.train()
     trainer = Trainer(
         session.recipe, session.task, parallel, folder, session.device, precision=session.precision, flops_per_token=per_token,
-        peak_flops=peak * here.size if peak else None, status=status.at,
+        peak_flops=peak * here.size if peak else None, status=status.at, plan=plan,
     )  # fmt: skip
     if resume:
         status.at("the loading of a checkpoint")
@@ -274,6 +308,7 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
             examples = task.examples(model.eval(), r.evaluate.samples)
             model.train()
+    proof, proved = trainer.plan.after(trainer) if trainer.plan else ([], {})
     seconds = trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
     epochs = p.step / derived["steps_an_epoch"]
@@ -297,16 +332,17 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "skipped_steps": p.skipped,
         "seconds": {k: round(v, 3) for k, v in seconds.items()},
         "best": {"metric": r.evaluate.best or f"valid/{task.best}", "value": p.best, "step": p.best_step} if p.best is not None else None,
+        **proved,
         "metrics": metrics,
     }
     finite = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}  # JSON has no infinity
     if parallel.mesh.world.first:
         write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
-        print_summary(trainer, summary, examples)
+        print_summary(trainer, summary, [*examples, *proof])
     return summary
 
 
-def print_summary(trainer: Trainer, summary: dict[str, Any], examples: list[str]) -> None:
+def print_summary(trainer: Trainer, summary: dict[str, Any], lines: list[str]) -> None:
     s = summary
     print()
     for key in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"):
@@ -320,6 +356,6 @@ def print_summary(trainer: Trainer, summary: dict[str, Any], examples: list[str]
     )
     for name, value in s["metrics"].items():
         print(f"{name:26} {value:.4f}")
-    for line in examples:
+    for line in lines:
         print(line)
     print(f"run folder: {trainer.folder}", flush=True)

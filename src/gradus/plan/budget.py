@@ -1,0 +1,175 @@
+"""What a training run takes in all: time, devices, money, energy and CO2, each as low, expected and high, with what was assumed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gradus import hardware
+from gradus.hardware import Cluster, Device, Grid, Price
+from gradus.plan.figures import figure
+from gradus.rows import Row
+
+if TYPE_CHECKING:
+    from gradus.plan.work import Work
+
+Cases = tuple[float, float, float]  # low, expected, high
+CASES = ("low", "expected", "high")
+HOUR, DAY, KWH = 3600.0, 86_400.0, 3.6e6
+SIGNS = {"USD": "$", "EUR": "€"}
+
+# The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken again, checkpoints.
+GOODPUT: Cases = (0.60, 0.89, 0.95)
+GOODPUT_SOURCE = "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
+GOODPUT_NODE_SOURCE = "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+
+# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is the limit, always.
+IDLE = 0.22
+BUSY: Cases = (0.76, 0.92, 1.0)
+POWER_SOURCE = (
+    "busy: 8-GPU H100 nodes draw 76 % of their rated 10.2 kW in the heaviest training (Newkirk et al. 2025, arXiv:2506.14551): 0.92 of the GPUs' "
+    "own limit at 1.5 for the node, or 0.76 of it; idle: 65 W read on a 300 W A100 at 0 % utilisation; high: the limit itself"
+)
+NODE: Cases = (1.4, 1.5, 1.8)
+NODE_SOURCE = "a node over its devices: 8.4 of 5.6 kW measured on 8 H100 (Latif et al. 2024, arXiv:2412.08602); DGX H100 rated 10.2 of 5.6 kW (1.82)"
+
+
+def power(device: Device, busy: float = 1.0) -> Cases | None:
+    """Watts of one device that computes for `busy` of the time; None where its limit is not known."""
+    if device.power is None:
+        return None
+    low, expected, _ = (device.power * (IDLE + (top - IDLE) * busy) for top in BUSY)
+    return low, expected, device.power
+
+
+def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh: float) -> tuple[float, float]:
+    """(joules, kg CO2-equivalent) as published tables book them: hours × watts × PUE × intensity (Touvron et al. 2023, table 15)."""
+    joules = device_hours * HOUR * watts * pue
+    return joules, joules / KWH * kg_per_kwh
+
+
+def devices_for(parameters: float, tokens: float, rate_per_device: float, days: float, factor: int = 6) -> Row:
+    """Devices needed by the rule of thumb: factor · parameters · tokens / (rate · time).
+
+    factor: 6 operations a parameter and token (forward 2, backward 4; Kaplan et al. 2020), 8 with full recomputation (Narayanan et al. 2021,
+    section 5.1). rate_per_device: operations a second that a device reaches, counted the same way; a rate that includes recomputation belongs
+    to 8. days: of nothing but training.
+    """
+    exact = factor * parameters * tokens / (rate_per_device * days * DAY)
+    given = {"parameters": parameters, "tokens": tokens, "operations/s a device": rate_per_device, "days": days, "exact": exact}
+    source = {6: "Kaplan et al. 2020: 6ND", 8: "Narayanan et al. 2021, equation 4: 8ND, full recomputation"}.get(factor, "")
+    return figure("budget/devices", math.ceil(exact), "devices", f"{factor} N D / (rate · days · 86400), rounded up", given, source, factor=factor)
+
+
+def budget(
+    *,
+    cluster: Cluster,
+    seconds_per_step: float | Cases,
+    steps: float | None = None,
+    tokens: float | None = None,
+    samples: float | None = None,
+    units_per_step: float | None = None,
+    goodput: Cases | None = None,
+    price: Price | None = None,
+    pue: Cases | None = None,
+    grid: Grid | str | None = None,
+    days: float | None = None,
+    parts: dict[str, float] | None = None,
+    embodied: tuple[float, float, str] | None = None,
+    work: Work | None = None,
+) -> list[Row]:
+    """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
+
+    How long: `steps`, or `tokens` or `samples` and how many of them a step takes (`units_per_step`, else read from `work`).
+    seconds_per_step: (low, expected, high), or one figure. goodput, pue: (low, expected, high). price: default the hardware's; without one
+    there is no cost. grid: a country's code or a Grid; default the world's mean. days: a deadline. parts: seconds of a step by part
+    (StepTime.parts), for the part of the time in which the device computes. embodied: (kg CO2 of making one device, seconds it lives, source).
+    What is not known has no row: cost without a price, energy and CO2 without the device's power.
+    """
+    device, n = cluster.device, cluster.n
+    if steps is None:
+        units = tokens if tokens is not None else samples
+        if units_per_step is None and work is not None:
+            units_per_step = work.tokens if tokens is not None else work.samples
+        assert units is not None and units_per_step, "steps, or tokens or samples and how many a step takes"
+        steps = units / units_per_step
+    step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
+    assert step[0] <= step[1] <= step[2], step
+    one_node = n <= device.node
+    good = goodput or (GOODPUT_NODE if one_node else GOODPUT)
+    good_source = "as given" if goodput else GOODPUT_NODE_SOURCE if one_node else GOODPUT_SOURCE
+    assert 0 < good[0] <= good[1] <= good[2] <= 1, good
+
+    rows = [figure("budget/steps", steps, "steps")]
+    time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
+    hours = tuple(t * n / HOUR for t in time)
+    for i, case in enumerate(CASES):
+        given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}
+        rows.append(figure("budget/time", time[i], "s", "steps × seconds a step / goodput", given, good_source, case=case))
+        rows.append(figure("budget/device_hours", hours[i], "h", "devices × time", {"devices": n, "seconds": time[i]}, case=case))
+        if days is not None:
+            given = {"device-hours": hours[i], "days": days}
+            note = "at the same rate of each device: more devices reach less"
+            rows.append(figure("budget/devices", math.ceil(hours[i] / (days * 24)), "devices", "device-hours / (days × 24)", given, note, case=case))
+
+    price = price or hardware.price(device)
+    if price is not None:
+        for i, case in enumerate(CASES):
+            rate = (price.low, price.expected, price.high)[i]
+            given = {"device-hours": hours[i], f"{price.currency} a device-hour": rate}
+            source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
+            rows.append(
+                figure(
+                    "budget/cost",
+                    hours[i] * rate,
+                    SIGNS.get(price.currency, price.currency),
+                    "device-hours × price",
+                    given,
+                    source,
+                    case=case,
+                    date=price.date,
+                )
+            )
+
+    rows += _energy(cluster, step, hours, power(device, busy_share(parts)), busy_share(parts), pue, grid)
+    if embodied is not None:
+        kg, lifetime, source = embodied
+        for i, case in enumerate(CASES):
+            given = {"device-hours": hours[i], "kg a device": kg, "hours it lives": lifetime / HOUR}
+            rows.append(figure("budget/embodied", hours[i] * HOUR / lifetime * kg, "kg", "device-hours × kg / lifetime", given, source, case=case))
+    return rows
+
+
+def busy_share(parts: dict[str, float] | None) -> float:
+    """The part of a step in which the device computes; 1 where it is not known."""
+    if not parts or not sum(parts.values()):
+        return 1.0
+    return sum(parts.get(part, 0.0) for part in ("matmul", "attention", "memory", "optimizer")) / sum(parts.values())
+
+
+def _energy(cluster: Cluster, step: Cases, hours: Cases, watts: Cases | None, busy: float, pue: Cases | None, grid: Grid | str | None) -> list[Row]:
+    """Device, node and facility apart, then CO2 of the facility's; nothing where the device's power is not known."""
+    if watts is None:
+        return []
+    *usual, pue_source = hardware.pue()
+    factor, pue_source = (pue, "as given") if pue is not None else (tuple(usual), pue_source)
+    assert 1 <= factor[0] <= factor[1] <= factor[2], factor
+    grid = grid if isinstance(grid, Grid) else hardware.grid(grid or "world")
+    rows = []
+    for i, case in enumerate(CASES):
+        given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
+        energy = watts[i] * step[i] * cluster.n
+        rows.append(figure("energy/step", energy, "J", "devices × W × seconds", {**given, "seconds": step[i]}, POWER_SOURCE, case=case, of="devices"))
+        devices = hours[i] * HOUR * watts[i]
+        rows.append(figure("budget/energy_device", devices, "J", "device-hours × W", {**given, "device-hours": hours[i]}, POWER_SOURCE, case=case))
+        node = devices * NODE[i]
+        given = {"energy_device": devices, "node": NODE[i]}
+        rows.append(figure("budget/energy_node", node, "J", "devices × (processors, fans, network, losses)", given, NODE_SOURCE, case=case))
+        facility = node * factor[i]
+        given = {"energy_node": node, "PUE": factor[i]}
+        rows.append(figure("budget/energy", facility, "J", "node × PUE: at the building's meter", given, pue_source, case=case))
+        given = {"energy": facility, "kg/kWh": grid.intensity * KWH}
+        source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
+        rows.append(figure("budget/co2", facility * grid.intensity, "kg", "energy × grid intensity", given, source, case=case, grid=grid.name))
+    return rows

@@ -1,0 +1,552 @@
+"""A few minutes of measuring this machine make a device that no table lists: what `tables` prices operations by.
+
+Operations are timed as a training step finds them, not as a loop over one of them would: other operands every time (out of a pool larger
+than the inner caches), the one that the step has just made freshly written, results kept so that memory is not the same again. A loop
+over the same operands is up to a third too fast. All points are measured in turns, over and over until the time is up, and the median
+counts; the spread is the quartiles' distance over it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradus import hardware
+from gradus.errors import UserError
+from gradus.hardware import Device, Link
+from gradus.measure import collectives
+from gradus.train import machine
+
+aten = torch.ops.aten
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {v: k for k, v in DTYPES.items()}
+SIDES = (16, 64, 256, 1024, 4096)  # of m, n and k
+BATCHED_SIDES, BATCH = (16, 64, 256, 1024), 32
+SEQUENCES, HEAD_DIMS = (32, 64, 128, 192, 256, 384, 512, 768, 1024), (32, 64, 128)  # kernels change their blocks with the length
+ELEMENTS = tuple(2**k for k in (10, 14, 17, 19, 21, 22, 23, 24))
+ROW = 512  # elements of a row of what works by rows: norms, softmax
+LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of the next smaller one holds
+SLICE = 0.004  # s that a point gets in a round
+POOL = 2**26  # elements of the pool
+REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as it does in a run (mallopt(3), M_MMAP_THRESHOLD)
+REPEAT = 30  # steps of each tiny model
+clock: Callable[[], float] = time.perf_counter
+
+
+# ---------------------------------------------------------------- operands
+
+
+class Pool:
+    """Memory with random numbers, of which every call takes other parts."""
+
+    def __init__(self, device: torch.device, n: int = POOL):
+        self.device, self.n, self.at = device, n, 0
+        base = torch.empty(2**20, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
+        numbers = base.repeat(-(-n // 2**20))[:n]
+        self.kept: dict[Any, Tensor] = {torch.float32: numbers}
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32, to_change: bool = False) -> Tensor:
+        """The next part. to_change: of memory that may be written to."""
+        n = math.prod(shape)
+        assert n <= self.n, f"{shape} is more than the pool has"
+        key = (dtype, "to change") if to_change else dtype
+        if key not in self.kept:
+            self.kept[key] = self.kept[torch.float32].to(dtype, copy=True)
+        if self.at + n > self.n:
+            self.at = 0
+        part = self.kept[key][self.at : self.at + n].view(shape)
+        self.at += -(-n // 64) * 64
+        return part
+
+    def ids(self, n: int, below: int) -> Tensor:
+        """(n,) indices."""
+        return torch.randint(below, (n,), device=self.device, generator=self.generator)
+
+    @property
+    def generator(self) -> torch.Generator:
+        if not hasattr(self, "_generator"):
+            self._generator = torch.Generator(self.device).manual_seed(0)
+        return self._generator
+
+
+@dataclasses.dataclass
+class Point:
+    """One operation at one size, and what was measured of it."""
+
+    make: Callable[[], tuple]  # operands
+    call: Callable[..., Any]
+    fresh: int | None = 0  # which operand the step has just written; None: none
+    name: str = ""  # of memory-bound operations, for messages
+    fixed: tuple = ()  # the row's fields where they are not read off the call
+    times: list[float] = dataclasses.field(default_factory=list)
+    dead: str = ""  # why it cannot be measured here
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        if len(self.times) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(self.times, n=4)
+        return (high - low) / self.median
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
+    """mm as in the forward pass (nt), for the input's gradient (nn) and for the weight's (tn); addmm forward; bmm likewise."""
+    d = DTYPES[dtype]
+
+    def operands(layout: str, *batch: int, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+        a = pool.take(*batch, m, k, dtype=d) if layout[0] == "n" else pool.take(*batch, k, m, dtype=d).transpose(-1, -2)
+        b = pool.take(*batch, k, n, dtype=d) if layout[1] == "n" else pool.take(*batch, n, k, dtype=d).transpose(-1, -2)
+        return a, b
+
+    for m, n, k in itertools.product(SIDES, repeat=3):
+        if 2 * m * n * k / rate > LONGEST:
+            continue
+        for layout in ("nt", "nn", "tn"):
+            yield Point(
+                lambda layout=layout, m=m, n=n, k=k: operands(layout, m=m, n=n, k=k), torch.mm, 1 if layout == "tn" else 0,
+                fixed=("mm", dtype, layout, 1, m, n, k),
+            )  # fmt: skip
+        yield Point(
+            lambda m=m, n=n, k=k: (pool.take(n, dtype=d), *operands("nt", m=m, n=n, k=k)), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k)
+        )
+    for m, n, k in itertools.product(BATCHED_SIDES, repeat=3):
+        if 2 * BATCH * m * n * k / rate > LONGEST or BATCH * max(m * n, m * k, n * k) > pool.n // 4:
+            continue
+        for layout in ("nt", "nn", "tn"):
+            yield Point(
+                lambda layout=layout, m=m, n=n, k=k: operands(layout, BATCH, m=m, n=n, k=k), torch.bmm, fixed=("bmm", dtype, layout, BATCH, m, n, k)
+            )
+
+
+def attentions(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
+    """Fused attention forward and backward. Queries, keys and values lie as a linear layer leaves them: (batch, seq, heads, head_dim)."""
+    d, heads = DTYPES[dtype], 4
+
+    def qkv(batch: int, seq: int, dim: int) -> tuple[Tensor, ...]:
+        return tuple(pool.take(batch, seq, heads, dim, dtype=d).transpose(1, 2) for _ in range(3))
+
+    for seq, dim, causal in itertools.product(SEQUENCES, HEAD_DIMS, (False, True)):
+        batch = max(1, 2048 // seq)
+        if 10 * batch * heads * seq * seq * dim / rate > 3 * LONGEST:
+            continue
+        shape = ("causal" if causal else "full", batch, heads, seq, seq, dim)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        def made(batch: int = batch, seq: int = seq, dim: int = dim, forward=forward) -> tuple:
+            leaves = [x.detach().requires_grad_() for x in qkv(batch, seq, dim)]
+            with torch.enable_grad():
+                out = forward(*leaves)
+            return out.detach(), out, leaves, pool.take(batch, seq, heads, dim, dtype=d).transpose(1, 2)
+
+        def backward(_: Tensor, out: Tensor, leaves: list[Tensor], grad: Tensor) -> Any:
+            return torch.autograd.grad(out, leaves, grad)
+
+        yield Point(lambda batch=batch, seq=seq, dim=dim: qkv(batch, seq, dim), forward, fixed=("forward", dtype, *shape))
+        yield Point(made, backward, None, fixed=("backward", dtype, *shape))
+
+
+def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
+    """The other operations of our models and their losses and optimizers, by size. The trace's own names and bytes are read off the call."""
+    d = DTYPES[dtype]
+    half = torch.bfloat16 if dtype != "fp16" else torch.float16
+    fp32 = torch.float32
+
+    def flat(e: int, n: int = 1, **more: Any) -> Callable[[], tuple]:
+        return lambda: tuple(pool.take(e // ROW or 1, min(e, ROW), dtype=d, **more) for _ in range(n))
+
+    def point(make: Callable[[], tuple], call: Callable[..., Any], fresh: int | None = 0) -> Point:
+        return Point(make, call, fresh, name=getattr(call, "__name__", "operation"))
+
+    for e in ELEMENTS:
+        rows, row = e // ROW or 1, min(e, ROW)
+        one, two = flat(e), flat(e, 2)
+        yield point(two, aten.add.Tensor)
+        yield point(two, aten.mul.Tensor)
+        yield point(one, lambda x: aten.mul.Scalar(x, 0.5))
+        yield point(one, lambda x: aten.div.Scalar(x, 2.0))
+        yield point(flat(e, to_change=True), lambda x: aten.mul_.Scalar(x, 1.0))
+        yield point(flat(e, to_change=True), lambda x: aten.div_.Scalar(x, 1.0))
+        yield point(flat(e, to_change=True), lambda x: aten.bernoulli_.float(x, 0.9), None)
+        yield point(flat(e, to_change=True), lambda x: aten.fill_.Scalar(x, 1.0), None)
+        yield point(one, lambda x: aten._to_copy.default(x, dtype=half if d == fp32 else fp32))
+        yield point(lambda e=e: (pool.take(-(-e // 2048), 8, min(e, 2048) // 64 or 1, 8, dtype=d).transpose(1, 2),),
+                    lambda x: aten.clone.default(x, memory_format=torch.contiguous_format))  # fmt: skip
+        yield point(two, lambda x, y: aten.cat.default([x, y], -1))
+        yield point(one, lambda x, row=row: aten.roll.default(x, [row // 2 or 1], [1]))
+        yield point(flat(e, 3), lambda x, y, z: aten.addcmul.default(x, y, z))
+        yield point(one, lambda x: aten.pow.Tensor_Scalar(x, 2))
+        yield point(one, aten.relu.default)
+        yield point(two, lambda g, x: aten.threshold_backward.default(g, x, 0))
+        yield point(one, aten.silu.default)
+        yield point(two, aten.silu_backward.default)
+        yield point(one, aten.tanh.default)
+        yield point(two, aten.tanh_backward.default)
+        for approximate in ("none", "tanh"):
+            yield point(one, lambda x, a=approximate: aten.gelu.default(x, approximate=a))
+            yield point(two, lambda g, x, a=approximate: aten.gelu_backward.default(g, x, approximate=a))
+        yield point(one, lambda x: aten.sum.dim_IntList(x, [0], True))
+        yield point(one, lambda x: aten.mean.dim(x, [-1], True))
+        yield point(one, lambda x: aten._softmax.default(x, -1, False))
+        yield point(one, lambda x: aten._safe_softmax.default(x, -1))
+        yield point(two, lambda g, y: aten._softmax_backward_data.default(g, y, -1, d))
+        yield point(one, lambda x: aten._log_softmax.default(x, -1, False))
+        yield point(two, lambda g, y: aten._log_softmax_backward_data.default(g, y, -1, d))
+        weights = pool.take(row), pool.take(row)  # of norms, which stay in fp32
+        if d == fp32:
+            yield point(one, lambda x, w=weights, row=row: aten.native_layer_norm.default(x, [row], *w, 1e-5))
+            yield point(
+                lambda e=e, rows=rows, two=two: (*two(), pool.take(rows, 1), pool.take(rows, 1)),
+                lambda g, x, mean, rstd, w=weights, row=row: aten.native_layer_norm_backward.default(g, x, [row], mean, rstd, *w, [True] * 3),
+            )
+        yield point(
+            lambda one=one, rows=rows, row=row: (*one(), pool.ids(rows * row, 2).view(rows, row).bool()),
+            lambda x, mask: aten.masked_fill.Scalar(x, mask, 0.0), None,
+        )  # fmt: skip
+        yield point(
+            lambda two=two, rows=rows, row=row: (*two(), pool.ids(rows * row, 2).view(rows, row).bool()),
+            lambda x, y, mask: aten.where.self(mask, x, y),
+        )
+        classes = min(4096, e)
+        words = 4 * rows  # of an embedding: some times as many as there are tokens
+        table = lambda rows=rows, row=row, words=words: (pool.take(words, row, dtype=d), pool.ids(rows, words))  # noqa: E731
+        if e <= 2**22:
+            yield point(table, lambda w, ids: aten.embedding.default(w, ids), None)
+            yield point(
+                lambda one=one, rows=rows, words=words: (*one(), pool.ids(rows, words)),
+                lambda g, ids, words=words: aten.embedding_dense_backward.default(g, ids, words, -1, False),
+            )
+            yield point(table, lambda x, ids: aten.index.Tensor(x, [ids]), None)
+            yield point(
+                lambda table=table, one=one: (*one(), *table()),
+                lambda g, x, ids: aten.index_put.default(x, [ids], g, True),
+            )
+        if d == fp32:
+            n = e // classes
+            loss = lambda n=n, c=classes: (pool.take(n, c), pool.ids(n, c))  # noqa: E731
+            yield point(loss, lambda x, y: aten.nll_loss_forward.default(x, y, None, 2, -100))
+            unit = torch.ones((), device=pool.device)
+            yield point(loss, lambda x, y, unit=unit: aten.nll_loss_backward.default(unit, x, y, None, 2, -100, unit))
+            parts = [max(1, e // 8)] * 8  # as parameters are: some tensors
+            lists = lambda k, parts=parts: [[pool.take(p, to_change=True) for p in parts] for _ in range(k)]  # noqa: E731
+            yield point(lambda lists=lists: tuple(lists(1)), lambda x: aten._foreach_norm.Scalar(x, 2), None)
+            yield point(lambda lists=lists: tuple(lists(1)), lambda x, unit=unit: aten._foreach_mul_.Tensor(x, unit), None)
+            yield from _optimizers(lists, point, pool.device)
+
+
+def _optimizers(lists: Callable, point: Callable, device: torch.device) -> Iterator[Point]:
+    """The fused optimizers, with a rate of 0: the numbers of the pool stay, the work is the same."""
+    steps = [torch.ones((), device=device) for _ in range(8)]
+    adam = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    for fused in (aten._fused_adamw_.default, aten._fused_adam_.default):
+        yield point(lambda: tuple(lists(4)), lambda p, g, m, v, fused=fused: fused(p, g, m, v, [], steps, **adam), None)
+    sgd = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    yield point(lambda: tuple(lists(3)), lambda p, g, b: aten._fused_sgd_.default(p, g, b, **sgd), None)
+
+
+# ---------------------------------------------------------------- the clock
+
+
+class Timer:
+    """Times calls one by one, on the CPU's clock or between a GPU's events, with the results of earlier ones still alive."""
+
+    def __init__(self, device: torch.device, held: int = 2**25):
+        self.device, self.held = device, held
+        self.alive: collections.deque[tuple[Any, int]] = collections.deque()
+        self.alive_bytes = 0
+
+    def time(self, point: Point, operands: tuple) -> float:
+        if point.fresh is not None:
+            operands[point.fresh].mul_(1.0)
+        if self.device.type == "cpu":
+            start = clock()
+            out = point.call(*operands)
+            found = clock() - start
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(200_000)  # so that the device is behind: what is measured is the kernel, not its launch
+            begin.record()
+            out = point.call(*operands)
+            end.record()
+            end.synchronize()
+            found = begin.elapsed_time(end) / 1e3
+        self._keep(out)
+        return found
+
+    def _keep(self, out: Any) -> None:
+        n = sum(t.nbytes for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor))
+        self.alive.append((out, n))
+        self.alive_bytes += n
+        while self.alive_bytes > self.held and len(self.alive) > 1:
+            self.alive_bytes -= self.alive.popleft()[1]
+
+    def round(self, point: Point, first: bool = False) -> None:
+        """A few more times of a point. An operation that this device does not have is marked, not measured."""
+        try:
+            if first:
+                self.time(point, point.make())
+                point.times.append(self.time(point, point.make()))
+            for _ in range(int(min(12, max(1, SLICE / point.times[-1])))):
+                point.times.append(self.time(point, point.make()))
+        except (RuntimeError, NotImplementedError, TypeError) as e:
+            point.dead = str(e).splitlines()[0]
+
+
+def key_of(point: Point) -> tuple[str, str, float] | None:
+    """(name, dtype, bytes) of a memory-bound operation as the trace has them; None where the call is not one operation to it."""
+    from gradus.plan.trace import Recorder, _alone
+
+    recorder = Recorder(_alone(), {})
+    recorder.counting, recorder.scope = True, "micro"
+    operands = point.make()
+    with recorder:
+        point.call(*operands)
+    found = [key for key in recorder.ops if key[1] == "memory"]
+    if not found:
+        return None
+    _, _, name, dtype, _, _, n_bytes, *_ = max(found, key=lambda key: key[6])
+    return name, dtype, n_bytes
+
+
+def sane(pool: Pool, timer: Timer) -> dict[str, float]:
+    """dtype → operations/s of a square product. A half precision that is slower than fp32 by half or more is left out: nobody uses it."""
+    rates = {}
+    for dtype in DTYPES:
+        with contextlib.suppress(RuntimeError):
+            point = Point(lambda d=DTYPES[dtype]: (pool.take(1024, 1024, dtype=d), pool.take(1024, 1024, dtype=d)), torch.mm)
+            times = [timer.time(point, point.make()) for _ in range(5)]
+            rates[dtype] = 2 * 1024**3 / min(times)
+    return {dtype: rate for dtype, rate in rates.items() if rate > 0.5 * rates["fp32"]}
+
+
+def measure(device: torch.device, seconds: float, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives. At least two rounds are done."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        pool, timer = Pool(device), Timer(device)
+        torch.empty(REUSED, dtype=torch.uint8)
+        rates = sane(pool, timer)
+        whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
+        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate) if dtype in whole or p.fixed[0::2][:2] == ("mm", "nt")]
+        fused = [p for dtype in whole for p in attentions(pool, dtype, rates["fp32"])]
+        bound = [p for dtype in whole for p in memory_bound(pool, dtype)]
+        points = products + fused + bound
+        for p in points:
+            timer.round(p, first=True)
+        rounds = 1
+        say(f"{len(points)} points, the first round took {time.perf_counter() - start:.0f} s")
+        while rounds < 2 or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
+            for p in points:
+                if not p.dead:
+                    timer.round(p)
+            rounds += 1
+        dead = sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead})
+        if dead:
+            say(f"not to be had on this device: {', '.join(dead)}")
+        keys = [(p, key_of(p)) for p in bound if not p.dead]
+    alive = [p for p in points if not p.dead]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "spread": round(statistics.median(p.spread for p in alive), 4),
+        "peaks": {dtype: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == dtype and not p.dead) for dtype in rates},
+        "bandwidth": _bandwidth([(key, p) for p, key in keys if key]),
+        "matmul": _text((p.fixed, p) for p in products if not p.dead),
+        "attention": _text((p.fixed, p) for p in fused if not p.dead),
+        "memory": _text(((key[0], key[1], int(key[2])), p) for p, key in keys if key),
+    }
+
+
+def _bandwidth(found: list[tuple[tuple[str, str, float], Point]]) -> float:
+    """Bytes/s, read and written, of the fastest operation on the largest operands. Filling is none: it reads nothing."""
+    found = [(key, p) for key, p in found if key[0] != "fill"]
+    largest = max(key[2] for key, _ in found)
+    return max(key[2] / p.median for key, p in found if key[2] > largest / 4)
+
+
+def _text(lines: Any) -> str:
+    return "".join(f"{' '.join(map(str, fields))} {p.median:.3e} {p.spread:.2f}\n" for fields, p in lines)
+
+
+# ---------------------------------------------------------------- around operations
+
+
+def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
+    """(recipe, stepper, micro-batches, counts) of models so small that nearly all of a step is the framework's."""
+    from gradus import models
+    from gradus.parallel.apply import apply
+    from gradus.plan import batches
+    from gradus.recipe import schema
+    from gradus.train.loop import Stepper
+    from gradus.train.precision import Precision
+
+    size = {"vocab_size": 32, "n_layers": 4, "d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32}
+    rest = {"name": "tiny", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 10, "clip_norm": 1.0}}
+    for model, task in (
+        ({"family": "gpt"}, {"name": "causal_lm"}),
+        ({"family": "llama"}, {"name": "causal_lm"}),
+        ({"family": "seq2seq", "dropout": 0.1}, {"name": "copy", "n_symbols": 32, "length": 8}),
+    ):
+        for precision in ("fp32", "bf16"):
+            layout = {"precision": precision, "device": device.type}
+            data = {"kind": "synthetic"} if task["name"] == "copy" else {"kind": "text", "path": "-"}
+            recipe = schema.Recipe.model_validate({**rest, "data": data, "task": task, "model": model | size, "layout": layout})
+            recipe = batches.complete(recipe)
+            given = batches.micro_batches(recipe)
+            parallel = apply(models.build(recipe.model).to(device), recipe.layout)
+            parallel.bare.train()
+            stepper = Stepper(recipe, batches.task_without_data(recipe), parallel, device, Precision(precision, device))
+            yield recipe, stepper, given, {kind: sum(b["counts"][kind] for b in given) for kind in given[0]["counts"]}
+
+
+def dispatch(device: Device, on: torch.device) -> dict[str, float]:
+    """Phase → seconds that the framework spends around one operation: what steps of tiny models take beyond their operations.
+
+    The forward pass has modules and autograd's bookkeeping, the backward pass autograd's nodes, the optimizer its lists of parameters.
+    """
+    from gradus.plan import tables
+    from gradus.plan.trace import trace_recipe
+
+    over = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+    launches = dict(over)
+    for recipe, stepper, given, counts in tiny_steps(on):
+        work = trace_recipe(recipe, micro_batches=given, target="cuda" if on.type == "cuda" else "cpu").work
+        known = dict.fromkeys(over, 0.0)
+        for op in [*work.micro, *work.step]:
+            known[op.phase] += tables.seconds(op, device) * op.count if device.kind == "cpu" else 0.0
+            launches[op.phase] += op.launches * op.count
+        times = collections.defaultdict(list)
+        for i in range(REPEAT + 3):
+            for phase, found in _phases(stepper, given, counts).items():
+                if i >= 3:
+                    times[phase].append(found)
+        for phase in over:
+            over[phase] += statistics.median(times[phase]) - known[phase]
+    found = {phase: max(0.0, over[phase] / launches[phase]) for phase in over}
+    return {**found, "recompute": found["forward"]}
+
+
+def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str, float]:
+    """Seconds of one step by phase; of the host's alone where there is a GPU, for which nothing waits."""
+    found: dict[str, float] = {}
+    inner, marks = stepper.parallel.backward, []
+
+    def backward(loss: Tensor) -> None:
+        marks.append(clock())
+        inner(loss)
+        marks.append(clock())
+
+    stepper.parallel.backward = backward
+    try:
+        start = clock()
+        stepper.step(given, counts)
+        end = clock()
+    finally:
+        del stepper.parallel.backward
+    found["forward"], found["backward"], found["optimizer"] = marks[0] - start, marks[1] - marks[0], end - marks[1]
+    return found
+
+
+# ---------------------------------------------------------------- the device
+
+
+def device_here(on: torch.device, measured: dict[str, Any]) -> Device:
+    """The entry of this machine, without dispatch and links."""
+    measured = dict(measured)
+    peaks, bandwidth = measured.pop("peaks"), measured.pop("bandwidth")
+    if on.type == "cuda":
+        properties = torch.cuda.get_device_properties(on)
+        name, memory, node = properties.name, properties.total_memory, torch.cuda.device_count()
+    else:
+        found = machine.describe()
+        name, memory = found["cpu"], found.get("memory_limit_bytes", found["memory_bytes"])
+        node = max(1, found.get("cpus_allowed", found["cpus"]) // measured["threads"])
+    return Device(
+        name=name, peaks=peaks, memory=float(memory), bandwidth=bandwidth, kind="cpu" if on.type == "cpu" else "gpu", node=node,
+        aliases=("this", "here", *(("cpu",) if on.type == "cpu" else ())), driver=re.escape(name) if on.type == "cuda" else None,
+        date=measured["date"], measured=measured,
+        source=f"gradus calibrate, torch {measured['torch']}, {measured['threads']} threads: rates reached, not the vendor's peaks",
+    )  # fmt: skip
+
+
+def link_here(on: torch.device) -> tuple[Link, dict[str, Any]]:
+    """The link between two processes of this machine, and what was fitted of each collective: seconds of latency, bytes/s."""
+    backend = "nccl" if on.type == "cuda" else "gloo"
+    rows = collectives.run(backend, 2, sizes=tuple(2**k for k in range(10, 25, 2)), seconds=0.1)
+    found: dict[str, dict[str, float]] = {}
+    for row in rows or []:
+        _, name, what = row.name.split("/")
+        if what in ("latency", "bandwidth"):
+            found.setdefault(name, {"largest_error": float(round(row.conditions["largest_error"], 3))})[what] = float(f"{row.value:.4g}")
+    reduce = found["all_reduce"]  # two ranks: the bytes of a call cross the link once, in two hops
+    return Link(f"{backend} between 2 processes", reduce["bandwidth"], 1.0, reduce["latency"] / 2, source="gradus calibrate"), found
+
+
+def calibrate(seconds: float, on: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
+    """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s."""
+    start = time.perf_counter()
+    several = torch.cuda.device_count() > 1 if on.type == "cuda" else len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
+    measured = measure(on, max(10.0, seconds - (30 if several else 10)), say)
+    say(f"{measured['rounds']} rounds in {time.perf_counter() - start:.0f} s; median spread {measured['spread']:.1%}")
+    device = device_here(on, measured)
+    device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in dispatch(device, on).items()}
+    if several:
+        link, device.measured["collectives"] = link_here(on)
+        device = dataclasses.replace(device, link=link)
+    device.measured["seconds"] = round(time.perf_counter() - start)
+    return device
+
+
+def lines(device: Device) -> Iterator[str]:
+    """What the verb prints."""
+    m = device.measured
+    yield f"{device.name}: {device.memory / 2**30:.1f} GiB, {m['threads']} threads, torch {m['torch']}, {m['date']}"
+    yield "best matrix product  " + ", ".join(f"{k} {v / 1e9:,.0f} GFLOP/s" for k, v in device.peaks.items())
+    yield f"memory               {device.bandwidth / 1e9:.1f} GB/s, read and written, out of the caches' reach"
+    yield "around an operation  " + ", ".join(f"{phase} {value * 1e6:.1f} us" for phase, value in m["dispatch"].items())
+    if device.link:
+        yield f"all-reduce           {device.link.bandwidth / 1e9:.2f} GB/s, {device.link.latency * 1e6:.0f} us a hop ({device.link.name})"
+    points = ", ".join(f"{m[kind].count(chr(10))} {kind}" for kind in ("matmul", "attention", "memory"))
+    yield f"points               {points}; {m['rounds']} rounds, median spread {m['spread']:.1%}, {m['seconds']} s"
+
+
+def run(args: Any) -> int:
+    """The verb."""
+    from gradus.train.precision import pick_device
+
+    if args.seconds < 30:
+        raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
+    if args.threads is not None and args.threads < 1:
+        raise UserError(f"--threads {args.threads}: must be a positive whole number.")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = calibrate(args.seconds, pick_device("auto"), lambda line: print(line, flush=True))
+    file = hardware.add_device(device, args.to)
+    for line in lines(device):
+        print(line)
+    print(f"written to {file}; use it with --on this")
+    return 0

@@ -1,0 +1,437 @@
+"""Before spending: what usually goes wrong, looked at in half a minute on the real data, the real model and the real step.
+
+Every line passes, fails with a hint, or is skipped with the reason. A layout of several processes is looked at by one, but for its memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradus.data.collate import IGNORE
+from gradus.data.loader import sample_rng
+from gradus.errors import UserError
+from gradus.layers import Attention
+from gradus.layers.kernels import naive
+from gradus.parallel.apply import apply
+from gradus.parallel.mesh import alone, needed
+from gradus.plan.fit import loader_speed
+from gradus.plan.prove import case_of, predict
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row
+from gradus.train.loop import Trainer, total_steps
+from gradus.train.schedule import learning_rate
+from gradus.train.session import Session, open_for, open_session
+
+READ = 64  # samples of a split that are read, evenly spread
+FEW = 4  # samples of the batch that is overfitted
+LEAST, STEPS, RAMP = 20, 100, 10  # optimizer steps for it, at least and at most, the first ones with a rising learning rate
+SECONDS = 8.0  # for it, beyond the least
+FALL = 2.0  # factor by which the loss, less what label smoothing leaves, must fall
+LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
+ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
+NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
+WAIT = 0.1  # share of a step that may be spent waiting for data
+LOADER = 1.5  # s for which the loader is timed
+
+
+@dataclasses.dataclass
+class Line:
+    """One check. ok: None where it was skipped."""
+
+    name: str
+    ok: bool | None
+    text: str
+    hint: str = ""
+
+    def row(self, conditions: dict[str, Any]) -> Row:
+        verdict = "skipped" if self.ok is None else "pass" if self.ok else "fail"
+        return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, **({"hint": self.hint} if self.hint else {}), **conditions})
+
+    def __str__(self) -> str:
+        word = "skip" if self.ok is None else "pass" if self.ok else "FAIL"
+        return f"{word}  {self.name:12} {self.text}" + (f"\n      {'':12} {self.hint}" if self.hint and self.ok is False else "")
+
+
+class Wrong(Exception):
+    """A check that fails: (what was found, the hint)."""
+
+
+class Skip(Exception):
+    """A check that does not apply: why."""
+
+
+def check(recipe: Recipe, as_json: bool = False) -> int:
+    """`gradus check RECIPE`: prints the lines; returns 1 if any failed."""
+    failed, began = 0, time.perf_counter()
+    lines = []
+    for line in checks(recipe):
+        lines.append(line)
+        failed += line.ok is False
+        print(line.row({"recipe": recipe.name}).json() if as_json else line, flush=True)
+    if not as_json:
+        skipped = sum(line.ok is None for line in lines)
+        passed = len(lines) - failed - skipped
+        print(f"\n{passed} passed, {failed} failed, {skipped} skipped in {time.perf_counter() - began:.0f} s")
+    return 1 if failed else 0
+
+
+def checks(recipe: Recipe) -> Iterator[Line]:
+    """The lines, in the order of what depends on what."""
+    try:
+        session = open_session(recipe.model_copy(update={"layout": alone(recipe.layout)}))
+    except UserError as e:
+        yield Line("recipe", False, str(e))
+        return
+    looked = Looked(session, recipe)
+    for name in ("data", "shapes", "vocabulary", "memory", "start", "gradients", "attention", "lengths", "overfit", "loader"):
+        yield run(name, getattr(looked, name))
+
+
+def run(name: str, function: Callable[[], str]) -> Line:
+    """One check; an exception in it is a failure of it alone."""
+    try:
+        return Line(name, True, function())
+    except Skip as e:
+        return Line(name, None, str(e))
+    except Wrong as e:
+        return Line(name, False, *e.args)
+    except UserError as e:
+        return Line(name, False, str(e))
+    except Exception as e:
+        text = str(e).strip().splitlines()
+        return Line(name, False, f"{type(e).__name__}: {text[0] if text else ''}"[:300])
+
+
+class Looked:
+    """A session under examination. Each check returns what it found, or raises Wrong or Skip."""
+
+    def __init__(self, session: Session, asked: Recipe):
+        self.session, self.asked = session, asked
+        self.recipe, self.task = session.recipe, session.task
+        self.model_: nn.Module | None = None
+
+    # ------------------------------------------------------------ pieces
+
+    @property
+    def model(self) -> nn.Module:
+        """Freshly built, without dropout; built once."""
+        if self.model_ is None:
+            self.model_ = self.session.build().eval()
+        return self.model_
+
+    def batch(self, n: int) -> dict[str, Any]:
+        """`collated`, on the device and in the weights' own type."""
+        return self.placed(self.collated(n))
+
+    def collated(self, n: int) -> dict[str, Any]:
+        """The first n training samples, without augmentation."""
+        data, prepare = self.task.splits["train"], self.task.prepare_evaluation
+        samples = []
+        for i in range(min(n, len(data))):
+            samples.append(data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i)))
+        return self.task.collate(samples)
+
+    def placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self.session.precision.cast_batch(self.task.to_device(batch, self.session.device))
+
+    @property
+    def size(self) -> int:
+        """Samples of the batches that are looked at: the micro-batch, if it is small."""
+        r = self.recipe
+        return min(r.layout.micro_batch or r.batch.samples or 16, 16)
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The loss as in training: every kind of target by its own count."""
+        with self.session.precision.autocast():
+            sums = self.task.losses(model, batch)
+        return sum(sums[kind] / max(1, batch["counts"][kind]) for kind in sums)
+
+    def classes(self) -> int:
+        """Of the main loss."""
+        m = self.recipe.model
+        if self.recipe.task.name == "classification":
+            return m.n_classes
+        return getattr(m, "target_vocab_size", None) or m.vocab_size
+
+    # ------------------------------------------------------------ the checks
+
+    def data(self) -> str:
+        """Samples of every split are read and made into batches; empty and constant ones are counted."""
+        told, empty = [], []
+        for split, data in self.task.splits.items():
+            if len(data) == 0:
+                raise Wrong(f"{split} is empty", "Look at data.path and the names of its files.")
+            places = np.unique(np.linspace(0, len(data) - 1, READ).astype(int))
+            prepare = self.task.prepare if split == "train" else self.task.prepare_evaluation
+            for i in places.tolist():
+                try:
+                    sample = data[i]
+                    if is_empty(sample):
+                        empty.append(f"{split} {i}")
+                        continue
+                    self.task.collate([sample if prepare is None else prepare(sample, sample_rng(self.recipe.train.seed, 0, i))])
+                except Exception as e:
+                    raise Wrong(f"{split}, sample {i}: {type(e).__name__}: {e}"[:200], "Remove or repair that sample.") from None
+            told.append(f"{split} {len(places):,} of {len(data):,}")
+        if empty:
+            raise Wrong(f"{len(empty)} samples are empty or blank: {', '.join(empty[:5])}", "Remove them: they teach nothing.")
+        return f"read {', '.join(told)}; none empty, none corrupt"
+
+    def shapes(self) -> str:
+        """One batch through the model: logits with the right last dimension, and one finite loss."""
+        batch, seen = self.batch(self.size), []
+        handle = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        try:
+            with torch.no_grad():
+                loss = self.loss(self.model, batch)
+        finally:
+            handle.remove()
+        given = ", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+        text = f"{given} → logits {tuple(seen[-1].shape)}"
+        if seen[-1].shape[-1] != self.classes():
+            raise Wrong(f"{text}, but there are {self.classes()} classes", "The head and the task do not agree: look at model.head and task.name.")
+        if loss.dim() or not torch.isfinite(loss):
+            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Look at the data for values that are not finite, or use layout.precision=fp32.")
+        return text
+
+    def vocabulary(self) -> str:
+        """Every id that goes in has an embedding; every target has a logit."""
+        m, inside, top = self.recipe.model, {}, -1
+        sizes = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.family != "vit" else {}
+        data, prepare = self.task.splits["train"], self.task.prepare_evaluation
+        for i in np.unique(np.linspace(0, len(data) - 1, READ).astype(int)).tolist():
+            sample = data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i))
+            batch = self.task.collate([sample])
+            for key, value in batch.items():
+                if key in sizes:
+                    inside[key] = max(inside.get(key, 0), int(value.max()))
+                    if int(value.min()) < 0 or int(value.max()) >= sizes[key]:
+                        raise Wrong(
+                            f"sample {i}: {key} {int(value.min())} to {int(value.max())}, the vocabulary has {sizes[key]}",
+                            "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights.",
+                        )
+                elif key in ("label", "labels", "targets") and isinstance(value, Tensor):
+                    counted = value[value != IGNORE]
+                    if counted.numel():
+                        top = max(top, int(counted.max()))
+                        if int(counted.min()) < 0 or int(counted.max()) >= self.classes():
+                            raise Wrong(
+                                f"sample {i}: {key} {int(counted.min())} to {int(counted.max())}, there are {self.classes()} classes",
+                                "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out.",
+                            )
+        if top < 0:
+            raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learnt.")
+        told = "".join(f"{key} up to {most:,} of {sizes[key]:,}; " for key, most in inside.items())
+        return f"{told}targets up to {top:,} of {self.classes():,}"
+
+    def memory(self) -> str:
+        """What the plan says of the largest batch."""
+        session = open_for(self.asked) if needed(self.asked.layout) > 1 else self.session
+        found = predict(dataclasses.replace(case_of(session), step=None))
+        if found.refusal:
+            text, _, hint = found.refusal.partition(". ")
+            raise Wrong(text, hint.replace("; or go on with --force", ""))
+        return found.line.removeprefix("plan: ")
+
+    def start(self) -> str:
+        """Random weights know nothing: their loss is about that of even odds."""
+        if self.recipe.model.init is not None:
+            raise Skip(f"the loss at the start is not known beforehand: the weights are {self.recipe.model.init}'s")
+        batch = self.batch(self.size)
+        with torch.no_grad(), self.session.precision.autocast():
+            sums = self.task.losses(self.model, batch)
+        kind = next(kind for kind in sums if kind in ("tokens", "samples"))
+        loss, even = float(sums[kind]) / max(1, batch["counts"][kind]), math.log(self.classes())
+        text = f"loss {loss:.3f}, ln({self.classes():,}) is {even:.3f}"
+        if not abs(loss - even) <= max(NEAR[0] * even, NEAR[1]):
+            raise Wrong(text, "The initialisation is too large, or targets leak: the model must not see what it is to predict.")
+        return text
+
+    def gradients(self) -> str:
+        """A backward pass: every parameter has a gradient that is finite, not zero and not huge.
+
+        A head of zeros, as ViT's, lets nothing through at first: what is zero then is looked at again after two steps of the optimizer.
+        """
+        norms, without, frozen = self.norms(self.model)
+        after = ""
+        if any(norm == 0 for norm in norms.values()):
+            trainer = self.trainer()
+            batch = self.collated(self.size)
+            for _ in range(2):
+                trainer.step([batch], batch["counts"])
+            norms, after = self.norms(trainer.model)[0], ", after two steps"
+        finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+        told = {
+            "not finite": [n for n in norms if n not in finite],
+            f"above {LARGE:g}": [n for n, norm in finite.items() if norm > LARGE],
+            # a bias of the keys adds the same to all scores of a query, which softmax does not see
+            "zero": [n for n, norm in finite.items() if norm == 0 and not n.endswith("to_k.bias")],
+            "none": without, "frozen": frozen,
+        }  # fmt: skip
+        bad = {what: names for what, names in told.items() if names}
+        if bad:
+            text = "; ".join(f"{what}: {', '.join(names[:5])}" + f" and {len(names) - 5} more" * (len(names) > 5) for what, names in bad.items())
+            hint = "These will not learn: is the layer used, and is requires_grad on?"
+            if told["not finite"] or told[f"above {LARGE:g}"]:
+                hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
+            raise Wrong(text + after, hint)
+        ranked = sorted((n for n in norms if not n.endswith("to_k.bias")), key=norms.get)
+        middle = statistics.median(norms.values())
+        ends = " to ".join(f"{norms[n]:.2g} ({n})" for n in (ranked[0], ranked[-1]))
+        return f"{len(norms)} parameters, norms {ends}, median {middle:.2g}{after}"
+
+    def norms(self, model: nn.Module) -> tuple[dict[str, float], list[str], list[str]]:
+        """(norm of each gradient, parameters without one, parameters that are not trained) of one backward pass."""
+        model.zero_grad(set_to_none=True)
+        self.loss(model, self.batch(self.size)).backward()
+        named = list(model.named_parameters())
+        norms = {name: float(p.grad.float().norm()) for name, p in named if p.grad is not None}
+        without = [name for name, p in named if p.requires_grad and p.grad is None]
+        model.zero_grad(set_to_none=True)
+        return norms, without, [name for name, p in named if not p.requires_grad]
+
+    def trainer(self) -> Trainer:
+        """A new model and its optimizer, in one piece, without dropout: what is learnt from must stay the same."""
+        r = self.recipe
+        layout = r.layout.model_copy(update={"micro_batch": None, "compile": "none"})
+        r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
+        parallel = apply(self.session.build(), layout)
+        parallel.bare.eval()
+        return Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
+
+    def attention(self) -> str:
+        """The weights of every query sum to one, by the textbook's kernel on a real batch; of one that may look nowhere, to zero."""
+        worst, rows, nowhere = 0.0, 0, 0
+        kept: dict[Attention, Any] = {m: m.kernel for m in self.model.modules() if isinstance(m, Attention)}
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            nonlocal worst, rows, nowhere
+            out, weights = naive(*args, **kwargs)
+            sums = weights.float().sum(-1)
+            blind = (weights == 0).all(-1) if kwargs.get("mask") is not None else torch.zeros_like(sums, dtype=torch.bool)
+            off = (sums - 1).abs().masked_fill(blind, 0.0)
+            worst = max(worst, float(off.max().nan_to_num(math.inf)))
+            rows, nowhere = rows + sums.numel(), nowhere + int(blind.sum())
+            return out, weights
+
+        try:
+            for module in kept:
+                module.kernel = kernel
+            with torch.no_grad():
+                self.loss(self.model, self.batch(self.size))
+        finally:
+            for module, own in kept.items():
+                module.kernel = own
+        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most" + f"; {nowhere:,} may look nowhere" * (nowhere > 0)
+        if not worst <= ONE:
+            raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
+        return text
+
+    def lengths(self) -> str:
+        """Shorter sequences than the longest run too, and give a finite loss."""
+        from gradus.plan.batches import task_without_data
+
+        r = self.recipe
+        if r.model.family == "vit":
+            raise Skip("images have one size")
+        longest = min(getattr(r.data, "max_len", None) or r.model.seq_len, r.model.seq_len)
+        tried = sorted({max(4, longest // 8), max(4, longest // 2 - 1), max(4, longest)})
+        tried = [n for n in tried if n <= longest] or [longest]
+        for n in tried:
+            task = task_without_data(r, seq_len=n)
+            make = [task.splits["train"][i] for i in range(2)]
+            if task.prepare is not None:
+                make = [task.prepare(sample, sample_rng(0, 0, i)) for i, sample in enumerate(make)]
+            batch = self.placed(task.collate(make))
+            with torch.no_grad(), self.session.precision.autocast():
+                loss = sum(task.losses(self.model, batch).values())
+            if not torch.isfinite(loss):
+                raise Wrong(f"{n} tokens: the loss is {float(loss)}", "Look at the positions and masks of short sequences.")
+        return f"{', '.join(map(str, tried))} tokens"
+
+    def overfit(self) -> str:
+        """A few samples by heart: with the recipe's optimizer, highest learning rate and clipping, the loss must fall by FALL."""
+        r, trainer = self.recipe, self.trainer()
+        batch = self.collated(FEW)
+        last = total_steps(r, trainer.loader.plan)
+        steps = np.unique(np.linspace(1, last, 200).astype(int)).tolist()
+        rate = max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
+        floor, end = smoothed_floor(getattr(r.task, "label_smoothing", 0.0), self.classes()), time.perf_counter() + SECONDS
+        losses: list[float] = []
+        for step in range(STEPS):
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / RAMP)
+            losses.append(float(trainer.step([batch], batch["counts"])[0]))
+            fell = (losses[0] - floor) / max(1e-12, losses[-1] - floor)
+            if not math.isfinite(losses[-1]) or fell >= FALL or (step + 1 >= LEAST and time.perf_counter() > end):
+                break
+        text = f"{FEW} samples, {len(losses)} steps at rates up to {rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
+        text += f" (label smoothing leaves {floor:.3f})" if floor else ""
+        if not (math.isfinite(losses[-1]) and fell >= FALL):
+            if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
+                hint = "The rate is too high: try optimizer.lr ten times smaller."
+            else:
+                hint = "It hardly learns: optimizer.lr is too small, or targets do not belong to their inputs."
+            raise Wrong(f"{text}; it should fall to 1/{FALL:g}", hint)
+        return text
+
+    def loader(self) -> str:
+        """Batches come as fast as steps take them."""
+        r = self.recipe
+        speed, workers = loader_speed(self.session, LOADER), r.data.workers
+        step, samples = self.step_seconds()
+        data = samples / speed
+        waits = data / (step + data) if workers == 0 else max(0.0, 1 - step / data)
+        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step that takes {1e3 * step:,.0f}"
+        if waits > WAIT:
+            hint = f"Set data.workers={max(2, 2 * workers)}, or prepare the data once."
+            raise Wrong(f"{text}; {waits:.0%} of the time is waiting", hint)
+        return text
+
+    def step_seconds(self) -> tuple[float, int]:
+        """(measured seconds of a step of the recipe's batch, its samples); the second of two."""
+        parallel = apply(self.session.build(), self.recipe.layout)
+        parallel.bare.train()
+        r = self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"workers": 0})})
+        trainer = Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
+        step = next(trainer.loader.steps(0))
+        for _ in range(2):
+            began = time.perf_counter()
+            trainer.step(step.micro_batches)
+            trainer.clock.synchronise()
+            seconds = time.perf_counter() - began
+        return seconds, step.samples
+
+
+def is_empty(sample: dict[str, Any]) -> bool:
+    """Whether a sample has no token, or an image of one colour."""
+    for key, value in sample.items():
+        if key in ("ids", "source", "target", "target_in") and np.size(value) == 0:
+            return True
+        if key == "image":
+            pixels = np.asarray(value)
+            if pixels.size == 0 or pixels.min() == pixels.max():
+                return True
+    return False
+
+
+def smoothed_floor(smoothing: float, classes: int) -> float:
+    """The least loss that label smoothing allows: the entropy of the smoothed target, in nats."""
+    if not smoothing:
+        return 0.0
+    rest = smoothing / classes
+    right = 1 - smoothing + rest
+    return -right * math.log(right) - (classes - 1) * rest * math.log(rest)
+
+

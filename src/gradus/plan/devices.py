@@ -1,0 +1,216 @@
+"""Which single device, at which precision and price: every device of the hardware file, each precision it has, ranked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradus import hardware
+from gradus.errors import UserError
+from gradus.hardware import Cluster, Device
+from gradus.plan.budget import SIGNS
+from gradus.plan.figures import figure
+from gradus.plan.work import Work
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.rows import Row
+
+if TYPE_CHECKING:
+    from gradus.tasks.base import Task
+
+# what a column is called → the layout that computes so
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32", "tf32": False},
+    "tf32": {"precision": "fp32", "tf32": True},
+    "bf16": {"precision": "bf16", "tf32": False},
+    "fp16": {"precision": "fp16", "tf32": False},
+}
+PER_TOKENS = 1e9  # where there is no epoch
+
+
+def alone(recipe: Recipe, numbers: str) -> Recipe:
+    """The recipe on one device, in these numbers; all that concerns several devices is left out."""
+    from gradus.parallel import mesh
+
+    return recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update=PRECISIONS[numbers])})
+
+
+def computed_in(work: Work, numbers: str, other: str) -> Work:
+    """The same work with its `numbers` operations in `other` of the same width, of matrix products and attention where that is tf32."""
+
+    def changed(op):
+        return dataclasses.replace(op, dtype=other) if op.dtype == numbers and (other != "tf32" or op.kind != "memory") else op
+
+    return dataclasses.replace(work, micro=[changed(op) for op in work.micro], step=[changed(op) for op in work.step])
+
+
+def _candidates(path: str | Path | None, names: list[str] | None) -> list[Device]:
+    known = [hardware.find(name, path) for name in names] if names else list(hardware.devices(path).values())
+    return [d for d in known if d.kind != "tpu"]
+
+
+def epoch_of(recipe: Recipe, task: Task | None, work: Work) -> tuple[float, str]:
+    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples."""
+    if task is not None:
+        return len(task.plan("train", recipe.batch.samples, recipe.batch.tokens).epoch(0)), "epoch"
+    if work.tokens:
+        return PER_TOKENS / work.tokens, "1e9 tokens"
+    return 1e6 / work.samples, "1e6 samples"
+
+
+def rank_devices(
+    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None, precisions: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, seconds (a step), hours and cost
+    (low, expected, high; None without a price) per `per`, currency, missing (bytes).
+
+    What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
+    micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name or precision.
+    """
+    from gradus.plan.memory import plan_memory, traced_work
+    from gradus.plan.step import step_time
+
+    wanted = precisions or list(PRECISIONS)
+    for numbers in wanted:
+        if numbers not in PRECISIONS:
+            raise UserError(f"{numbers}: no such precision here. Known: {', '.join(PRECISIONS)}.")
+    planned: dict[tuple[str, str], tuple[Any, Work]] = {}
+
+    def plan(numbers: str, target: str) -> tuple[Any, Work]:
+        """fp32 and bf16 are traced; tf32 and fp16 are they, in other numbers of the same width."""
+        width = {"tf32": "fp32", "fp16": "bf16"}.get(numbers, numbers)
+        if (width, target) not in planned:
+            one = alone(recipe, width)
+            planned[width, target] = plan_memory(one, 1, target=target, device=None, task=task), traced_work(one, 1, target=target, task=task)
+        memory, work = planned[width, target]
+        return memory, work if width == numbers else computed_in(work, width, numbers)
+
+    found = []
+    for device in _candidates(path, names):
+        price = hardware.price(device)
+        for numbers in wanted:
+            if numbers not in device.peaks:
+                continue
+            memory, work = plan(numbers, "cpu" if device.kind == "cpu" else "cuda")
+            steps, per = epoch_of(recipe, task, work)
+            seconds = step_time(work, Cluster(device, 1)).total
+            hours = steps * seconds / 3600
+            capacity, taken = device.memory * device.usable, memory.reserved + memory.framework
+            found.append(
+                {
+                    "device": device.name,
+                    "precision": numbers,
+                    "memory": taken,
+                    "capacity": capacity,
+                    "fits": taken <= capacity,
+                    "missing": max(0.0, taken - capacity),
+                    "seconds": seconds,
+                    "hours": hours,
+                    "per": per,
+                    "cost": None if price is None else (hours * price.low, hours * price.expected, hours * price.high),
+                    "currency": None if price is None else price.currency,
+                    "date": None if price is None else price.date,
+                }
+            )
+    return sorted(found, key=order)
+
+
+def order(one: dict[str, Any]) -> tuple:
+    if not one["fits"]:
+        return 2, one["missing"], one["hours"]
+    return (1, one["hours"], 0.0) if one["cost"] is None else (0, one["cost"][1], one["hours"])
+
+
+def serving(model: ModelConfig, batch: int = 1, tokens: int | None = None) -> list[dict[str, Any]]:
+    """For inference: what S3's rule says a precision needs, what weights and cache take (plan.serving), and the device of least memory for each.
+
+    dicts: precision, rule and rule_device, weights, cache, need (bytes) and device (None: no single one holds it), batch, tokens. [] for
+    what has no cache.
+    """
+    from gradus.plan import serving as served
+
+    if model.family in served.ENCODERS:
+        return []
+    answer = []
+    for numbers in ("fp32", "bf16", "fp16"):
+        found = {row.name.removeprefix("serving/"): row for row in served.serving(model, batch=batch, seq_len=tokens, precision=numbers)}
+        need, rule = found["total"].value, found["rule"].value
+        cache = found["kv_cache"].value + (found["cross_cache"].value if "cross_cache" in found else 0)
+        device, by_rule = least(need, numbers), least(rule, numbers)
+        answer.append(
+            {
+                "precision": numbers,
+                "rule": rule,
+                "rule_device": by_rule and by_rule.name,
+                "weights": found["weights"].value,
+                "cache": cache,
+                "need": need,
+                "device": device and device.name,
+                "batch": batch,
+                "tokens": found["total"].conditions["seq_len"],
+            }
+        )
+    return answer
+
+
+def least(need: float, numbers: str, path: str | Path | None = None) -> Device | None:
+    """The device with the least memory that holds `need` bytes and computes in `numbers`; of equals the cheapest, then the fastest."""
+
+    def key(d: Device) -> tuple:
+        price = hardware.price(d)
+        return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
+
+    return min((d for d in _candidates(path, None) if numbers in d.peaks and d.kind == "gpu" and d.memory * d.usable >= need), key=key, default=None)
+
+
+def devices(
+    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None
+) -> tuple[list[str], list[Row]]:
+    """(printed lines, rows) of `gradus plan RECIPE --devices`."""
+    ranked, served = rank_devices(recipe, task, path=path, names=names), serving(recipe.model)
+    return lines(ranked, served), rows(ranked, served)
+
+
+def lines(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[str]:
+    """The ranking as a table, and for a decoder what serving it takes."""
+    from gradus.hardware.tables import table
+
+    per = ranked[0]["per"] if ranked else "epoch"
+    header = ["device", "precision", "memory", "of", "", "a step", f"h per {per}", f"money per {per}: low expected high"]
+    body = []
+    for one in ranked:
+        fits = "fits" if one["fits"] else f"{one['missing'] / 1e9:.1f} GB too much"
+        money = "-" if one["cost"] is None else " ".join(f"{c:.3g}" for c in one["cost"]) + f" {one['currency']}"
+        memory, capacity = f"{one['memory'] / 1e9:.2f} GB", f"{one['capacity'] / 1e9:.1f} GB"
+        body.append([one["device"], one["precision"], memory, capacity, fits, f"{one['seconds']:.4g} s", f"{one['hours']:.3g}", money])
+    answer = ["One device to train on: what fits, cheapest first (expected price); then without a price, fastest first; then what does not fit", ""]
+    answer += table(header, body, {2, 3, 5, 6})
+    if served:
+        first = served[0]
+        at = f"batch {first['batch']}, {first['tokens']} tokens, before activations and framework"
+        answer += ["", f"One device to serve it on, {at}: the 1.2 rule knows no cache"]
+        body = []
+        for one in served:
+            sizes = [f"{one[k] / 1e9:.3g} GB" for k in ("rule", "weights", "cache", "need")]
+            body.append([one["precision"], sizes[0], one["rule_device"] or "several", *sizes[1:], one["device"] or "several"])
+        answer += table(["precision", "weights × 1.2", "least device", "weights", "cache", "together", "least device"], body, {1, 3, 4, 5})
+    return answer
+
+
+def rows(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[Row]:
+    """The same as rows: device/memory, device/step, device/hours, device/cost, device/serving."""
+    answer = []
+    for one in ranked:
+        at = {"device": one["device"], "precision": one["precision"]}
+        given = {"memory": one["memory"], "capacity": one["capacity"]}
+        answer.append(figure("device/memory", one["memory"], "bytes", "reserved + framework", given, fits=one["fits"], **at))
+        answer.append(figure("device/step", one["seconds"], "s", fits=one["fits"], **at))
+        answer.append(figure("device/hours", one["hours"], "h", "steps × seconds / 3600", per=one["per"], fits=one["fits"], **at))
+        unit = SIGNS.get(one["currency"], one["currency"])
+        for case, cost in zip(("low", "expected", "high"), one["cost"] or ()):
+            answer.append(figure("device/cost", cost, unit, "hours × price", case=case, per=one["per"], date=one["date"], **at))
+    for one in served or ():
+        given = {"weights": one["weights"], "cache": one["cache"], "rule": one["rule"]}
+        at = {k: one[k] for k in ("precision", "device", "rule_device", "batch", "tokens")}
+        answer.append(figure("device/serving", one["need"], "bytes", "weights + 2 L k d tokens · bytes", given, "the rule: weights × 1.2 (S3)", **at))
+    return answer

@@ -1,0 +1,373 @@
+"""The largest micro-batch that fits, found by the plan and confirmed by one step; and sweeps that measure speed and memory beside the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradus.data.loader import Loader
+from gradus.errors import UserError
+from gradus.hardware import Device
+from gradus.measure.scaling import columns, start
+from gradus.parallel import check
+from gradus.parallel.apply import apply
+from gradus.parallel.mesh import needed, sizes
+from gradus.parallel.world import World
+from gradus.plan import batches
+from gradus.plan.prove import Case, capacity, device_of, memory_of_step, resident
+from gradus.plan.show import size
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row
+from gradus.tasks.base import Task
+from gradus.train.loop import Trainer
+from gradus.train.session import Session, dropout_seed, open_for, open_session
+
+TRACES = 12  # of a search along the line; then by halves
+TIMED, WARM_UP = 8, 3  # steps of a sweep
+LOADED = 2.0  # s for which a loader alone is timed
+MOST = 2**16  # samples of a micro-batch that are asked for
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@dataclasses.dataclass
+class Room:
+    """What a process may use, and what the plan says that it needs."""
+
+    budget: float  # bytes a process
+    n: int
+    target: str
+    device: Device | None
+    resident: int  # bytes of a process on a CPU before the model is built
+    task: Task | None
+
+    @classmethod
+    def of(cls, case: Case) -> Room:
+        share = case.capacity // case.local if case.target == "cpu" else case.capacity
+        return cls(share, case.n, case.target, case.device, case.resident, case.task)
+
+    def need(self, recipe: Recipe) -> int:
+        """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
+        from gradus.plan.memory import plan_memory
+
+        return total_need(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task), self.target, self.resident)
+
+
+def total_need(memory: Any, target: str, resident: int) -> int:
+    """All that a process takes: on a CPU its tensors and what it had before; on a GPU with context and the allocator's rounding."""
+    return memory.reserved + memory.framework if target == "cuda" else memory.allocated + resident
+
+
+def share_of(recipe: Recipe, n: int, task: Task | None) -> int:
+    """Samples of a step that one process takes, at most."""
+    if recipe.batch.samples is not None:
+        samples = recipe.batch.samples
+        if task is not None:
+            samples = min(samples, len(task.splits["train"]))
+    else:
+        samples = max(len(b) for b in task.plan("train", None, recipe.batch.tokens).epoch(0))
+    size_of = sizes(recipe.layout, n)
+    return -(-samples // (size_of["replicate"] * size_of["expert"] * size_of["shard"]))
+
+
+def with_micro_batch(recipe: Recipe, k: int, n: int, share: int) -> Recipe:
+    """The recipe with micro-batches of k samples. More than its share of the batch: the batch grows until each process has k."""
+    changes: dict[str, Any] = {"layout": recipe.layout.model_copy(update={"micro_batch": k})}
+    if k > share:
+        size_of = sizes(recipe.layout, n)
+        data = size_of["replicate"] * size_of["expert"] * size_of["shard"]
+        changes["batch"] = recipe.batch.model_copy(update={"samples": k * data, "tokens": None})
+    return recipe.model_copy(update=changes)
+
+
+def largest_micro_batch(recipe: Recipe, room: Room, limit: int | None = None, need: Callable[[int], int] | None = None) -> int | None:
+    """The largest layout.micro_batch whose step fits; None where not even one sample does. limit: where to stop (None: the share of the batch).
+
+    What is needed grows nearly linearly with the micro-batch, so the next one to try lies on the line through the last two.
+    """
+    share = share_of(recipe, room.n, room.task)
+    known: dict[int, int] = {}
+
+    def fits(k: int) -> bool:
+        if k not in known:
+            known[k] = need(k) if need else room.need(with_micro_batch(recipe, k, room.n, share))
+        return known[k] <= room.budget
+
+    low, high = 0, (limit or share)  # what fits, and what does not
+    if fits(high):
+        return high
+    guess = high // 2
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        guess = (low + high) // 2
+        near = sorted((k for k in known if k < share or k == limit), key=lambda k: abs(known[k] - room.budget))[:2]
+        if len(near) == 2 and len(known) < TRACES and known[near[0]] != known[near[1]]:
+            k, other = near
+            line = k + (room.budget - known[k]) * (other - k) / (known[other] - known[k])
+            guess = math.floor(line) if math.floor(line) > low else low + 1  # below the line first, then the one above it
+    return low or None
+
+
+def parse_size(text: str, key: str = "--memory") -> int:
+    """`8GiB`, `8GB`, `500 MB` → bytes. Raises UserError."""
+    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].lower() not in units or float(found[1]) <= 0:
+        raise UserError(f"{key} {text}: not a size. Write for example 8GiB (2^30 bytes each) or 8GB (10^9).")
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def parse_numbers(text: str, key: str, least: int = 1) -> list[int]:
+    """`8,16,32` → [8, 16, 32]. Raises UserError."""
+    words = [word.strip() for word in text.split(",")]
+    wrong = [word for word in words if not word.isdecimal() or int(word) < least]
+    if wrong:
+        raise UserError(f"{key} {text}: {wrong[0] or 'nothing'!r} is no whole number of {least} or more. Write for example {key} 8,16,32")
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+# ---------------------------------------------------------------- what is measured, in a process of its own
+
+
+def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any]]]:
+    """(a trainer, this rank's micro-batches of the first epoch's largest step)."""
+    parallel = apply(session.build(), session.recipe.layout, session.mesh)
+    torch.manual_seed(dropout_seed(session.recipe.train.seed, session.mesh))
+    parallel.bare.train()
+    trainer = Trainer(session.recipe, session.task, parallel, folder, session.device, precision=session.precision)
+    return trainer, batches.micro_batches(session.recipe, session.mesh.world.size, task=session.task)
+
+
+def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
+    """Bytes at the peak of one step of the largest batch, the optimizer's state there already."""
+    session = open_session(recipe, None, here)
+    before = resident()
+    trainer, micro_batches = step_of(session, Path(folder))
+    trainer.step(micro_batches)
+    with memory_of_step(trainer, micro_batches) as found:
+        trainer.step(micro_batches)
+    return {**found, "resident": before, "need": found.get("device", found["allocated"] + before)}
+
+
+def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
+    """The same, with samples/s of the run's own steps, and how much of their time was spent waiting for data."""
+    session = open_session(recipe, None, here)
+    before = resident()
+    trainer, micro_batches = step_of(session, Path(folder))
+    trainer.step(micro_batches)
+    with memory_of_step(trainer, micro_batches) as found:
+        trainer.step(micro_batches)
+    loader, epoch, count, spent = trainer.loader, 0, 0, []
+    waited = 0.0
+    try:
+        while count < WARM_UP + TIMED:
+            began, wait = time.perf_counter(), loader.wait_s
+            for step in loader.steps(epoch):
+                trainer.take(step)
+                trainer.clock.synchronise()
+                now = time.perf_counter()
+                if count >= WARM_UP:
+                    spent.append((now - began) / step.samples)
+                    waited += loader.wait_s - wait
+                began, wait, count = now, loader.wait_s, count + 1
+                if count >= WARM_UP + TIMED:
+                    break
+            epoch += 1
+    finally:
+        loader.close()
+    second = statistics.median(spent)
+    step_samples = trainer.progress.samples / trainer.progress.step
+    return {
+        **found, "resident": before, "need": found.get("device", found["allocated"] + before), "samples_per_s": 1 / second,
+        "step": second * step_samples, "waited": waited / len(spent),
+    }  # fmt: skip
+
+
+def load_alone(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
+    """Samples/s of the loader with nobody to train, after its first batches."""
+    return {"samples_per_s": loader_speed(open_session(recipe, None, here))}
+
+
+def loader_speed(session: Session, seconds: float = LOADED) -> float:
+    """Samples/s of the recipe's loader for about so many seconds, what its workers had fetched beforehand left out."""
+    r, task = session.recipe, session.task
+    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
+    loader = Loader(
+        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed, micro_batch=r.layout.micro_batch,
+        workers=r.data.workers, prefetch=r.data.prefetch, persistent=r.data.persistent,
+    )  # fmt: skip
+    ahead = 1 + r.data.workers * r.data.prefetch
+    try:
+        began, samples = time.perf_counter(), 0
+        for step in itertools.chain.from_iterable(loader.steps(epoch) for epoch in itertools.count()):
+            now = time.perf_counter()
+            if ahead:
+                ahead, began = ahead - 1, now
+                continue
+            samples += step.samples
+            if now - began >= seconds:
+                return samples / (now - began)
+    finally:
+        loader.close()
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def fit(recipe: Recipe, args: Any) -> Iterator[str]:
+    """`gradus fit RECIPE`. Yields what is printed. Raises UserError."""
+    if args.sweep and args.workers:
+        raise UserError("--sweep and --workers are different questions. Give one of them.")
+    n = needed(recipe.layout)
+    session = open_for(recipe, n)
+    given = session.recipe
+    own = capacity(session.device) // (n if session.device.type == "cpu" else 1)
+    room = Room(parse_size(args.memory) if args.memory else own, n, session.device.type, device_of(session.device), resident(), session.task)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.sweep:
+            rows, lines = sweep(given, room, parse_numbers(args.sweep, "--sweep"), folder)
+        elif args.workers:
+            rows, lines = workers(given, room, parse_numbers(args.workers, "--workers", 0), folder)
+        else:
+            rows, lines = largest(given, room, own, folder)
+    yield from (row.json() for row in rows) if args.json else lines
+
+
+def run_apart(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
+    """Rank by rank the largest of what each process found; where they did not come to an end, why."""
+    try:
+        found = start(n, function, recipe, folder, log=Path(folder) / "log")
+    except UserError as e:
+        return str(e)
+    return {key: max(f[key] for f in found) for key in found[0]}
+
+
+def common(recipe: Recipe, room: Room) -> dict[str, Any]:
+    return {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
+
+
+def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row], list[str]]:
+    share = share_of(recipe, room.n, room.task)
+    known: dict[int, int] = {}
+
+    def need(k: int) -> int:
+        known[k] = room.need(with_micro_batch(recipe, k, room.n, share))
+        return known[k]
+
+    most = share if recipe.batch.samples is None else min(MOST, max(share, len(room.task.splits["train"]) // room.n))
+    found = largest_micro_batch(recipe, room, share, need)
+    if found == share and most > share:
+        limit = share  # double until it does not fit, so that nothing huge is traced for nothing
+        while limit < most and known.get(limit, need(limit)) <= room.budget:
+            limit = min(most, 2 * limit)
+        found = largest_micro_batch(recipe, room, limit, lambda k: known.get(k) or need(k))
+    conditions = {**common(recipe, room), "budget": room.budget}
+    if found is None:
+        text = f"not even one sample fits: {size(known[1])} a process of {size(room.budget)}"
+        return [Row("fit/micro_batch", 0, "samples", None, {**conditions, "kind": "predicted"})], [
+            f"{text}. Try layout.checkpointing=full, layout.precision=bf16, or layout.shard=N over more processes."
+        ]
+    chosen = with_micro_batch(recipe, found, room.n, share)
+    rows = [
+        Row("fit/micro_batch", found, "samples", None, {**conditions, "kind": "predicted", "traces": len(known)}),
+        Row("fit/need", known[found], "bytes", None, {**conditions, "micro_batch": found, "kind": "predicted"}),
+    ]
+    beyond = f" (more than its {share}: with batch.samples={chosen.batch.samples})" if found > share else " (its whole batch)" * (found == share)
+    margin = room.budget - known[found]
+    lines = [
+        f"layout.micro_batch={found}{beyond}: {size(known[found])} of {size(room.budget)} a process by the plan, {size(margin)} "
+        f"({margin / room.budget:.1%}) to spare; {len(known)} traces"
+    ]
+    if found == most:
+        lines.append("more does not make a batch: that is all the data" if most > share else "more does not make a batch of this recipe")
+    if known[found] > own:
+        return rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
+    check.validate(chosen, room.n)
+    told = run_apart(room.n, one_step, chosen, folder)
+    if isinstance(told, str):
+        return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
+    rows.append(Row("fit/need", told["need"], "bytes", None, {**conditions, "micro_batch": found, "kind": "measured", "peak": told["allocated"]}))
+    error = known[found] / told["need"] - 1
+    verdict = "confirmed" if told["need"] <= room.budget else "NOT confirmed"
+    lines.append(
+        f"{verdict} by one step: {size(told['need'])} measured (the plan {error:+.1%}), {size(abs(room.budget - told['need']))} "
+        f"{'to spare' if told['need'] <= room.budget else 'too much: take a smaller one'}"
+    )
+    return rows, lines
+
+
+def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
+    """Samples/s and memory at every micro-batch, each a batch by itself, beside the plan."""
+    table, rows = [], []
+    for k in wanted:
+        changed = with_micro_batch(recipe, k, room.n, 0)
+        conditions = {**common(recipe, room), "micro_batch": k, "batch_samples": changed.batch.samples}
+        need = room.need(changed)
+        rows.append(Row("fit/need", need, "bytes", None, {**conditions, "kind": "predicted"}))
+        step = planned_step(changed, room)
+        if step:
+            rows.append(Row("fit/samples_per_s", changed.batch.samples / step, "samples/s", None, {**conditions, "kind": "predicted"}))
+        expected = f"{changed.batch.samples / step:,.1f}" if step else "-"
+        if need > room.budget:
+            table.append((str(k), expected, "-", size(need), "-", "does not fit"))
+            continue
+        told = run_apart(room.n, timed_steps, changed, folder)
+        if isinstance(told, str):
+            table.append((str(k), expected, "-", size(need), "-", told[:60]))
+            continue
+        rows += [
+            Row("fit/samples_per_s", told["samples_per_s"], "samples/s", None, {**conditions, "kind": "measured", "steps": TIMED}),
+            Row("fit/need", told["need"], "bytes", None, {**conditions, "kind": "measured", "peak": told["allocated"]}),
+        ]
+        error = f"{need / told['need'] - 1:+.1%}"
+        table.append((str(k), expected, f"{told['samples_per_s']:,.1f}", size(need), size(told["need"]), error))
+    head = ("micro-batch", "samples/s planned", "measured", "memory planned", "measured", "error")
+    return rows, [f"{recipe.name}: {TIMED} steps each after {WARM_UP}; memory of a process at the peak", *columns(head, table)]
+
+
+def planned_step(recipe: Recipe, room: Room) -> float | None:
+    """Seconds; None where the device is not known."""
+    if room.device is None:
+        return None
+    from gradus.hardware import Cluster
+    from gradus.plan.memory import traced_work
+    from gradus.plan.step import step_time
+
+    return step_time(traced_work(recipe, room.n, target=room.target, task=room.task), Cluster(room.device, room.n)).total
+
+
+def workers(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
+    """Samples/s of the loader alone and of training with it, and the share of training that waits for data."""
+    table, rows = [], []
+    for k in wanted:
+        changed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": k})})
+        alone = run_apart(1, load_alone, changed.model_copy(update={"layout": recipe.layout}), folder) if room.n == 1 else "-"
+        told = run_apart(room.n, timed_steps, changed, folder)
+        if isinstance(told, str):
+            table.append((str(k), "-", "-", told[:60]))
+            continue
+        conditions = {**common(recipe, room), "workers": k, "kind": "measured"}
+        if not isinstance(alone, str):
+            rows.append(Row("fit/loader_samples_per_s", alone["samples_per_s"], "samples/s", None, conditions))
+        waits = told["waited"] / told["step"]
+        rows += [
+            Row("fit/samples_per_s", told["samples_per_s"], "samples/s", None, conditions),
+            Row("fit/data_wait", waits, "of the step", None, conditions),
+        ]
+        table.append((str(k), "-" if isinstance(alone, str) else f"{alone['samples_per_s']:,.1f}", f"{told['samples_per_s']:,.1f}", f"{waits:.1%}"))
+    return rows, [f"{recipe.name}: data.workers", *columns(("workers", "loader alone, samples/s", "training, samples/s", "waits for data"), table)]

@@ -1,0 +1,636 @@
+"""The plan proved by the run: predicted before the first step, measured on the way, and set beside each other at the end.
+
+Two batches are looked at. What the run needs at most is that of its largest micro-batch: where it does not fit, the run is refused. What is
+proved is one step, the third of a start, whose batch is known beforehand: the same batch is traced and then measured, on rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradus.data.loader import Loader, Step
+from gradus.errors import UserError
+from gradus.hardware import Cluster, Device
+from gradus.measure.energy import Meter, total
+from gradus.measure.memory import Timeline
+from gradus.parallel import world as worlds
+from gradus.parallel.mesh import DATA
+from gradus.plan.figures import figure
+from gradus.plan.show import duration, size
+from gradus.plan.work import Work
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row, RowFile, read_rows
+from gradus.tasks.base import Task
+from gradus.train import machine
+from gradus.train.clock import begin_peak
+from gradus.train.loop import Trainer
+from gradus.train.session import Session, open_for
+
+MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
+WARM_UP = 5  # steps of a start whose times are left out, where there are more
+PATIENCE = 120.0  # s that a plan made in a process of its own may take
+WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
+STATE = ("weights", "gradients", "optimizer")  # told by name; the others only together, since measuring cannot tell them apart
+Batch = dict[str, Any]
+
+
+# ---------------------------------------------------------------- what is predicted
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a prediction needs: it may be made in another process."""
+
+    recipe: Recipe  # resolved
+    n: int
+    local: int  # processes on this host
+    task: Task
+    target: str  # cpu, cuda
+    device: Device | None  # None: the hardware file does not know it
+    capacity: int  # bytes of the device, or of the host for all `local` processes
+    resident: int  # bytes that this process has on the host before the model is built
+    step: int | None  # of the start, that is measured
+    micro_batches: list[Batch] | None  # of that step on rank 0
+
+
+@dataclasses.dataclass
+class Predicted:
+    rows: list[Row]
+    line: str
+    refusal: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def case_of(session: Session, position: tuple[int, int] = (0, 0)) -> Case:
+    """The case of a run that begins at `position` (epoch, step within it)."""
+    recipe, here = session.recipe, session.mesh.world
+    step, micro_batches = batches_of(session, position)
+    return Case(
+        recipe, here.size, here.local_size, session.task, session.device.type, device_of(session.device), capacity(session.device), resident(),
+        step, micro_batches,
+    )  # fmt: skip
+
+
+def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
+    """(the step of this start that will be measured, its micro-batches on rank 0)."""
+    from gradus.train.loop import total_steps
+
+    r, task, mesh = session.recipe, session.task, session.mesh
+    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
+    epoch, at = position
+    passed = at + sum(len(plan.epoch(e)) for e in range(epoch)) if epoch < 100 else at + epoch * plan.steps_per_epoch
+    left = total_steps(r, plan) - passed
+    if left < 2:  # the first step of all finds no optimizer state yet
+        return None, None
+    number = min(MEASURED, left)
+    at += number - 1
+    while at >= (length := len(plan.epoch(epoch))):
+        epoch, at = epoch + 1, at - length
+    loader = Loader(
+        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed, micro_batch=r.layout.micro_batch,
+        rank=mesh.rank(*DATA), world=mesh.size(*DATA),
+    )  # fmt: skip
+    return number, next(loader.steps(epoch, at)).micro_batches
+
+
+def device_of(device: torch.device) -> Device | None:
+    """This device as the hardware file has it; the CPU where it was calibrated. None: not known, so no time is predicted."""
+    from gradus import hardware
+
+    if device.type == "cuda":
+        return hardware.by_driver(torch.cuda.get_device_name(device))
+    with contextlib.suppress(UserError):
+        return hardware.find("this")
+    return None
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes: of a GPU as PyTorch sees it, else of this host, or of this container where it may use less."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    memory, limit = machine._memory()
+    return limit or memory or 0
+
+
+def resident() -> int:
+    """Bytes of this process in memory now. 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def predict(case: Case) -> Predicted:
+    """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises UserError where the
+    plan cannot be made."""
+    from gradus.plan import batches
+    from gradus.plan.fit import total_need
+    from gradus.plan.memory import plan_memory
+
+    r, n, rows = case.recipe, case.n, []
+    largest, foreseen, of = batches.micro_batches(r, n, task=case.task), None, "largest batch"
+    if case.micro_batches:
+        foreseen = foresee(case)
+    if foreseen and case.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches):
+        components, allocated, reserved, rank, notes, held = foreseen.components, foreseen.peak, foreseen.peak, 0, [], foreseen.held
+        need = allocated + case.resident
+    else:
+        memory = plan_memory(r, n, target=case.target, device=case.device, task=case.task)
+        components, allocated, reserved, rank = memory.components, memory.allocated, memory.reserved, memory.rank
+        notes, held = memory.notes, memory.held
+        need = total_need(memory, case.target, case.resident)
+    for name, value in components.items():
+        rows.append(figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, of=of))
+    rows += [
+        figure("memory/allocated", allocated, "bytes", "sum of the components", components, rank=rank, of=of),
+        figure("memory/reserved", reserved, "bytes", "as the caching allocator rounds it", of=of),
+        figure("memory/device", need, "bytes", "with the framework, or on a CPU with this process before the model", of=of),
+        figure("memory/capacity", case.capacity, "bytes", source="this machine", processes=case.local if case.target == "cpu" else 1),
+    ]
+    share = case.capacity // case.local if case.target == "cpu" else case.capacity
+    line = f"plan: {size(need)} of {size(share)} a process"
+    if foreseen:
+        rows += step_rows(case, foreseen)
+        seconds = next((row.value for row in rows if row.name == "time/step"), None)
+        sent = next((row.value for row in rows if row.name == "traffic/sent"), 0)
+        line += f"; {size(sent)} sent a step" if sent else ""
+        line += f"; {duration(seconds)} a step" if seconds else "; no time (gradus calibrate)"
+    refusal = refuse(case, need, share, sum(held.values()) + need - allocated) if case.capacity and need > share else None
+    return Predicted(rows, line, refusal, list(notes))
+
+
+def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
+    return [{k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)} for batch in micro_batches]
+
+
+@dataclasses.dataclass
+class Foreseen:
+    """One step of rank 0, in bytes."""
+
+    components: dict[str, int]
+    peak: int
+    held: dict[str, int]
+    work: Work
+
+
+def foresee(case: Case) -> Foreseen:
+    """The step that will be measured: traced whole where that is quick, else extended from few layers and micro-batches."""
+    from gradus.plan import memory
+    from gradus.plan.trace import trace_recipe
+
+    r, given = case.recipe, case.micro_batches
+    blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
+    first = memory.cases(r, case.n, case.target, case.task, given)[0]
+    if blocks * len(given) <= WHOLE or r.layout.pipeline > 1:
+        steps = memory.steps_of(trace_recipe(r, case.n, 0, target=case.target, task=case.task, micro_batches=given))
+    else:
+        steps = memory.extended(r, case.n, first, case.target, case.task, [])
+    totals = steps.levels[:, : len(memory.NAMES)].sum(1)
+    top = int(totals.argmax())
+    components = {name: round(v) for name, v in zip(memory.NAMES, steps.levels[top])}
+    return Foreseen(components, round(totals[top]), steps.held, memory._work(r, case.n, first, steps, given, 0.0))
+
+
+def step_rows(case: Case, foreseen: Foreseen) -> list[Row]:
+    """What one traced step tells of the step that will be measured: memory, traffic, time, energy."""
+    at, rows = case.step, []
+
+    def row(name: str, value: float, unit: str, formula: str = "", inputs: dict[str, Any] | None = None) -> None:
+        made = figure(name, value, unit, formula, inputs, "traced: the module, optimizer and step under fake tensors", rank=0)
+        made.step = at
+        rows.append(made)
+
+    held = {name: foreseen.held[name] for name in STATE}
+    for name, value in held.items():
+        row(f"memory/{name}", value, "bytes")
+    row("memory/rest", foreseen.peak - sum(held.values()), "bytes", "allocated − weights − gradients − optimizer", foreseen.components)
+    row("memory/allocated", foreseen.peak, "bytes", "sum of the components at the peak", foreseen.components)
+    if case.n > 1:
+        sent: dict[str, float] = {}
+        for t in foreseen.work.transfers:
+            sent[t.kind] = sent.get(t.kind, 0) + t.sent
+        for kind, value in sent.items():
+            row(f"traffic/{kind}", value, "bytes", "Σ calls × payload × what a ring sends of it")
+        row("traffic/sent", sum(sent.values()), "bytes", "sum over the collectives", sent)
+    if case.device is not None:
+        from gradus.plan.step import step_time
+
+        time = step_time(foreseen.work, Cluster(case.device, case.n))
+        row("time/step", time.total, "s", "sum of the parts", time.parts)
+        if case.device.power:
+            inputs = {"power": case.device.power, "devices": case.n, "time": time.total}
+            row("energy/step", case.device.power * case.n * time.total, "J", "power × devices × time", inputs)
+    return rows
+
+
+def refuse(case: Case, need: int, share: int, state: int) -> str:
+    """One line: what does not fit, and what would. state: what is needed without any activation."""
+    from gradus.plan.fit import Room, largest_micro_batch
+
+    layout = case.recipe.layout
+    device = "GPU" if case.target == "cuda" else "host" if case.local == 1 else f"host for each of its {case.local} processes"
+    text = f"the plan needs {size(need)} a process and the {device} has {size(share)}"
+    for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):
+        if state >= share or any(getattr(layout, k) == v for k, v in changes.items()):
+            continue
+        changed = case.recipe.model_copy(update={"layout": layout.model_copy(update=changes)})
+        found = largest_micro_batch(changed, Room.of(case))
+        if found:
+            keys = [f"layout.{k}={v}" for k, v in changes.items()] + [f"layout.micro_batch={found}"]
+            return f"{text}. Set {' '.join(keys)}, or go on with --force."
+    return f"{text}. Not one sample fits: set layout.shard=N over N processes or take a smaller model, or go on with --force."
+
+
+# ---------------------------------------------------------------- the plan of a run
+
+
+class Proof:
+    """Follows a run of `gradus train` (train.session.Plan). A plan that fails is told in one line, and the run goes on."""
+
+    def __init__(self, force: bool = False):
+        self.force = force
+        self.predicted: Predicted | None = None
+        self.step: int | None = None
+        self.folder: Path | None = None
+        self.measured: list[Row] = []
+        self.traffic: list[Row] = []
+        self.meter: Meter | None = None
+        self.energy = [0.0, 0, 0.0]  # joules, steps, seconds: of the stretches that held training alone
+        self._mark: tuple[float, int, float, float] | None = None
+        self._clear: list[Path] = []
+
+    # ------------------------------------------------------------ before
+
+    def before(self, session: Session, position: tuple[int, int]) -> None:
+        here = session.mesh.world
+        verdict: tuple[str | None, int | None] = (None, None)
+        if here.first:
+            try:
+                case = case_of(session, position)
+                verdict = None, case.step
+                self.predicted = predict(case) if here.size == 1 else predict_apart(case)
+                verdict = self.predicted.refusal, case.step
+                print(self.predicted.line, flush=True)
+                for note in self.predicted.notes[:2]:
+                    print(f"note: {note}")
+            except Exception as e:
+                print(f"note: no plan ({type(e).__name__}: {first_line(e)})", flush=True)
+        if here.size > 1:
+            verdict = worlds.from_first(verdict)
+        refusal, self.step = verdict
+        if refusal and not self.force:
+            raise UserError(refusal)
+        if refusal and here.first:
+            print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
+
+    def begin(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("plan.jsonl", "proof.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        if self.predicted:
+            write(folder / "plan.jsonl", self.predicted.rows)
+
+    # ------------------------------------------------------------ on the way
+
+    @contextlib.contextmanager
+    def around(self, trainer: Trainer, step: Step) -> Iterator[None]:
+        number = trainer.progress.step - trainer.start_step + 1
+        if number == 1:
+            self._begin_meter(trainer)
+        if number != self.step or not trainer.parallel.mesh.world.first or trainer.device.type not in ("cpu", "cuda"):
+            yield
+            return
+        with memory_of_step(trainer, step.micro_batches) as found:
+            yield
+        self.measured = [Row(f"memory/{name}", value, "bytes", number, {"kind": "measured", "rank": 0}) for name, value in found.items()]
+
+    def counted(self, rows: list[Row]) -> None:
+        self.traffic = self.traffic or [Row(r.name, r.value, r.unit, r.step, {**r.conditions, "kind": "measured"}) for r in rows]
+
+    def _begin_meter(self, trainer: Trainer) -> None:
+        """Each GPU has a meter of its own; the processors of a host have one together."""
+        here = trainer.parallel.mesh.world
+        if trainer.device.type == "cuda" or here.local_rank == 0:
+            with contextlib.suppress(Exception):  # a meter that fails is no meter
+                self.meter = Meter(trainer.device)
+                self.meter.__enter__()
+
+    def flushed(self, trainer: Trainer) -> None:
+        """Between two calls without an evaluation or a checkpoint there was training alone."""
+        if self.meter is None:
+            return
+        seconds = trainer.clock.seconds
+        now = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"], time.perf_counter())
+        if self._mark is not None and None not in (now[0], self._mark[0]) and now[2] == self._mark[2]:
+            self.energy[0] += now[0] - self._mark[0]
+            self.energy[1] += now[1] - self._mark[1]
+            self.energy[2] += now[3] - self._mark[3]
+        self._mark = now
+
+    # ------------------------------------------------------------ after
+
+    def after(self, trainer: Trainer) -> tuple[list[str], dict[str, Any]]:
+        source = self.meter.source if self.meter else None
+        if self.meter:
+            self.meter.__exit__()
+        parallel = trainer.parallel
+        mine = (self.meter is not None, self.energy[0], self.energy[1], source)
+        told = [m for m in parallel.collect(mine) if m[0]]
+        if not parallel.mesh.world.first:
+            return [], {}
+        rows = [*self.measured, *self.traffic]
+        seconds = step_seconds(trainer.times, trainer.start_step, self.step)
+        if seconds:
+            middle, low, high, count = seconds
+            rows.append(Row("time/step", middle, "s", None, {"kind": "measured", "median_of": count, "fastest": low, "slowest": high}))
+        if told and all(source and steps for _, _, steps, source in told):
+            joules = total(j / steps for _, j, steps, _ in told)
+            rows.append(Row("energy/step", joules, "J", None, {"kind": "measured", "meter": told[0][3], "meters": len(told)}))
+        predicted = self.predicted.rows if self.predicted else []
+        with contextlib.suppress(OSError):
+            write(trainer.folder / "proof.jsonl", rows)
+        found = pairs([row_dict(r) for r in predicted], [row_dict(r) for r in rows])
+        foreseen = any(f.predicted is not None for f in found)
+        return list(table(found)) if foreseen else [], {"proof": {f.name: f.summary() for f in found}} if found else {}
+
+
+def step_seconds(times: Iterable[tuple[int, float, int]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
+    """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
+
+    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three.
+    """
+    times = [(step - start, seconds, tokens) for step, seconds, tokens in times]
+    at = next((tokens for number, _, tokens in times if number == measured), None)
+    kept = [t for t in times if t[0] != measured]
+    kept = [t for t in kept if t[0] > WARM_UP] or kept[len(kept) // 2 :]
+    like = [t for t in kept if at is not None and abs(t[2] - at) <= 0.1 * at]
+    chosen = [seconds for _, seconds, _ in (like if len(like) >= 3 else kept)]
+    return (statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    path.unlink(missing_ok=True)
+    file = RowFile(path)
+    file.write(rows)
+    file.close()
+
+
+class Scaled:
+    """Goes with `gradus scale`: a plan for every number of processes (measure.scaling.measure)."""
+
+    def __init__(self, force: bool = False):
+        self.force = force
+        self.rows: list[Row] = []
+
+    def before(self, by_processes: dict[int, Recipe], say: Callable[[str], None]) -> list[Row]:
+        """The rows of the plans. Raises UserError where one will not fit."""
+        for n, recipe in by_processes.items():
+            try:
+                session = open_for(recipe, n)
+                found = predict(dataclasses.replace(case_of(session), local=n))
+            except Exception as e:
+                say(f"note: no plan for {n} process{'es' * (n > 1)} ({type(e).__name__}: {first_line(e)})")
+                continue
+            if found.refusal and not self.force:
+                raise UserError(f"--processes {n}: {found.refusal}")
+            say(f"{n} process{'es' * (n > 1)}, {found.line}")
+            for row in found.rows:
+                row.conditions["processes"] = n
+            self.rows += found.rows
+        return self.rows
+
+    def after(self, rows: list[Row], folder: Path, say: Callable[[str], None]) -> None:
+        """Prints what was planned of the step and of what it sends beside what was measured, and writes it to `folder`/proof.jsonl."""
+        found: list[tuple[int, Pair]] = []
+        for n in dict.fromkeys(row.conditions["processes"] for row in self.rows):
+            said = [row_dict(row) for row in self.rows if row.conditions["processes"] == n]
+            seen = {row.name: row.value for row in rows if row.conditions.get("processes") == n}
+            measured = [("time/step", "s", seen.get("scale/step")), ("traffic/sent", "bytes", seen.get("scale/sent") or None)]
+            found += [(n, pair) for pair in pairs(said, [{"name": k, "unit": u, "value": v} for k, u, v in measured if v is not None])]
+        if found:
+            write(folder / "proof.jsonl", [Row(f.name, f.measured, f.unit, None, {"kind": "measured", "processes": n}) for n, f in found])
+            say("")
+            for n, f in found:
+                error = "-" if f.error is None else f"{f.error:+.1%}"
+                values = f"planned {shown(f.predicted, f.unit)}, measured {shown(f.measured, f.unit)}, error {error}"
+                say(f"{n} process{'es' * (n > 1)}, {LABELS.get(f.name, f.name)}: {values}")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+@contextlib.contextmanager
+def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dict[str, int]]:
+    """Bytes by name, once the step within is done: weights, gradients (all of them, when the optimizer steps), optimizer, allocated (the
+    peak), rest (the difference); on CUDA also reserved, and device: what all processes have of the GPU."""
+    device, found, precision = trainer.device, {}, trainer.precision
+    own, gradients = precision.step, {}
+
+    def step(optimizer: Any, bad: Tensor) -> None:
+        gradients.update(_storages(h.local.grad for h in trainer.parallel.held if h.local.grad is not None))
+        own(optimizer, bad)
+
+    precision.step = step
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begin_peak(device)
+            yield found
+            torch.cuda.synchronize(device)
+            found["allocated"] = torch.cuda.max_memory_allocated(device)
+            found["reserved"] = torch.cuda.max_memory_reserved(device)
+            free, whole = torch.cuda.mem_get_info(device)
+            found["device"] = whole - free
+        else:
+            held = alive(micro_batches)
+            with Timeline() as timeline:
+                yield found
+            if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
+                held |= gradients  # its buckets, which are there between steps too
+            found["allocated"] = sum(held.values()) + max(peak for *_, peak in timeline.phases())
+    finally:
+        del precision.step  # the class's own is there again
+    found |= state_bytes(trainer) | {"gradients": sum(gradients.values())}
+    found["rest"] = found["allocated"] - sum(found[name] for name in STATE)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(_local, tensors)}
+
+
+def state_bytes(trainer: Trainer) -> dict[str, int]:
+    """What this process holds between two steps."""
+    part = trainer.parallel.pipeline.model if trainer.parallel.pipeline else trainer.parallel.bare
+    state = [] if trainer.optimizer is None else [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return {"weights": sum(_storages([*part.parameters(), *part.buffers()]).values()), "optimizer": sum(_storages(state).values())}
+
+
+def alive(micro_batches: list[Batch]) -> dict[int, int]:
+    """Storage → bytes, on a CPU: of all tensors now whose memory PyTorch allocated itself (arrays of NumPy's and files that are mapped are
+    others'), and of the step's batch."""
+    found = _storages(v for batch in micro_batches for v in batch.values() if isinstance(v, Tensor))
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            if storage.resizable():
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+# ---------------------------------------------------------------- side by side
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One figure. Either side may be absent; error: measured against predicted, (predicted - measured) / measured."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        return None if self.predicted is None or not self.measured else (self.predicted - self.measured) / self.measured
+
+    def summary(self) -> dict[str, float]:
+        found = {"predicted": self.predicted, "measured": self.measured, "error": self.error}
+        return {k: v for k, v in found.items() if v is not None}
+
+
+SHOWN = (
+    *(f"memory/{name}" for name in (*STATE, "rest", "allocated", "reserved", "device")), "time/step", "traffic/sent", "energy/step",
+)  # fmt: skip
+LABELS = {
+    "memory/allocated": "memory at the peak", "memory/rest": "activations and the rest", "memory/reserved": "memory reserved",
+    "memory/device": "memory of the device", "time/step": "step", "traffic/sent": "sent a step", "energy/step": "energy a step",
+}  # fmt: skip
+
+
+def row_dict(row: Row) -> dict[str, Any]:
+    return {"name": row.name, "value": row.value, "unit": row.unit, "step": row.step, **row.conditions}
+
+
+def pairs(predicted: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[Pair]:
+    """What was predicted of the measured step beside what was measured; nothing where nothing was measured."""
+    said = {r["name"]: r for r in predicted if r.get("step") is not None}
+    seen = {r["name"]: r for r in measured}
+    names = [*SHOWN, *sorted(name for name in {*said, *seen} if name.startswith("traffic/") and name not in SHOWN)]
+    found = []
+    for name in names:
+        p, m = said.get(name), seen.get(name)
+        if m is not None and (name in said or name.startswith(("time", "energy"))):
+            found.append(Pair(name, m["unit"], p and p["value"], m["value"]))
+    return found
+
+
+def shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return size(value) if unit == "bytes" else duration(value) if unit == "s" else f"{value:.3g} {unit}"
+
+
+def table(found: Sequence[Pair]) -> Iterator[str]:
+    """predicted | measured | error, a line a figure. Collectives by kind are in the rows alone."""
+    found = [f for f in found if f.name in SHOWN]
+    if found:
+        yield f"{'the plan':26} {'predicted':>12} {'measured':>12} {'error':>8}"
+    for f in found:
+        label = LABELS.get(f.name, f.name.rpartition("/")[2])
+        error = "-" if f.error is None else f"{f.error:+.1%}"
+        yield f"  {label:24} {shown(f.predicted, f.unit):>12} {shown(f.measured, f.unit):>12} {error:>8}"
+
+
+def prove(folders: Sequence[str], as_json: bool = False) -> Iterator[str]:
+    """`gradus prove RUN...`: of one run its table; of several, each figure's error by run, and the median of their sizes.
+
+    Raises UserError for a folder without a run, or a run that left no plan or proof.
+    """
+    runs = {str(folder): pairs(*files_of(Path(folder))) for folder in folders}
+    if as_json:
+        for folder, found in runs.items():
+            for f in found:
+                yield Row(f"proof/{f.name}", f.measured, f.unit, None, {"run": folder, **f.summary()}).json()
+        return
+    if len(runs) == 1:
+        yield from table(next(iter(runs.values())))
+        return
+    names = [name for name in SHOWN if any(f.name == name and f.error is not None for found in runs.values() for f in found)]
+    heads = [LABELS.get(name, name.rpartition("/")[2]) for name in names]
+    width = max(len(folder) for folder in runs)
+    widths = [max(10, len(head)) for head in heads]
+    yield f"{'error':{width}}  " + "  ".join(f"{head:>{w}}" for head, w in zip(heads, widths))
+    errors: dict[str, list[float]] = {}
+    for folder, found in runs.items():
+        cells = []
+        for name, w in zip(names, widths):
+            error = next((f.error for f in found if f.name == name), None)
+            if error is not None:
+                errors.setdefault(name, []).append(abs(error))
+            cells.append(f"{'-' if error is None else f'{error:+.1%}':>{w}}")
+        yield f"{folder:{width}}  " + "  ".join(cells)
+    for word, function in (("median", statistics.median), ("largest", max)):
+        yield f"{word:{width}}  " + "  ".join(f"{function(errors[name]):>{w}.1%}" for name, w in zip(names, widths))
+
+
+def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows predicted, rows measured) of a finished run."""
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"{folder}: no run here (it has no recipe.yaml).")
+    for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it has not come to its end")):
+        if not (folder / name).exists():
+            raise UserError(f"{folder}: no {name}: {what}. Train it again, or to its end with --resume.")
+    return read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
+
+
+# ---------------------------------------------------------------- apart
+
+
+def predict_apart(case: Case) -> Predicted:
+    """`predict` in a process of its own: this one has joined others, and a traced world would be in their way."""
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("TORCHELASTIC", "OMPI_", "PMI", "SLURM_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "gradus.plan.prove"], input=pickle.dumps(case), capture_output=True, env=environment, timeout=PATIENCE
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"the planning process ended with {done.returncode}")
+    return pickle.loads(done.stdout)
+
+
+def _answer() -> None:
+    """In that process: a case on standard input, the prediction on standard output."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not the answer
+    from gradus.plan import prove as this  # under its own name, as the pickle has it
+
+    answer = pickle.dumps(this.predict(pickle.load(sys.stdin.buffer)))
+    with open(out, "wb") as file:
+        file.write(answer)
+
+
+if __name__ == "__main__":
+    _answer()

@@ -1,0 +1,197 @@
+"""The plan as text: the answer that a person reads in ten seconds, then its components, and how any figure came about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gradus.errors import UserError, did_you_mean
+from gradus.rows import Row
+
+if TYPE_CHECKING:
+    from gradus.plan.answer import Answer, Request
+
+
+# ---------------------------------------------------------------- numbers as text
+
+
+def size(n: float) -> str:
+    """Bytes in decimal units: 1.5e9 → 1.50 GB."""
+    for unit, suffix in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(n) >= unit:
+            return f"{n / unit:.3g} {suffix}" if n / unit < 1000 else f"{n / unit:,.0f} {suffix}"
+    return f"{n:.0f} B"
+
+
+def weight(kg: float) -> str:
+    for unit, suffix in ((1e3, "t"), (1, "kg"), (1e-3, "g")):
+        if kg >= unit or unit == 1e-3:
+            return f"{kg / unit:,.3g} {suffix}" if kg / unit < 1000 else f"{kg / unit:,.0f} {suffix}"
+    return f"{kg:.3g} kg"
+
+
+def energy(joules: float) -> str:
+    """From watt-hours on in those: money is counted so."""
+    for unit, suffix in ((3.6e12, "GWh"), (3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh"), (1.0, "J")):
+        if joules >= unit or unit == 1.0:
+            return f"{joules / unit:,.3g} {suffix}"
+    return f"{joules:.3g} J"
+
+
+def duration(seconds: float) -> str:
+    for unit, suffix in ((86_400 * 365, "years"), (86_400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+        if seconds >= 2 * unit or unit == 1e-3 or (unit == 1 and seconds >= 1):
+            return f"{seconds / unit:.3g} {suffix}"
+    return f"{seconds:.3g} s"
+
+
+def count(n: float) -> str:
+    for unit, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= unit:
+            return f"{n / unit:.3g} {suffix}"
+    return f"{n:.3g} "
+
+
+def value_text(row: Row) -> str:
+    """A row's value in the unit that a person would take."""
+    v, unit = row.value, row.unit
+    if isinstance(v, str):
+        return v
+    if unit == "bytes":
+        return size(v)
+    if unit == "s":
+        return duration(v)
+    if unit == "kg":
+        return weight(v)
+    if unit == "h":
+        return f"{v:,.3g} device-hours" if v < 1000 else f"{v:,.0f} device-hours"
+    if unit in ("parameters", "devices", "steps", "tokens") or (isinstance(v, int) and not unit):
+        return f"{v:,.0f} {unit}".rstrip()
+    if unit in ("$", "€"):
+        return f"{unit}{v:,.2f}" if v < 100 else f"{unit}{v:,.0f}"
+    if unit.startswith(("operations", "FLOP")):
+        return f"{count(v)}{unit}"
+    if row.name in ("time/mfu", "time/hfu"):
+        return f"{v:.1%}"
+    if unit == "J":
+        return energy(v)
+    return (f"{v:,.4g}" if abs(v) < 1e4 else f"{v:,.0f}") + (f" {unit}" if unit else "")
+
+
+# ---------------------------------------------------------------- the first screen
+
+
+def headline(answer: Answer, request: Request) -> list[str]:
+    """What it is, does it fit, how long, how much: a line each."""
+    r, n = answer.recipe, answer.n
+    on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
+    from gradus.parallel.mesh import sizes
+
+    layout = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
+    how = ", ".join(x for x in (layout, r.layout.precision, f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")) if x)
+    lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
+    parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
+    main = sorted((k for k in parts if k not in ("allocated", "reserved", "framework", "device", "capacity")), key=lambda k: -parts[k])
+    most = ", ".join(f"{k} {size(parts[k])}" for k in main[:4] if parts[k])
+    if answer.fits is None:
+        lines.append(f"memory    {size(parts['device'])} a device at the peak: {most}")
+    else:
+        share = parts["device"] / parts["capacity"]
+        verdict = "fits     " if answer.fits else "NO FIT   "
+        over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
+        lines.append(f"{verdict} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}): {most}")
+    lines += _how_long(answer)
+    lines += _how_much(answer)
+    return lines
+
+
+def _cases(answer: Answer, name: str) -> dict[str, Row]:
+    return {row.conditions.get("case", "expected"): row for row in answer.rows if row.name == name}
+
+
+def _interval(cases: dict[str, Row]) -> str:
+    text = value_text(cases["expected"])
+    if "low" in cases and "high" in cases:
+        text += f" [{value_text(cases['low'])} .. {value_text(cases['high'])}]"
+    return text
+
+
+def _how_long(answer: Answer) -> list[str]:
+    step = next((row for row in answer.rows if row.name == "time/step"), None)
+    if step is None:
+        return ["how long  not known: say --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
+    speed = answer.value("time/tokens_per_s")
+    rate = f"{count(speed)}tokens/s" if speed else f"{count(answer.value('time/samples_per_s'))}samples/s"
+    mfu = answer.value("time/mfu")
+    line = f"how long  {duration(step.value)} a step [{duration(step.conditions['low'])} .. {duration(step.conditions['high'])}], {rate}"
+    line += f", MFU {mfu:.0%}" if mfu else ""
+    cases = _cases(answer, "budget/time")
+    return [line + (f"; {_interval(cases)} in all" if cases else "")]
+
+
+def _how_much(answer: Answer) -> list[str]:
+    found = [_interval(cases) for name in ("device_hours", "cost", "energy", "co2") if (cases := _cases(answer, f"budget/{name}"))]
+    return [f"how much  {'; '.join(found)}"] if found else []
+
+
+def screen(answer: Answer) -> Iterator[str]:
+    """The headline, then every row by group, then what was assumed."""
+    yield from answer.headline
+    if answer.layout_keys:
+        yield f"layout    {answer.layout_keys}"
+    group = ""
+    heads = list(dict.fromkeys(row.name.partition("/")[0] for row in answer.rows))
+    for name, rows in sorted(by_name(answer.rows), key=lambda found: heads.index(found[0].partition("/")[0])):
+        head, _, rest = name.partition("/")
+        if all(isinstance(r.value, (int, float)) and not r.value for r in rows):
+            continue
+        if head != group:
+            group = head
+            yield ""
+            yield head
+        cases = {r.conditions.get("case", "expected"): r for r in rows}
+        shown = _interval(cases) if "expected" in cases else value_text(rows[0])
+        yield f"  {rest:24} {shown}{_aside(rows[0])}"
+    if answer.notes:
+        yield ""
+        yield from (f"note: {note}" for note in answer.notes)
+
+
+def by_name(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.name, []).append(row)
+    yield from found.items()
+
+
+def _aside(row: Row) -> str:
+    c = row.conditions
+    if row.name.startswith("traffic/"):
+        return f"  in {c['calls']:,.0f} calls ({c['kinds']}) of up to {c['group']:,}"
+    return f"  ({c['convention']})" if "convention" in c else ""
+
+
+# ---------------------------------------------------------------- --explain
+
+
+def explain(answer: Answer, name: str) -> Iterator[str]:
+    """How a figure came about. Raises UserError for a name that the plan does not have."""
+    rows = [row for row in answer.rows if row.name == name]
+    if not rows:
+        rows = [row for row in answer.rows if row.name.partition("/")[2] == name]
+    if not rows:
+        raise UserError(f"--explain={name}: the plan has no such figure.{did_you_mean(name, sorted({r.name for r in answer.rows}))}")
+    for row in rows:
+        case = row.conditions.get("case")
+        exact = "" if isinstance(row.value, str) else f"   ({row.value:,} {row.unit})".replace(" )", ")")
+        yield f"{row.name}{f' ({case})' if case else ''} = {value_text(row)}{exact}"
+        how: dict[str, Any] = row.conditions.get("how", {})
+        if "formula" in how:
+            yield f"  formula: {how['formula']}"
+        for key, put_in in how.get("inputs", {}).items():
+            yield f"  {key} = {f'{put_in:,}' if isinstance(put_in, (int, float)) else put_in}"
+        if "source" in how:
+            yield f"  source: {how['source']}"
+        rest = {k: v for k, v in row.conditions.items() if k not in ("how", "kind", "case")}
+        if rest:
+            yield "  conditions: " + ", ".join(f"{k}={v}" for k, v in rest.items())

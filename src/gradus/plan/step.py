@@ -1,0 +1,139 @@
+"""Seconds of one training step: operations by the roofline, the bubble of the pipeline, communication that nothing hides, the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from gradus.hardware import Cluster
+from gradus.plan.collectives import collective_seconds
+from gradus.plan.roofline import Parameters, fitted, op_seconds, parameters
+from gradus.plan.work import Op, Work
+
+HEAD = ("logits", "loss", "embedding")  # names of what only the first or the last stage of a pipeline does
+HOST_TO_DEVICE = 12e9  # bytes/s, from pinned memory over PCIe 4 (nominal 31e9 one way; what copies of batches reach)
+
+
+@dataclasses.dataclass
+class StepTime:
+    """Seconds of a step by part: matmul, attention, memory, launch (of optimizer-free work: the host is behind), bubble, optimizer,
+    data, host, comm/<axis> (exposed only). low and high: where 80 % of the runs lie that were predicted with their model left out."""
+
+    parts: dict[str, float]
+    low: float
+    high: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def bubble_share(schedule: str, stages: int, virtual: int, micro_batches: int) -> float:
+    """Idle time of a pipeline by the time of the work: (p-1)/m, divided by v where stages are interleaved (Narayanan et al. 2021); of the
+    zero-bubble schedule H1 a third (Qi et al. 2023, table 2, with equal forward, backward and weight-gradient passes)."""
+    if stages <= 1:
+        return 0.0
+    share = (stages - 1) / max(micro_batches, 1)
+    if schedule == "interleaved":
+        return share / max(virtual, 1)
+    if schedule == "zero_bubble":
+        return share / 3 / max(virtual, 1)
+    return share
+
+
+def _sum(ops: list[Op], cluster: Cluster, fit: Parameters, parts: dict[str, float], phases: dict[str, list[float]], spread: list[float]) -> None:
+    """Adds the ops' seconds to `parts` by kind, and by phase (device, host) to `phases`; in `spread` those all stages have."""
+    device = cluster.device
+    for op in ops:
+        seconds = op_seconds(op, device, fit) * op.count
+        parts[op.kind] = parts.get(op.kind, 0.0) + seconds
+        phase = phases.setdefault(op.phase, [0.0, 0.0])
+        phase[0] += seconds
+        phase[1] += op.launches * op.count * fit.host
+        if not op.name.startswith(HEAD):
+            spread[0] += seconds
+
+
+def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> StepTime:
+    """Seconds of one optimizer step of `work` on `cluster`, and an interval.
+
+    A micro-batch takes, phase by phase, the longer of what the device does (operations and the collectives it waits for) and of what the
+    host launches. The pipeline's bubble, and the stages' waiting for one another, follow. Collectives with `hidden_by` run beside the
+    computing of those phases; what is longer is exposed, and the computing meanwhile is slower by `contention`.
+    """
+    notes: tuple[str, ...] = ()
+    if fit is None:
+        fit, notes = parameters(cluster.device, work.software)
+    measured = cluster.device.measured is not None
+    m = max(work.micro_batches, 1)
+    micro: dict[str, float] = {}
+    phases: dict[str, list[float]] = {}
+    spread = [0.0]
+    _sum(work.micro, cluster, fit, micro, phases, spread)
+    waited: dict[str, float] = {}  # by axis, of a micro-batch
+    hidden = []
+    for transfer in work.transfers:
+        seconds = transfer.calls * collective_seconds(transfer.kind, transfer.payload, transfer.group, transfer.stride, cluster, fit)
+        if not transfer.hidden_by and transfer.kind != "send":
+            seconds += transfer.calls * fit.wait
+        if transfer.hidden_by:
+            hidden.append((transfer, seconds))
+        elif transfer.phase == "optimizer":
+            waited["/" + transfer.axis] = waited.get("/" + transfer.axis, 0.0) + seconds  # once a step
+        else:
+            waited[transfer.axis] = waited.get(transfer.axis, 0.0) + seconds / m
+            phase = phases.setdefault(transfer.phase, [0.0, 0.0])
+            phase[0] += seconds / m
+            phase[1] += transfer.calls / m * fit.host
+    behind = 0.0 if measured else sum(max(0.0, host - device) for device, host in phases.values())
+    one = sum(device for device, _ in phases.values()) + behind  # seconds of a micro-batch
+    body = spread[0] + behind + sum(v for k, v in waited.items() if not k.startswith("/"))  # without embedding and head
+
+    parts = {kind: micro.get(kind, 0.0) * m for kind in ("matmul", "attention", "memory")}
+    parts["launch"] = behind * m
+    for axis, seconds in waited.items():
+        parts["comm/" + axis.lstrip("/")] = parts.get("comm/" + axis.lstrip("/"), 0.0) + (seconds if axis.startswith("/") else seconds * m)
+    parts["bubble"] = bubble_share(work.schedule, work.stages, work.virtual, m) * m * min(one, body)
+
+    computing = {phase: device * m for phase, (device, _) in phases.items()}
+    computing["forward"] = computing.get("forward", 0.0)
+    computing["backward"] = computing.get("backward", 0.0) + computing.pop("recompute", 0.0)
+    room = {phase: seconds * fit.overlap for phase, seconds in computing.items()}
+    slowed = 0.0
+    for transfer, seconds in hidden:
+        able = ("forward", "backward") if transfer.hidden_by == "both" else (transfer.hidden_by,)
+        free = sum(room.get(phase, 0.0) for phase in able)
+        covered = min(seconds, free)
+        for phase in able:
+            if free > 0:
+                room[phase] -= covered * room.get(phase, 0.0) / free
+        slowed += covered * fit.contention
+        axis = "comm/" + transfer.axis
+        parts[axis] = parts.get(axis, 0.0) + seconds - covered
+    parts["host"] = slowed  # renamed below: what computing loses to communication counts as exposed communication
+    if hidden:
+        longest = max(hidden, key=lambda pair: pair[1])[0].axis
+        parts["comm/" + longest] += parts.pop("host")
+    parts["host"] = 0.0
+
+    optimizer: dict[str, float] = {}
+    stepped: dict[str, list[float]] = {}
+    _sum(work.step, cluster, fit, optimizer, stepped, [0.0])
+    parts["optimizer"] = sum(optimizer.values())
+    if not measured:
+        parts["host"] += sum(max(0.0, host - device) for device, host in stepped.values())
+    parts["data"] = 0.0 if cluster.device.kind == "cpu" else work.data_bytes / HOST_TO_DEVICE
+    nodes = -(-cluster.n // cluster.device.node)
+    if nodes > 1 and fit.straggle:
+        parts["host"] += sum(parts.values()) * fit.straggle * math.log2(nodes)
+    total = sum(parts.values())
+    low, high = interval(work, cluster)
+    return StepTime(parts, total * low, total * high, notes)
+
+
+def interval(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its model left out."""
+    table = fitted().get("intervals", {})
+    low, high = table.get(work.software.split("@")[0], table.get("all", (0.75, 1.35)))
+    return low, high

@@ -1,0 +1,700 @@
+"""The training step itself, stepped under fake tensors: the very module, optimizer, precision, checkpointing and layout that train.
+
+Nothing is computed and nothing travels: only shapes. What is recorded is every allocation and release of tensor memory, every operation
+and every collective of the second optimizer step (the first makes the optimizer's state).
+
+On a GPU a step differs from a CPU's in what autocast computes in fp32 and in which attention kernel runs; `target="cuda"` has both, on
+fake CPU tensors (`_cuda_rules`). What operators allocate for themselves while they run is not seen: cuBLAS's and cuDNN's workspaces, for
+example, are part of the framework's constant.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.parallel import check
+from gradus.parallel.apply import apply
+from gradus.parallel.engine import Parallel
+from gradus.parallel.fake import _replaced as replaced
+from gradus.parallel.fake import cast, fake_world
+from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.traffic import _bytes as payload_of
+from gradus.parallel.traffic import collective
+from gradus.plan import batches as making
+from gradus.plan.work import COMPONENTS, Op, Transfer, Work
+from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Task
+from gradus.train.loop import Stepper
+from gradus.train.precision import Precision
+
+Target = Literal["cpu", "cuda"]
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclasses.dataclass
+class Traced:
+    """One optimizer step of one rank. Bytes are those of tensors; an allocator's rounding is not in them."""
+
+    memory: dict[str, int]  # component → bytes at the peak; they sum to `peak`
+    peak: int
+    at: str  # what was going on at the peak: forward, loss, backward, recompute, optimizer
+    held: dict[str, int]  # weights, gradients, optimizer: all that this rank holds of them, live at the peak or not
+    work: Work
+    parameters: int  # of the whole model
+    notes: list[str]
+    timeline: Timeline
+    start: int  # the event with which the step begins
+    ops: dict[tuple, int]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
+    transfers: dict[tuple, int]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclasses.dataclass
+class Stored:
+    """One piece of memory, from its allocation to its release."""
+
+    nbytes: int
+    born: int  # index of the event
+    phase: str
+    name: str  # the operation that made it
+    died: int | None = None
+    tag: str = ""  # component, where it is known from where it comes
+
+
+class Timeline:
+    """Every allocation and release, in order."""
+
+    def __init__(self):
+        self.stored: dict[int, Stored] = {}  # alive, by address of the storage
+        self.watched: dict[int, weakref.ref] = {}
+        self.all: list[Stored] = []
+        self.events: list[tuple[Stored, int]] = []  # (what, change in bytes)
+        self.phases: list[tuple[int, str]] = [(0, "build")]  # (event from which on, phase)
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1][1]
+
+    def enter(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phases.append((len(self.events), phase))
+
+    def see(self, tensor: Tensor, name: str, tag: str = "") -> Stored:
+        """The memory behind a plain tensor; new memory is an allocation."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self.stored.get(key)
+        if found is None:
+            found = self._born(storage, key, storage.nbytes(), name)
+        if tag:
+            found.tag = tag
+        return found
+
+    def _born(self, storage: torch.UntypedStorage, key: int, nbytes: int, name: str) -> Stored:
+        new = Stored(nbytes, len(self.events), self.phase, name)
+        self.stored[key] = new
+        self.watched[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
+        self.all.append(new)
+        self.events.append((new, nbytes))
+        return new
+
+    def _died(self, key: int) -> None:
+        self.watched.pop(key, None)
+        gone = self.stored.pop(key, None)
+        if gone is not None:
+            gone.died = len(self.events)
+            self.events.append((gone, -gone.nbytes))
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """FSDP gives memory back, and takes it again, by resizing what stays the same object."""
+        key = storage._cdata
+        old = self.stored.get(key)
+        if old is not None:
+            self._died(key)
+        new = self._born(storage, key, nbytes, "resize_")
+        new.tag = "gathered"
+
+    def since(self, event: int) -> tuple[int, int]:
+        """(bytes at the peak, event just after which it is), from an event on."""
+        now = sum(change for _, change in self.events[:event])
+        peak, at = now, event - 1
+        for i, (_, change) in enumerate(self.events[event:], event):
+            now += change
+            if now > peak:
+                peak, at = now, i
+        return peak, at
+
+    def phase_at(self, event: int) -> str:
+        return next(name for start, name in reversed(self.phases) if start <= event)
+
+    def live(self, event: int) -> Iterator[Stored]:
+        """What is allocated just after an event."""
+        return (s for s in self.all if s.born <= event and (s.died is None or s.died > event))
+
+    def components(self, event: int) -> dict[str, int]:
+        """Component → bytes just after an event."""
+        ends = self.forward_ends()
+        found = dict.fromkeys(COMPONENTS, 0)
+        for s in self.live(event):
+            found[s.tag or self.by_life(s, ends)] += s.nbytes
+        return found
+
+    def forward_ends(self) -> list[int]:
+        """The events at which backward passes take over from forward passes."""
+        pairs = zip(self.phases[1:], self.phases)
+        return [start for (start, phase), (_, before) in pairs if before in ("forward", "loss") and phase == "backward"]
+
+    def by_life(self, s: Stored, ends: list[int]) -> str:
+        """What the forward pass made and the backward pass still finds is an activation, the rest passes by."""
+        if s.phase not in ("forward", "loss"):
+            return "transient"
+        i = bisect.bisect_left(ends, s.born)
+        return "activations" if i < len(ends) and (s.died is None or s.died >= ends[i]) else "transient"
+
+
+# ---------------------------------------------------------------- operations
+
+
+def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | None:
+    """(kind, shape as of work.Op, operations) of matrix products, convolutions and attention; None for all else."""
+    if name in ("mm", "addmm"):
+        a, b = args[-2:] if name == "mm" else args[1:3]
+        m, k, n = *a.shape, b.shape[1]
+        return "matmul", (1, m, n, k), 2 * m * n * k
+    if name in ("bmm", "baddbmm", "baddbmm_"):
+        a, b = args[:2] if name == "bmm" else args[1:3]
+        batch, m, k = a.shape
+        return "matmul", (batch, m, b.shape[2], k), 2 * batch * m * b.shape[2] * k
+    if name == "grouped_mm":
+        x, w = args[:2]
+        rows = -(-x.shape[0] // w.shape[0])
+        return "matmul", (w.shape[0], rows, w.shape[2], w.shape[1]), 2 * x.shape[0] * w.shape[1] * w.shape[2]
+    if name == "grouped_outer":
+        x, y, counts = args[:3]
+        rows = -(-x.shape[0] // counts.shape[0])
+        return "matmul", (counts.shape[0], x.shape[1], y.shape[1], rows), 2 * x.shape[0] * x.shape[1] * y.shape[1]
+    if name == "convolution":
+        x, w, stride = args[0], args[1], args[3]
+        places = x.shape[0]
+        for size, kernel, step in zip(x.shape[2:], w.shape[2:], stride):
+            places *= (size - kernel) // step + 1
+        return "matmul", (1, places, w.shape[0], w[0].numel()), 2 * places * w.numel()
+    if name == "convolution_backward":
+        grad, x, w, mask = args[0], args[1], args[2], args[10]
+        places = grad.numel() // grad.shape[1]
+        return "matmul", (1, w.shape[0], w[0].numel(), places), 2 * places * w.numel() * (bool(mask[0]) + bool(mask[1]))
+    if name.startswith("_scaled_dot_product"):
+        backward = name.endswith("backward")
+        q, k, v = args[1:4] if backward else args[:3]
+        batch, heads, queries, dim = q.shape
+        scores = 2 * batch * heads * queries * k.shape[2]
+        # forwards two products; backwards five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
+        flops = scores * (3 * dim + 2 * v.shape[3] if backward else dim + v.shape[3])
+        return "attention", (batch, heads, queries, k.shape[2], dim), flops
+    return None
+
+
+_FREE = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view", "wait_tensor", "device"}
+
+
+# Python frees what refers to itself (DTensor's wrappers do) when its collector runs, after so many objects. So that a trace is the same
+# every time, it runs at these operators here, and else not.
+_COLLECTS = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
+
+
+class Recorder(TorchDispatchMode):
+    """While active, keeps the time line of memory; and while `counting`, operations and collectives."""
+
+    def __init__(self, mesh: Mesh, chosen: dict[int, int]):
+        super().__init__()
+        self.mesh, self.chosen = mesh, chosen
+        self.timeline = Timeline()
+        self.counting = False
+        self.scope = "step"
+        self.causal = False
+        self.ops: dict[tuple, int] = {}
+        self.transfers: dict[tuple, int] = {}
+        self.in_loss = False
+        self.weights: set[int] = set()
+
+    # ------------------------------------------------------------ phases
+
+    def _phase(self) -> str:
+        if self.timeline.phase in ("build", "optimizer") and self.scope == "step":
+            return self.timeline.phase
+        if torch._C._current_graph_task_id() >= 0:
+            return "recompute" if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None else "backward"
+        return "loss" if self.in_loss else "forward"
+
+    # ------------------------------------------------------------ dispatch
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # what they make of it comes by here again
+        kwargs = kwargs or {}
+        phase = self._phase()
+        if phase in ("backward", "recompute"):
+            self.timeline.enter("backward")
+        else:
+            self.timeline.enter(phase)
+        namespace, name = function._schema.name.split("::")
+        if name == "wait_tensor":
+            return args[0]
+        if function is torch.ops.aten.index.Tensor:
+            args = self._selected(args)
+        out = function(*args, **kwargs)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        known = {t.untyped_storage()._cdata for t in inputs}
+        tag = self._tag(name, inputs, outputs)
+        if name in _COLLECTS:
+            gc.collect(0)
+        kind = collective(name) if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") else None
+        for t in outputs:
+            stored = self.timeline.see(t, name)
+            if t.untyped_storage()._cdata not in known:
+                stored.phase = phase
+                stored.tag = tag or ("communication" if kind else "")
+        if self.counting:
+            if kind is not None:
+                payload = max(payload_of(args), payload_of((out,))) if kind != "all_reduce" else payload_of(args[:1])
+                self._transfer(kind, payload, phase, self._group(args, kwargs))
+            elif namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+                self._count(name, function, args, inputs, outputs, phase)
+        return out
+
+    def _selected(self, args: tuple) -> tuple:
+        """Indexing by a boolean mask gives as many rows as it holds True: known from before, as fake tensors have no values."""
+        x, indices = args
+        if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
+            mask = indices[0]
+            n = self.chosen.get(mask.untyped_storage()._cdata)
+            n = mask.numel() if n is None else n  # of the targets that count, by label smoothing: all of them, at most
+            places = [torch.empty(n, dtype=torch.int64, device=x.device) for _ in range(mask.dim())]
+            return x, places
+        return args
+
+    def _tag(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+        if self.in_loss and self.scope == "micro":
+            return "logits"
+        if name == "_to_copy" and inputs and inputs[0].untyped_storage()._cdata in self.weights:
+            return "gathered"  # autocast's copy of a weight
+        return ""
+
+    # ------------------------------------------------------------ what is counted
+
+    def _count(self, name: str, function: Any, args: tuple, inputs: list[Tensor], outputs: list[Tensor], phase: str) -> None:
+        if name in _FREE:
+            return
+        given = {t.untyped_storage()._cdata for t in inputs}
+        if not function._schema.is_mutable and outputs and all(t.untyped_storage()._cdata in given for t in outputs):
+            return  # a view
+        moved = sum(_moved(t) for t in inputs) + sum(_moved(t) for t in outputs)
+        found = _shape_of(name, args)
+        first = next((t for t in inputs if t.is_floating_point()), None) if inputs else None
+        dtype = DTYPES.get(first.dtype, "fp32") if first is not None else "fp32"
+        if found is None:
+            key = ("memory", name.strip("_"), dtype, phase, 0.0, moved, ())
+        else:
+            kind, shape, flops = found
+            causal = kind == "attention" and any(a is True for a in args)
+            key = (kind, name.strip("_"), dtype, phase, flops / 2 if causal else float(flops), moved, shape)
+        key = (self.scope, *key)
+        self.ops[key] = self.ops.get(key, 0) + 1
+
+    def _transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        axis = axis_of(ranks, self.mesh, kind, payload)
+        if axis == "control":
+            hidden = ""
+        elif axis == "shard" and self.scope == "micro":
+            hidden = "forward" if phase in ("forward", "loss") else "backward"
+        elif axis == "replicate" and self.scope == "micro":
+            hidden = "backward"
+        else:
+            hidden = ""
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        key = (axis, kind, payload, len(ranks), stride, "optimizer" if phase == "build" else "forward" if phase == "loss" else phase, hidden)
+        self.transfers[key] = self.transfers.get(key, 0) + 1
+
+    @staticmethod
+    def _group(args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
+        for value in [*args, *kwargs.values()]:
+            if isinstance(value, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                    return dist.ProcessGroup.unbox(value)
+            if isinstance(value, str):
+                with contextlib.suppress(RuntimeError, ValueError, LookupError):
+                    return dist.distributed_c10d._resolve_process_group(value)
+        return None
+
+
+def _moved(t: Tensor) -> int:
+    """Bytes read or written of a tensor; what is expanded is read once."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+def axis_of(ranks: tuple[int, ...], mesh: Mesh, kind: str, payload: int) -> str:
+    """The axis of the layout along which these ranks lie. Scalars over any of them (losses, norms, counts) are `control`."""
+    if payload <= 64:
+        return "control"
+    wide = [a for a in AXES if mesh.sizes[a] > 1]
+    for k in range(1, len(wide) + 1):
+        for axes in itertools.combinations(wide, k):
+            if ranks == _ranks(mesh, axes):
+                if axes == ("tensor",) and mesh.sizes["tensor"] > 1 and kind in ("all_gather", "reduce_scatter"):
+                    return "sequence"
+                return next((a for a in ("shard", "expert", "replicate") if a in axes), axes[0])
+    return "control"
+
+
+def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks that differ from this one only along these axes."""
+    strides, stride = {}, 1
+    for axis in reversed(AXES):
+        strides[axis] = stride
+        stride *= mesh.sizes[axis]
+    own = mesh.world.rank
+    base = own - sum(mesh.rank(axis) * strides[axis] for axis in axes)
+    places = itertools.product(*(range(mesh.sizes[axis]) for axis in axes))
+    return tuple(sorted(base + sum(i * strides[a] for i, a in zip(place, axes)) for place in places))
+
+
+# ---------------------------------------------------------------- what a GPU does otherwise
+
+
+@contextlib.contextmanager
+def _cuda_rules() -> Iterator[None]:
+    """What CUDA's autocast computes in fp32 and a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32), of what our models use; and
+    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one. Both keep the output and one
+    fp32 number a query, never the scores, also with dropout or a trained bias.
+
+    Functions are replaced, and no mode is entered: what a backward pass computes again goes by no mode of Python functions.
+    """
+
+    def in_fp32(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def up(x: Tensor, *args, **kwargs):
+            if torch.is_autocast_enabled("cpu"):
+                wide = lambda y: y.float() if isinstance(y, Tensor) and y.dtype in (torch.bfloat16, torch.float16) else y  # noqa: E731
+                x, args, kwargs = wide(x), tuple(map(wide, args)), {k: wide(v) for k, v in kwargs.items()}
+            return function(x, *args, **kwargs)
+
+        return up
+
+    places = [(F, "layer_norm"), (F, "rms_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
+        yield
+
+
+def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and q.shape[-1] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, wanted, dropout_p, is_causal, scale=scale)[0]
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def trace_recipe(
+    recipe: Recipe,
+    n: int = 1,
+    rank: int = 0,
+    *,
+    target: Target = "cpu",
+    task: Task | None = None,
+    micro_batches: list[dict[str, Any]] | None = None,
+) -> Traced:
+    """One optimizer step of `rank` of `n` processes. Allocates nothing and needs no other process.
+
+    task: with its data opened; without it, the batches are synthetic (`batches.micro_batches`). micro_batches: what this rank is given.
+    Raises UserError for what does not fit together or cannot be traced.
+    """
+    recipe = recipe if task is not None else making.complete(recipe)
+    check.validate(recipe, n)
+    layout = recipe.layout
+    notes: list[str] = []
+    if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
+        raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
+    if layout.compile != "none":
+        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+    if layout.offload:
+        notes.append("layout.offload: what stays in the host's memory is counted as if on the device.")
+    given = micro_batches or making.micro_batches(recipe, n, task=task)
+    task = task or making.task_without_data(recipe)
+    recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"compile": "none", "offload": False})})
+    world = fake_world(n, rank) if n > 1 else contextlib.nullcontext()
+    with world as joined, contextlib.ExitStack() as stack:
+        mesh = Mesh.make(recipe.layout, joined) if n > 1 else None
+        stack.enter_context(_collecting())
+        stack.enter_context(FakeTensorMode())
+        return _trace(recipe, task, mesh, given, target, notes, stack)
+
+
+def _trace(
+    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], stack: contextlib.ExitStack
+) -> Traced:
+    chosen: dict[int, int] = {}
+    batches = [_fake_batch(b, chosen) for b in given]
+    device = torch.device("cpu")
+    recorder = Recorder(mesh or _alone(), chosen)
+    timeline = recorder.timeline
+    stack.enter_context(_resizes(timeline))
+    if target == "cpu":  # a GPU's generator has its state, 16 bytes, on the host
+        stack.enter_context(_random_states(timeline))
+    if target == "cuda":
+        stack.enter_context(_cuda_rules())
+    with recorder:
+        for batch in batches:
+            for value in batch.values():
+                if isinstance(value, Tensor):
+                    timeline.see(value, "batch", "activations")
+        precision = Precision(recipe.layout.precision, device)
+        model = models.build(recipe.model)
+        if precision.pure:
+            cast(model, precision.dtype)
+        parameters = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+        parallel = apply(model, recipe.layout, mesh)
+        parallel.bare.train()
+        stepper = Stepper(recipe, task, parallel, device, precision)
+        for p in _tensors(parallel):
+            recorder.weights.add(timeline.see(p, "weight", "weights") and p.untyped_storage()._cdata)
+        _instrument(recorder, stepper)
+        counts = _counts(batches)
+        for i in range(2):
+            timeline.phases.append((len(timeline.events), "build"))
+            start = len(timeline.events)
+            recorder.counting = i == 1
+            stepper.step(batches, counts)
+            if parallel.apart:
+                parallel.apart.meet()
+            stepper.progress.step += 1
+            if i == 0:
+                _tag_state(timeline, stepper)
+    peak, at = timeline.since(start)
+    work = _work(recorder, recipe, parallel, given, stepper)
+    return Traced(
+        memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline), work=work, parameters=parameters,
+        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
+    )  # fmt: skip
+
+
+def _alone() -> Mesh:
+    from gradus.parallel.world import World
+
+    return Mesh(World(), dict.fromkeys(AXES, 1))
+
+
+def _fake_batch(batch: dict[str, Any], chosen: dict[int, int]) -> dict[str, Any]:
+    out = {}
+    for key, value in batch.items():
+        if isinstance(value, Tensor):
+            with unset_fake_temporarily():
+                n = int(value.sum()) if value.dtype == torch.bool and key == "select" else None
+            value = torch.empty(value.shape, dtype=value.dtype)  # of its own for every micro-batch
+            if n is not None:
+                chosen[value.untyped_storage()._cdata] = n
+        out[key] = value
+    return out
+
+
+def _counts(batches: list[dict]) -> dict[str, int]:
+    return {kind: sum(b["counts"][kind] for b in batches) for kind in batches[0]["counts"]}
+
+
+def _tensors(parallel: Parallel) -> Iterator[Tensor]:
+    """The plain tensors behind all parameters and buffers that this process holds."""
+    model = parallel.pipeline.model if parallel.pipeline else parallel.bare
+    for p in itertools.chain(model.parameters(), model.buffers()):
+        yield p.to_local() if isinstance(p, DTensor) else p
+    for h in parallel.held:
+        yield h.local
+
+
+def _tag_state(timeline: Timeline, stepper: Stepper) -> None:
+    """What the step left behind: the optimizer's state, and buckets of gradients."""
+    optimizers = [o for o in (stepper.optimizer, stepper.parallel.apart and stepper.parallel.apart.outer) if o]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    timeline.see(value, "state", "optimizer")
+    if stepper.parallel.apart and stepper.parallel.apart.outer:
+        for anchor in stepper.parallel.apart.anchors:
+            timeline.see(anchor, "anchor", "optimizer")
+
+
+def _held(stepper: Stepper, timeline: Timeline) -> dict[str, int]:
+    seen: dict[str, dict[int, int]] = {"weights": {}, "optimizer": {}}
+    for s in timeline.stored.values():
+        if s.tag in seen:
+            seen[s.tag][id(s)] = s.nbytes
+    return {k: sum(v.values()) for k, v in seen.items()} | {"gradients": max_gradients(timeline)}
+
+
+def max_gradients(timeline: Timeline) -> int:
+    now = most = 0
+    for s, change in timeline.events:
+        if s.tag == "gradients":
+            now += change
+            most = max(most, now)
+    return most
+
+
+def _instrument(recorder: Recorder, stepper: Stepper) -> None:
+    """Tell the recorder where the step stands, without changing it."""
+    timeline, parallel = recorder.timeline, stepper.parallel
+
+    def forward_backward(*args, inner=parallel.forward_backward, **kwargs):
+        recorder.scope = "micro"
+        return inner(*args, **kwargs)
+
+    def finish(inner=parallel._finish_gradients):
+        recorder.scope, recorder.in_loss = "step", False
+        timeline.enter("optimizer")
+        inner()
+        for held in parallel.held:
+            for grad in (held.local.grad, held.parameter.grad):
+                if grad is not None:
+                    grad = grad.to_local() if isinstance(grad, DTensor) else grad
+                    timeline.see(grad, "gradient", "gradients")
+
+    parallel.forward_backward, parallel._finish_gradients = forward_backward, finish
+
+    def gone(_grad: Tensor) -> None:
+        recorder.in_loss = False
+
+    def leaves(module: nn.Module, args: tuple, output: Any) -> None:
+        logits = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        for t in logits:
+            timeline.see(t.to_local() if isinstance(t, DTensor) else t, "logits", "logits")
+        recorder.in_loss = True
+        if logits and logits[0].requires_grad:
+            logits[0].register_hook(gone)
+
+    if parallel.pipeline:
+        heads = [s.part.model for s in parallel.pipeline.stages.values() if s.last]
+    else:
+        heads = [parallel.bare]
+    for head in heads:
+        head.register_forward_hook(leaves)
+
+
+@contextlib.contextmanager
+def _resizes(timeline: Timeline) -> Iterator[None]:
+    """Resizing a storage passes by all modes."""
+    inner = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        out = inner(storage, nbytes)
+        timeline.resized(storage, nbytes)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = inner
+
+
+@contextlib.contextmanager
+def _random_states(timeline: Timeline) -> Iterator[None]:
+    """Checkpointing keeps the state of the random number generator for every block, and it comes by no mode."""
+    inner = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        state = inner()
+        timeline.see(state, "get_rng_state")
+        return state
+
+    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = torch.random.get_rng_state = inner
+
+
+def _work(recorder: Recorder, recipe: Recipe, parallel: Parallel, given: list[dict], stepper: Stepper) -> Work:
+    n = len(given)
+    micro, step = [], []
+    for (scope, kind, name, dtype, phase, flops, moved, shape), count in recorder.ops.items():
+        if kind == "matmul" and dtype == "fp32" and recipe.layout.tf32:
+            dtype = "tf32"
+        if scope == "micro":
+            phase = "forward" if phase == "loss" else phase
+            micro.append(Op(kind, name, dtype, phase, flops, moved, shape, count / n))
+        else:
+            step.append(Op(kind, name, dtype, "optimizer", flops, moved, shape, count))
+    transfers = [
+        Transfer(axis, kind, payload, calls, group, stride, phase, hidden)
+        for (axis, kind, payload, group, stride, phase, hidden), calls in recorder.transfers.items()
+    ]
+    mesh = recorder.mesh
+    data = mesh.size("replicate", "expert", "shard")
+    layout = recipe.layout
+    samples = sum(_samples(b) for b in given)
+    tokens = sum(making.size_of(b) if "images" not in b and "image" not in b else b["n_tokens"] for b in given)
+    pipeline = parallel.pipeline
+    return Work(
+        micro=micro, step=step, transfers=transfers, micro_batches=n, stages=layout.pipeline,
+        virtual=len(pipeline.stages) if pipeline else 1, schedule=layout.schedule,
+        samples=samples * data, tokens=tokens * data, model_flops=0.0,
+        data_bytes=sum(v.nbytes for b in given for v in b.values() if isinstance(v, Tensor)),
+    )  # fmt: skip
+
+
+def _samples(batch: dict) -> int:
+    return len(next(v for v in batch.values() if isinstance(v, Tensor)))
+
+

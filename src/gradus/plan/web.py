@@ -1,0 +1,394 @@
+"""`gradus plan --web`: a small page on this machine that plans as its form is filled in. One HTML file, a JSON interface, nothing else.
+
+GET /             the page (page.html)
+GET /api/options  what the form offers: recipes, presets, devices, layout keys, and the plan named on the command line
+POST /api/plan    {"recipe", "on", "tokens", "days", "overrides"} → the rows of `gradus plan --json`, each with its value as text
+POST /api/search  the same → the layouts of `gradus plan --search`, ranked
+
+A page of another site must not reach this: the Host header has to be an address or this machine's name (a name that was made to
+point here, DNS rebinding, is neither), Origin has to be this page's own, and a POST has to be JSON. Requests name packaged recipes,
+presets and what the command line named; keys that hold paths are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import importlib.resources
+import ipaddress
+import json
+import math
+import re
+import select
+import shlex
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
+
+from gradus import recipe as recipes
+from gradus.errors import UserError, did_you_mean
+from gradus.recipe.explain import fields_of, is_section
+from gradus.recipe.presets import ALIASES, PRESETS
+from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from gradus.plan.answer import Answer, Request
+    from gradus.rows import Row
+
+LARGEST_BODY = 64 * 1024  # bytes of a request
+MOST_OVERRIDES, LONGEST_TEXT = 100, 400
+
+# The layout's keys in the form, those that matter most first; what they may be comes from the schema.
+LAYOUT = {
+    "precision": "Precision",
+    "micro_batch": "Micro-batch",
+    "checkpointing": "Checkpointing",
+    "shard": "Shard (FSDP)",
+    "tensor": "Tensor parallel",
+    "pipeline": "Pipeline stages",
+    "context": "Context parallel",
+    "expert": "Expert parallel",
+    "replicate": "Replicas by",
+    "shard_optimizer": "Shard optimizer (ZeRO-1)",
+    "schedule": "Pipeline schedule",
+    "stages": "Stages a process",
+    "sequence_parallel": "Sequence parallel",
+    "vocab_parallel": "Vocabulary parallel",
+    "context_method": "Context method",
+    "reshard": "Reshard after forward",
+    "param_dtype": "Gathered weights' dtype",
+    "reduce_dtype": "Reduced gradients' dtype",
+    "attention": "Attention",
+    "tf32": "TF32",
+    "offload": "Offload to the host",
+    "compress": "Compressed gradients",
+}
+MAIN_KEYS = 9
+# Keys outside the layout whose present value the form shows where it is left empty.
+SHOWN = ("model.seq_len", "batch.samples", "batch.tokens", "train.steps", "train.epochs")
+
+
+# ---------------------------------------------------------------- what is asked and answered
+
+
+def request_of(body: Any, started: Request | None) -> Request:
+    """The request in a body. Raises UserError for whatever is not as `gradus plan` would be asked, or could name a file."""
+    from gradus.plan.answer import Request
+
+    known = [f.name for f in dataclasses.fields(Request)]
+    if not isinstance(body, dict):
+        raise UserError("the request: expected a JSON object.")
+    for key in body:
+        if key not in known:
+            raise UserError(f"{key[:LONGEST_TEXT]}: unknown key of the request.{did_you_mean(key[:LONGEST_TEXT], known)}")
+    recipe, on, overrides = body.get("recipe"), body.get("on"), body.get("overrides", [])
+    for key, value in (("recipe", recipe), ("on", on)):
+        if not (isinstance(value, str) or (key == "on" and value is None)) or value == "" or len(value or "") > LONGEST_TEXT:
+            raise UserError(f"{key}: expected a short text.")
+    if recipe not in [*recipes.names(), *PRESETS, *ALIASES, *([started.recipe] if started else [])]:
+        near = did_you_mean(recipe, [*recipes.names(), *PRESETS, *ALIASES])
+        raise UserError(f"recipe={recipe}: not offered here.{near} Your own recipe: start gradus plan {shlex.quote(recipe)} --web")
+    if not isinstance(overrides, list) or len(overrides) > MOST_OVERRIDES:
+        raise UserError(f"overrides: expected a list of at most {MOST_OVERRIDES} settings.")
+    for override in overrides:
+        if not isinstance(override, str) or len(override) > LONGEST_TEXT:
+            raise UserError("overrides: expected short texts of the form section.key=value.")
+        if not (started and override in started.overrides):
+            _names_no_file(override)
+    return Request(recipe, tuple(overrides), on, _positive(body, "tokens"), _positive(body, "days"))
+
+
+def _positive(body: dict[str, Any], key: str) -> float | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise UserError(f"--{key}={str(value)[:40]}: must be a positive number.")
+    return float(value)
+
+
+def _names_no_file(override: str) -> None:
+    key, _, value = (part.strip() for part in override.partition("="))
+    if value[:1] in ("[", "{") and re.search(r"[&*!]", value):
+        raise UserError(f"{key}: YAML's anchors, aliases and tags are not for the page. Write the value out.")
+    text = any(str in _kinds(field.annotation) for field in fields_of(key))
+    if (text and key != "model.preset") or is_section(key):
+        raise UserError(f"{key}: not from the page, since it can name files. Give it on the command line: gradus plan RECIPE {key}=... --web")
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The alternatives of a type."""
+    parts = get_args(annotation)
+    return [annotation] if get_origin(annotation) in (Literal, list, dict) or not parts else [k for part in parts for k in _kinds(part)]
+
+
+def command(request: Request, *more: str) -> str:
+    """What to type for the same plan."""
+    words = ["gradus", "plan", request.recipe]
+    words += ["--on", request.on] if request.on else []
+    for flag in ("tokens", "days"):
+        value = getattr(request, flag)
+        words += [f"--{flag}", f"{value:.12g}"] if value is not None else []
+    return shlex.join([*words, *more, *request.overrides])
+
+
+def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any]:
+    """What the page shows: the rows of --json, each with its value as text, and what was left to the recipe or to the plan."""
+    from gradus.plan.show import value_text
+
+    made = answer(request)
+    recipe = made.recipe
+    settings = {f"layout.{key}": getattr(recipe.layout, key) for key in LAYOUT}
+    for path in SHOWN:
+        section, key = path.split(".")
+        settings[path] = getattr(getattr(recipe, section), key, None)
+    return {
+        "rows": [{**json.loads(row.json()), "text": value_text(row)} for row in made.rows],
+        "headline": made.headline,
+        "notes": made.notes,
+        "fits": made.fits,
+        "devices": made.n,
+        "settings": {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items() if v is not None},
+        "command": command(request),
+    }
+
+
+def options(started: Request | None) -> dict[str, Any]:
+    """What the form offers, from the schema, the library and the hardware file."""
+    from gradus import hardware
+
+    families = dict.fromkeys(fields["family"] for fields in PRESETS.values())
+    keys = []
+    for name, label in LAYOUT.items():
+        field = Layout.model_fields[name]
+        kinds = [k for k in _kinds(field.annotation) if k is not type(None)]
+        choices = [str(c) for c in get_args(kinds[0])] if get_origin(kinds[0]) is Literal else ["true", "false"] if kinds[0] is bool else None
+        keys.append({"key": f"layout.{name}", "label": label, "choices": choices, "main": len(keys) < MAIN_KEYS})
+    return {
+        "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
+        "presets": {family: [name for name, fields in PRESETS.items() if fields["family"] == family] for family in families},
+        "devices": list(hardware.devices()),
+        "layout": keys,
+        "start": dataclasses.asdict(started) if started else None,
+    }
+
+
+CELLS = {"search/memory": "memory a device", "search/step": "a step", "search/money": "cost"}
+
+
+def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[Row]]]) -> dict[str, Any]:
+    """The table of a search, from its rows: a layout a rank, its keys as the form takes them."""
+    from gradus.plan.show import value_text
+
+    lines, rows = search(request)
+    device = re.sub(r"^\s*[0-9_,.eE+-]+\s*[x×*]\s*", "", request.on or "")
+    ranked: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        c = row.conditions
+        best = c.get("best") or []
+        why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
+        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why, "cells": {"devices": f"{c['devices']:,}"}}
+        ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name]] = value_text(row)
+    found = [ranked[rank] for rank in sorted(ranked)]
+    said = lines[:1] if any(x["best"] for x in found) else lines[: lines.index("")] if "" in lines else lines  # where nothing fits: what would
+    return {"layouts": found, "summary": said, "command": command(request, "--search")}
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class Server(ThreadingHTTPServer):
+    """Plans one request at a time (tracing has one process-wide fake world); a search runs beside."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, started: Request | None, answer: Callable, search: Callable):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), Handler)
+        self.host, self.started, self.answer, self.search = host, started, answer, search
+        self.planning, self.searching = threading.Lock(), threading.Lock()
+        self.page = importlib.resources.files("gradus.plan").joinpath("page.html").read_bytes()
+
+    @property
+    def url(self) -> str:
+        host = self.server_address[0]
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "gradus", ""
+    timeout = 30  # s, of a client that says nothing
+
+    def do_GET(self) -> None:
+        if not self._from_here():
+            return
+        path = urlsplit(self.path).path
+        if path == "/":
+            self._send(200, self.server.page, "text/html; charset=utf-8", {"Content-Security-Policy": _policy(self.server.page)})
+        elif path == "/api/options":
+            self._answer(lambda: options(self.server.started))
+        elif path == "/favicon.ico":
+            self._send(204, b"", "image/x-icon")
+        else:
+            self._refuse(404, f"{path[:LONGEST_TEXT]}: nothing here. The page is at /")
+
+    def do_POST(self) -> None:
+        if not self._from_here():
+            return
+        path = urlsplit(self.path).path
+        server = self.server
+        ways = {
+            "/api/plan": (server.planning, lambda request: plan(request, server.answer)),
+            "/api/search": (server.searching, lambda request: layouts(request, server.search)),
+        }
+        if path not in ways:
+            return self._refuse(404, f"{path[:LONGEST_TEXT]}: nothing here. POST to {' or '.join(ways)}")
+        body = self._body()
+        if body is None:
+            return None
+        lock, way = ways[path]
+
+        def run() -> dict[str, Any] | None:
+            try:
+                asked = json.loads(body)
+            except (ValueError, RecursionError):
+                raise UserError("the request: not valid JSON.") from None
+            request = request_of(asked, server.started)
+            with lock:
+                return None if self._gone() else way(request)  # the form has moved on while this one waited
+
+        return self._answer(run)
+
+    def _from_here(self) -> bool:
+        host = self.headers.get("Host", "")
+        if not _own(host, self.server.host):
+            self._refuse(403, f"Host {host[:LONGEST_TEXT]}: not this machine. Open {self.server.url}")
+            return False
+        origin = self.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            self._refuse(403, f"Origin {origin[:LONGEST_TEXT]}: another site's page.")
+            return False
+        return True
+
+    def _body(self) -> bytes | None:
+        if self.headers.get_content_type() != "application/json":
+            return self._refuse(415, "the request: expected Content-Type: application/json.")
+        length = self.headers.get("Content-Length", "")
+        if not re.fullmatch(r"\d{1,15}", length):
+            return self._refuse(411, "the request: expected its Content-Length.")
+        if int(length) > LARGEST_BODY:
+            self.rfile.read(min(int(length), 16 * LARGEST_BODY))  # so that the answer is read before the connection ends
+            return self._refuse(413, f"the request: {int(length):,} bytes; at most {LARGEST_BODY:,}.")
+        return self.rfile.read(int(length))
+
+    def _gone(self) -> bool:
+        readable = select.select([self.connection], [], [], 0)[0]
+        try:
+            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
+
+    def _answer(self, make: Callable[[], dict[str, Any] | None]) -> None:
+        try:
+            found, status = make(), 200
+        except UserError as e:
+            found, status = {"error": str(e)}, 400
+        except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
+            traceback.print_exc()
+            found, status = {"error": f"the plan failed ({type(e).__name__}: {e}). The terminal that serves this page has the trace."}, 500
+        if found is not None:
+            self._send(status, json.dumps(found).encode(), "application/json")
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._send(status, json.dumps({"error": text}).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str, more: dict[str, str] | None = None) -> None:
+        always = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        try:
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **always, **(more or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the form has moved on
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing for every request; what goes wrong is told by `_answer`."""
+
+
+def _own(host: str, bound: str) -> bool:
+    """Whether a Host header names this machine: an address, localhost, or what the server was bound to. Any port: it may be forwarded."""
+    name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[A-Za-z0-9.:_\[\]-]{1,255}", host) else None
+    try:
+        return bool(name) and (name in ("localhost", bound.lower()) or bool(ipaddress.ip_address(name)))
+    except ValueError:
+        return False
+
+
+def _policy(page: bytes) -> str:
+    """The page's own script and style, this server, and nothing else."""
+
+    def of(tag: bytes) -> str:
+        inside = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.S)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in inside)
+
+    rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; script-src {of(b'script')}; style-src {of(b'style')}; {rest}"
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def open_server(host: str, port: int, started: Request | None, answer: Callable, search: Callable) -> Server:
+    """A server that listens. Raises UserError where the port is taken or the address is not this machine's."""
+    if not 0 <= port <= 65_535:
+        raise UserError(f"--port={port}: must be from 0 (any free one) to 65535.")
+    try:
+        return Server(host, port, started, answer, search)
+    except socket.gaierror:
+        raise UserError(f"--host={host}: not an address of this machine. The default, 127.0.0.1, is reached from this machine only.") from None
+    except PermissionError:
+        raise UserError(f"--port={port}: ports below 1024 need root. Take --port 8000.") from None
+    except OSError as e:
+        free = next((p for p in range(port + 1, min(port + 100, 65_536)) if _free(host, p)), None)
+        if free is None:
+            raise UserError(f"--host={host} --port={port}: cannot listen there: {e.strerror or e}.") from None
+        raise UserError(f"--port={port}: taken. The next free one: --port {free}") from None
+
+
+def _free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def serve(
+    started: Request | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    answer: Callable[[Request], Answer] | None = None,
+    search: Callable[[Request], tuple[list[str], list[Row]]] | None = None,
+) -> int:
+    """Serve the page until Ctrl-C; the address is printed. `started`: the plan that the form opens with, whose recipe and settings may
+    name files. Raises UserError where it cannot listen (a taken port: the next free one is named)."""
+    from gradus.plan import answer as planner
+
+    try:
+        with open_server(host, port, started, answer or planner.answer, search or planner.search) as server:
+            print(f"the plan as a page: {server.url}   (Ctrl-C ends)", flush=True)
+            server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        print("\nended", file=sys.stderr)
+    return 0

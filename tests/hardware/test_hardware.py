@@ -1,0 +1,482 @@
+"""The hardware file: read strictly, found by any sensible name, the user's own over the packaged one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+
+from gradus import hardware
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.hardware import files, tables
+from gradus.hardware.units import in_unit, quantity
+
+
+@pytest.fixture(autouse=True)
+def _own_files(tmp_path, monkeypatch):
+    """No file of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+# ---------------------------------------------------------------- figures
+
+# name, fp32, tf32, bf16, fp16, fp8 in TFLOP/s (dense), GB/s of memory, W, GB/s of the link in one direction: as the vendors' sheets have them
+PUBLISHED = [
+    ("P100", 10.6, None, None, 21.2, None, 732, 300, 80),
+    ("V100-32GB", 15.7, None, None, 125, None, 900, 300, 150),
+    ("V100-PCIe", 14, None, None, 112, None, 900, 250, 15.75),
+    ("T4", 8.1, None, None, 65, None, 320, 70, 15.75),
+    ("A10", 31.2, 62.5, 125, 125, None, 600, 150, 31.5),
+    ("A10G", 31.5, None, 70, 70, None, 600, 300, 31.5),
+    ("L4", 30.3, 60, 121, 121, 242, 300, 72, 31.5),
+    ("A40", 37.4, 74.8, 149.7, 149.7, None, 696, 300, 31.5),
+    ("L40S", 91.6, 183, 362, 362, 733, 864, 350, 31.5),
+    ("A100-40GB", 19.5, 156, 312, 312, None, 1555, 400, 300),
+    ("A100-80GB", 19.5, 156, 312, 312, None, 2039, 400, 300),
+    ("A100-PCIe-80GB", 19.5, 156, 312, 312, None, 1935, 300, 31.5),
+    ("A800", 19.5, 156, 312, 312, None, 2039, 400, 200),
+    ("H100-SXM", 67, 494, 989, 989, 1979, 3350, 700, 450),
+    ("H100-PCIe", 51, 378, 756, 756, 1513, 2000, 350, 63),
+    ("H100-NVL", 60, 418, 835, 835, 1671, 3900, 400, 63),
+    ("H800", 67, 494, 989, 989, 1979, 3350, 700, 200),
+    ("H20", 44, 74, 148, 148, 296, 4000, 400, 450),
+    ("H200", 67, 494, 989, 989, 1979, 4800, 700, 450),
+    ("B200", 80, 1125, 2250, 2250, 4500, 8000, 1000, 900),
+    ("B300", 80, 1125, 2250, 2250, 4500, 8000, 1400, 900),
+    ("GB200", 80, 1250, 2500, 2500, 5000, 8000, 1200, 900),
+    ("GB300", 80, 1250, 2500, 2500, 5000, 8000, 1400, 900),
+    ("MI250X", 47.9, None, 383, 383, None, 3277, 560, 350),
+    ("MI300X", 163.4, 654, 1307, 1307, 2615, 5300, 750, 448),
+    ("TPU-v4", None, None, 275, None, None, 1228, None, 270),
+    ("RTX-3090", 35.6, 35.6, 71, 71, None, 936, 350, 31.5),
+    ("RTX-4090", 82.6, 82.6, 165, 165, 330, 1008, 450, 31.5),
+    ("RTX-5090", 104.8, 104.8, 209.5, 209.5, 419, 1792, 575, 63),
+]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=[row[0] for row in PUBLISHED])
+def test_devices_are_as_published(row):
+    name, *peaks, bandwidth, power, link = row
+    device = hardware.find(name)
+    for numbers, peak in zip(("fp32", "tf32", "bf16", "fp16", "fp8"), peaks):
+        assert device.peaks.get(numbers) == (None if peak is None else pytest.approx(peak * 1e12)), numbers
+    assert device.bandwidth == pytest.approx(bandwidth * 1e9)
+    assert device.power == power
+    assert device.link.bandwidth == pytest.approx(link * 1e9)
+
+
+def test_every_figure_has_a_source_and_a_date():
+    for device in hardware.devices().values():
+        assert len(device.source) > 10 and re.fullmatch(r"\d{4}-\d\d-\d\d", device.date), device.name
+        assert device.year and device.memory_type and device.node >= 1, device.name
+        assert 0.85 < device.usable <= 1, device.name
+        assert all(quotes.source and quotes.date for quotes in files.quotes(device.name)), device.name
+    assert all(len(link.source) > 5 for link in hardware.links().values())
+    assert all(grid.source and 2019 <= grid.year <= 2026 for grid in hardware.grids().values())
+    sources = yaml.safe_load((files.HERE / "devices.yaml").read_text())["sources"]
+    assert set(sources) == {name for d in yaml.safe_load((files.HERE / "devices.yaml").read_text())["devices"].values()
+                            for name in ([d["source"]] if isinstance(d["source"], str) else d["source"])}  # fmt: skip
+
+
+def test_peaks_are_dense_and_halve_with_the_width():
+    """The usual slips: a sparse figure (twice fp8's rule), a tensor figure where there is none, GB for Gb."""
+    for device in hardware.devices().values():
+        peaks = device.peaks
+        if "fp8" in peaks and device.kind == "gpu":
+            assert peaks["fp8"] / peaks["fp16"] == pytest.approx(2, rel=0.02), device.name
+        if "bf16" in peaks and "fp16" in peaks:
+            assert peaks["bf16"] == peaks["fp16"], device.name
+        if device.network:
+            assert device.network.bandwidth < 0.6 * device.link.bandwidth, device.name
+
+
+def test_one_direction_is_half_of_both():
+    for link in hardware.links().values():
+        assert link.both is None or link.both == pytest.approx(2 * link.bandwidth), link.name
+    one_way = {name: hardware.link(name).bandwidth / 1e9 for name in ("NVLink 5", "InfiniBand NDR", "InfiniBand XDR", "PCIe 5 x16", "Omni-Path 100")}
+    assert one_way == pytest.approx({"NVLink 5": 900, "InfiniBand NDR": 50, "InfiniBand XDR": 100, "PCIe 5 x16": 63, "Omni-Path 100": 12.5})
+    assert [hardware.link(f"NVLink {i}").bandwidth / 1e9 for i in range(1, 7)] == pytest.approx([80, 150, 300, 450, 900, 1800])
+
+
+def test_memory_is_counted_in_gib():
+    assert hardware.find("A100-80GB").memory == 80 * 2**30  # the driver: 81,920 MiB
+    assert hardware.find("H100").memory * hardware.find("H100").usable == pytest.approx(79.11 * 2**30)
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("A100", "A100-80GB"),
+        ("a100-80gb", "A100-80GB"),
+        ("A100 40GB", "A100-40GB"),
+        ("A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("H100", "H100-SXM"),
+        ("h100-sxm", "H100-SXM"),
+        ("H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("V100", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("TPU v4", "TPU-v4"),
+        ("GB200-NVL72", "GB200"),
+    ],
+)
+def test_names_as_people_write_them(name, found):
+    assert hardware.find(name).name == found
+
+
+def test_no_two_devices_share_a_name():
+    taken = {}
+    for device in hardware.devices().values():
+        for name in (device.name, *device.aliases):
+            assert taken.setdefault(files.plain(name), device.name) == device.name, name
+
+
+@pytest.mark.parametrize(("name", "near"), [("A1000", "A100"), ("H10O", "H100"), ("B2000", "B200")])
+def test_an_unknown_device_offers_the_nearest_and_calibrate(name, near):
+    with pytest.raises(UserError, match=rf"{name}: no such device .* Did you mean {near}.*gradus calibrate"):
+        hardware.find(name)
+
+
+def test_a_partition_or_a_laptops_card_is_unknown():
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"):
+        assert hardware.by_driver(name) is None
+        with pytest.raises(UserError, match="gradus calibrate"):
+            hardware.find(name)
+
+
+# ---------------------------------------------------------------- clusters
+
+
+@pytest.mark.parametrize(
+    ("text", "n"), [("A100", 1), ("8xA100-80GB", 8), ("8 x A100 80GB", 8), ("1,024xH100", 1024), ("64×B200", 64), ("72xGB200", 72)]
+)
+def test_clusters(text, n):
+    cluster = hardware.cluster(text)
+    assert cluster.n == n
+    assert cluster.device == hardware.find(text.split("x")[-1].split("×")[-1].strip())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0xA100", "not a whole number"),
+        ("1.5xA100", "not a whole number"),
+        ("-8xA100", "-8"),
+        ("", "no devices"),
+        ("8xA1000", "no such device"),
+        ("16xA40", "no network between nodes is known"),
+        ("this", "Run: gradus calibrate"),
+        ("here", "Run: gradus calibrate"),
+        ("cpu", "Run: gradus calibrate"),
+        ("4xcpu", "Run: gradus calibrate"),
+    ],
+)
+def test_clusters_that_are_none(text, says):
+    with pytest.raises(UserError, match=says):
+        hardware.cluster(text)
+
+
+def test_a_network_can_be_named():
+    cluster = hardware.cluster("16xA40", network="RoCE 100G")
+    assert (cluster.n, cluster.device.network.bandwidth) == (16, 12.5e9)
+    with pytest.raises(UserError, match="Did you mean InfiniBand NDR"):
+        hardware.cluster("16xA40", network="InfiniBand ND")
+
+
+def test_groups_lie_on_nodes():
+    cluster = hardware.cluster("1024xH100")
+    assert cluster.link_of(8, 1) == (8, 1)
+    assert cluster.link_of(16, 1) == (8, 2)
+    assert cluster.link_of(4, 8) == (1, 4)
+    assert cluster.link_of(4, 2) == (4, 1)
+
+
+# ---------------------------------------------------------------- the user's file
+
+
+def test_the_users_file_adds_and_overrides(tmp_path, monkeypatch):
+    mine = write(
+        tmp_path / "hardware.yaml",
+        """
+date: 2026-06-01
+links: {Garden hose: {bandwidth: 8 Gb/s, latency: 20 us}}
+devices:
+  Toaster: {peaks: {fp32: 1.5 TFLOP/s}, memory: 4 GB, usable: 3 GB, bandwidth: 50 GB/s, node: 2, link: Garden hose, aliases: [bread], source: its label}
+  A100-80GB: {power: 350 W}
+""",
+    )
+    for path in (mine, None):
+        if path is None:
+            monkeypatch.setenv("GRADUS_HARDWARE", str(mine))
+        toaster = hardware.find("BREAD", path)
+        assert (toaster.name, toaster.memory, toaster.usable, toaster.bandwidth, toaster.node) == ("Toaster", 4e9, 0.75, 5e10, 2)
+        assert (toaster.link.bandwidth, toaster.link.latency, toaster.power, toaster.date) == (1e9, pytest.approx(2e-5), None, "2026-06-01")
+        changed = hardware.find("A100", path)
+        assert (changed.power, changed.peaks["bf16"], changed.memory) == (350, 312e12, 80 * 2**30)
+        assert str(mine) in changed.source and "power" in changed.source, "whose figure it is"
+        assert hardware.cluster("2xToaster", path).n == 2
+
+
+def test_the_usual_place(tmp_path):
+    folder = tmp_path / "config" / "gradus"
+    folder.mkdir(parents=True)
+    write(folder / "hardware.yaml", "devices: {Toaster: {peaks: {fp32: 1 TFLOP/s}, memory: 4 GiB, bandwidth: 5 GB/s}}")
+    assert hardware.find("toaster").source == ""
+    write(folder / "hardware.yaml", "devices: {Kettle: {peaks: {fp32: 1 TFLOP/s}, memory: 4 GiB, bandwidth: 5 GB/s}}")
+    assert hardware.find("kettle").node == 8
+
+
+GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"memry": "4 GiB"}, r"devices\.X\.memry: unknown key\. Did you mean memory\?"),
+        ({"memory": 4}, r"devices\.X\.memory: 4 has no unit; write e\.g\. 4 GB"),
+        ({"memory": "4 Gib"}, r"devices\.X\.memory: '4 Gib': 'Gib' is no unit of bytes\. Did you mean GiB"),
+        ({"memory": "4 GB/s"}, r"devices\.X\.memory: '4 GB/s': 'GB/s' is no unit of bytes"),
+        ({"memory": "four GiB"}, r"devices\.X\.memory: 'four GiB' is not a number"),
+        ({"memory": "-4 GiB"}, r"devices\.X\.memory: '-4 GiB': -4 is not a positive number"),
+        ({"memory": "nan GiB"}, r"devices\.X\.memory"),
+        ({"memory": "1-2 GiB"}, r"devices\.X\.memory: '1-2 GiB': 1-2 is not a positive number"),
+        ({"memory": None}, r"devices\.X: memory is missing"),
+        ({"bandwidth": None}, r"devices\.X: bandwidth is missing"),
+        ({"usable": "5 GiB"}, r"devices\.X\.usable: more than memory"),
+        ({"peaks": {"fp33": "1 TFLOP/s"}}, r"devices\.X\.peaks\.fp33: unknown key\. Did you mean fp32"),
+        ({"peaks": {"fp32": "1 TB/s"}}, r"devices\.X\.peaks\.fp32: '1 TB/s': 'TB/s' is no unit of operations/s"),
+        ({"peaks": {}}, r"devices\.X: peaks is missing"),
+        ({"peaks": 3}, r"devices\.X\.peaks: expected keys"),
+        ({"power": "4 GW"}, r"devices\.X\.power: '4 GW'"),
+        ({"node": 0}, r"devices\.X\.node: 0 is not a number of at least 1"),
+        ({"node": 2.5}, r"devices\.X\.node: 2.5 is not a whole number"),
+        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga' is no kind"),
+        ({"link": "NVLink 7"}, r"devices\.X\.link: 'NVLink 7' is no known link\. Did you mean NVLink"),
+        ({"link": {"bandwidth": "5 GB"}}, r"devices\.X\.link\.bandwidth: '5 GB'"),
+        ({"link": {"bandwidth": "5 GB/s", "efficiency": 80}}, r"devices\.X\.link\.efficiency: 80 is not a number from 0.001 to 1"),
+        ({"driver": "("}, r"devices\.X\.driver: '\(' is not a pattern"),
+        ({"date": "yesterday"}, r"devices\.X\.date: 'yesterday' is not a date"),
+        ({"aliases": [3090]}, r"devices\.X\.aliases"),
+        ({"measured": 3}, r"devices\.X\.measured"),
+    ],
+)
+def test_a_wrong_entry_is_named(tmp_path, more, says):
+    entry = {k: v for k, v in {**GOOD, **more}.items() if v is not None}
+    file = write(tmp_path / "mine.yaml", yaml.safe_dump({"devices": {"X": entry}}))
+    with pytest.raises(UserError, match=says) as error:
+        hardware.find("X", file)
+    assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("device: {}", "device: unknown key. Did you mean devices?"),
+        ("devices: [1, 2]", "devices: expected keys"),
+        ("devices: {X: 3}", "devices.X: expected keys"),
+        ("devices: {3090: {}}", "put the name in quotes"),
+        ("a: [", "not YAML"),
+        ("- 3", "expected keys"),
+        (
+            "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "
+            "Y: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [z]}}",
+            "Y.aliases: z is X's alias already",
+        ),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, says):
+    file = write(tmp_path / "mine.yaml", text)
+    with pytest.raises(UserError) as error:
+        hardware.devices(file)
+    assert says in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_was_asked_for_must_be_there(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no such hardware file"):
+        hardware.find("A100", tmp_path / "none.yaml")
+    for kind, ask in (("HARDWARE", lambda: hardware.find("A100")), ("PRICES", lambda: hardware.price("A100")), ("GRID", lambda: hardware.grid("FR"))):
+        monkeypatch.setenv(f"GRADUS_{kind}", str(tmp_path / "none.yaml"))
+        with pytest.raises(UserError, match=r"none\.yaml: no such"):
+            ask()
+        monkeypatch.delenv(f"GRADUS_{kind}")
+
+
+# ---------------------------------------------------------------- what calibrate writes
+
+
+def measured(name, **more):
+    tables = {"matmul": [[64, 64, 64, 1.5e-6], [128, 128, 128, 2e-6]], "spread": 0.03}
+    link = hardware.Link("shared memory", 3.25e9, 0.7, 2.5e-5, source="measured")
+    return hardware.Device(
+        name, {"fp32": 51_234_567_890.0, "bf16": 7.5e10}, 8.25e9, 1.234e10, kind="cpu", node=1, link=link, measured=tables, usable=0.875,
+        source="gradus calibrate", date="2026-06-01", **more,
+    )  # fmt: skip
+
+
+def test_a_measured_device_comes_back_as_it_was(tmp_path):
+    file = tmp_path / "new" / "hardware.yaml"
+    device = measured("box", aliases=("this", "here", "cpu"))
+    assert hardware.add_device(device, file) == file
+    back = hardware.find("this", file)
+    for field in dataclasses.fields(device):
+        old, new = getattr(device, field.name), getattr(back, field.name)
+        if field.name in ("peaks", "memory", "bandwidth", "usable"):
+            assert new == pytest.approx(old, rel=1e-9), field.name
+        elif field.name != "link":
+            assert new == old, field.name
+    assert back.link == dataclasses.replace(device.link, latency=back.link.latency) and back.link.latency == pytest.approx(2.5e-5)
+    assert hardware.cluster("cpu", file) == hardware.cluster("here", file) == hardware.Cluster(back, 1)
+    assert hardware.cluster("4xcpu", file).n == 4, "processes on one machine"
+
+
+def test_the_newest_measurement_is_this_machine(tmp_path):
+    file = write(
+        tmp_path / "hardware.yaml", "devices: {Toaster: {peaks: {fp32: 1 TFLOP/s}, memory: 4 GB, bandwidth: 50 GB/s, aliases: [bread, This]}}"
+    )
+    hardware.add_device(measured("old", aliases=("this", "here", "cpu")), file)
+    hardware.add_device(measured("card", aliases=("this", "here")), file)
+    assert [hardware.find(name, file).name for name in ("this", "here", "cpu", "bread", "old")] == ["card", "card", "old", "Toaster", "old"]
+    hardware.add_device(measured("card", aliases=("this", "here")), file)
+    assert list(yaml.safe_load(file.read_text())["devices"]) == ["Toaster", "old", "card"]
+
+
+def test_what_cannot_be_read_back_is_not_written(tmp_path):
+    file = tmp_path / "hardware.yaml"
+    hardware.add_device(measured("box"), file)
+    before = file.read_text()
+    with pytest.raises(UserError, match="bandwidth"):
+        hardware.add_device(dataclasses.replace(measured("box"), bandwidth=-1.0), file)
+    assert file.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["hardware.yaml"]
+
+
+# ---------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "value"),
+    [
+        ("80 GiB", "bytes", 80 * 2**30),
+        ("80GB", "bytes", 80e9),
+        ("400 Gb/s", "bytes/s", 50e9),
+        ("400 GB/s", "bytes/s", 400e9),
+        ("1.8 TB/s", "bytes/s", 1.8e12),
+        ("312 TFLOP/s", "operations/s", 312e12),
+        ("0.7 kW", "watts", 700),
+        ("5 us", "seconds", 5e-6),
+        ("360 g/kWh", "kg/J", 1e-7),
+        ("1e3 GB/s", "bytes/s", 1e12),
+    ],
+)
+def test_quantities(text, what, value):
+    assert quantity(text, what, "here") == pytest.approx(value, rel=1e-12)
+    number, unit = re.fullmatch(r"(\S+?)\s*([A-Za-z/]+)", text).groups()
+    assert in_unit(value, what, unit) == f"{float(number):.12g} {unit}"
+
+
+# ---------------------------------------------------------------- prices and grids
+
+
+def test_a_price_is_the_range_of_its_quotes():
+    price = hardware.price("H100")
+    quotes = files.quotes("H100-SXM")
+    assert len(quotes) >= 3
+    assert (price.low, price.high) == (min(q.low for q in quotes), max(q.high for q in quotes)) == (1.99, 10.08)
+    assert price.low < price.expected < price.high
+    assert price.currency == "USD" and all(q.date in price.source for q in quotes)
+    assert hardware.price("P100") is None, "unknown is absent"
+
+
+def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path):
+    file = write(
+        tmp_path / "prices.yaml", "date: 2026-06-01\ncurrency: EUR\nrate: 0.9\nprices: {H100: {low: 1, expected: 1.5, high: 3, source: my contract}}"
+    )
+    mine = hardware.price("H100-SXM", file)
+    assert (mine.low, mine.expected, mine.high, mine.currency, mine.date) == (1, 1.5, 3, "EUR", "2026-06-01")
+    assert "my contract" in mine.source
+    packaged, converted = hardware.price("A100"), hardware.price("A100", file)
+    assert converted.currency == "EUR" and converted.low == pytest.approx(0.9 * packaged.low) and converted.high == pytest.approx(0.9 * packaged.high)
+    dollars = hardware.price("A100", write(file, "prices: {A100: [{low: 1, high: 2, source: a}, {low: 3, high: 4, source: b}]}"))
+    assert (dollars.low, dollars.expected, dollars.high, dollars.currency) == (1, 2.5, 4, "USD")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("currency: EUR", "rate: missing; say what one dollar costs in EUR"),
+        ("rat: 3", "rat: unknown key"),
+        ("prices: {H100: {low: 3, high: 1}}", "low, expected, high must not fall"),
+        ("prices: {H100: {low: 1}}", "prices.H100.high: None is not a number"),
+        ("prices: {H100: {low: 1, high: 2, hgih: 3}}", "prices.H100.hgih: unknown key. Did you mean high"),
+        ("prices: {H1000: {low: 1, high: 2}}", "H1000: no such device"),
+    ],
+)
+def test_wrong_prices_are_named(tmp_path, text, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        hardware.price("H100", write(tmp_path / "prices.yaml", text))
+
+
+def test_grids():
+    assert {k: hardware.grid(k).intensity * 3.6e9 for k in ("FR", "france", "SE", "NO", "US", "world")} == pytest.approx(
+        {"FR": 56, "france": 56, "SE": 41, "NO": 30, "US": 369, "world": 475}
+    )
+    assert (hardware.grid("SA").year, hardware.grid("FR").year) == (2022, 2023)
+    with pytest.raises(UserError, match=r"not known\. Did you mean Germany"):
+        hardware.grid("Germny")
+    assert hardware.pue()[:3] == (1.09, 1.14, 1.43)
+
+
+def test_an_own_grid(tmp_path):
+    file = write(tmp_path / "grid.yaml", "year: 2026\npue: {low: 1, expected: 1.05, high: 1.1}\ngrids: {roof: {intensity: 20 g/kWh, source: panels}}")
+    assert (hardware.grid("roof", file).intensity, hardware.grid("roof", file).year) == (pytest.approx(20 / 3.6e9), 2026)
+    assert hardware.grid("FR", file) == hardware.grid("FR")
+    assert hardware.pue(file)[:3] == (1, 1.05, 1.1)
+    for text, says in (
+        ("grids: {roof: {intensity: 20}}", "grids.roof"),
+        ("pue: {low: 0.5, expected: 1, high: 1}", "pue.low"),
+        ("pue: {low: 2, expected: 1, high: 3}", "fall"),
+    ):
+        with pytest.raises(UserError, match=says):
+            hardware.grids(write(file, text))
+
+
+# ---------------------------------------------------------------- printed
+
+
+def test_the_tables_name_all(capsys):
+    assert main(["hardware"]) == 0
+    printed = capsys.readouterr().out
+    for name in [*hardware.devices(), *hardware.links()]:
+        assert re.search(rf"^{re.escape(name)}\s", printed, re.M), name
+    row = next(line for line in printed.splitlines() if line.startswith("H100-SXM "))
+    for figure in ("67", "494", "989", "1979", "80 GiB", "HBM3", "3350", "700", "2022", "450", "50"):
+        assert re.search(rf"\s{figure}(\s|$)", row), figure
+
+
+def test_one_device_with_its_sources(capsys):
+    assert main(["hardware", "NVIDIA", "H100", "NVL"]) == 0
+    printed = capsys.readouterr().out
+    assert "bf16 835 TFLOP/s" in printed and "94 GiB" in printed and "63 GB/s in one direction (126 GB/s both directions together)" in printed
+    assert "NVIDIA H100 data sheet" in printed
+    assert "sources differ by a factor of 5.1" in "\n".join(tables.lines("H100"))
+    assert main(["hardware", "NVLink", "5"]) == 0
+    assert "900 GB/s = 7200 Gb/s in one direction (1800 GB/s both directions together)" in capsys.readouterr().out
+    assert main(["hardware", "X999"]) == 2
+    assert "gradus calibrate" in capsys.readouterr().err

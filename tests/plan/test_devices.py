@@ -1,0 +1,149 @@
+"""Which single device: every device and precision it has, ranked; and the device to serve a decoder on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gradus import hardware
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.plan import devices as ranking
+from gradus.plan import examples
+from gradus.plan.devices import computed_in, devices, least, lines, order, rank_devices, serving
+from gradus.plan.work import Op, Work
+from gradus.recipe.presets import config_of
+from gradus.train.session import open_session
+
+NAMES = ["P100", "V100", "T4", "A100", "H100", "RTX-4090"]
+
+
+@pytest.fixture(autouse=True)
+def _own_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def session():
+    sizes = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 1000, "data.n_valid": 50}
+    return open_session(recipes.load("copy-task", **sizes, **{"layout.device": "cpu", "batch.samples": 40}))
+
+
+@pytest.fixture(scope="module")
+def ranked(session):
+    return rank_devices(session.recipe, session.task, names=NAMES)
+
+
+def test_every_precision_a_device_has_and_no_other(ranked):
+    found = {(one["device"], one["precision"]) for one in ranked}
+    has = {"P100": "fp32 fp16", "V100-32GB": "fp32 fp16", "T4": "fp32 fp16", "A100-80GB": "fp32 tf32 bf16 fp16",
+           "H100-SXM": "fp32 tf32 bf16 fp16", "RTX-4090": "fp32 tf32 bf16 fp16"}  # fmt: skip
+    assert found == {(name, numbers) for name, all_of_them in has.items() for numbers in all_of_them.split()}
+
+
+def test_each_line_adds_up(session, ranked):
+    from gradus.plan.memory import plan_memory, traced_work
+    from gradus.plan.step import step_time
+
+    one = next(one for one in ranked if (one["device"], one["precision"]) == ("H100-SXM", "bf16"))
+    alone = ranking.alone(session.recipe, "bf16")
+    memory = plan_memory(alone, 1, target="cuda", task=session.task)
+    seconds = step_time(traced_work(alone, 1, target="cuda", task=session.task), hardware.cluster("H100")).total
+    assert one["memory"] == memory.reserved + memory.framework
+    assert one["seconds"] == seconds
+    assert (one["per"], one["hours"]) == ("epoch", pytest.approx(math.ceil(1000 / 40) * seconds / 3600))
+    price = hardware.price("H100")
+    assert one["cost"] == pytest.approx([one["hours"] * p for p in (price.low, price.expected, price.high)])
+    assert one["fits"] and one["missing"] == 0 and one["capacity"] == pytest.approx(79.11 * 2**30)
+
+
+def test_the_order_is_money_then_time_then_what_is_missing(ranked):
+    assert [order(one) for one in ranked] == sorted(order(one) for one in ranked)
+    priced = [one["cost"] is not None for one in ranked]
+    assert priced == sorted(priced, reverse=True) and not all(priced), "a P100 has no price"
+    small = {"fits": False, "missing": 5.0, "hours": 1.0, "cost": None}
+    assert order({"fits": True, "hours": 1e9, "cost": None}) < order({**small, "missing": 4.0}) < order(small)
+
+
+def test_what_does_not_fit_is_last_and_says_by_how_much(session, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("devices: {Thimble: {peaks: {fp32: 1 TFLOP/s, bf16: 2 TFLOP/s}, memory: 100 MB, bandwidth: 10 GB/s}}")
+    found = rank_devices(session.recipe, session.task, path=file, names=["Thimble", "P100"], precisions=["fp32"])
+    assert [(one["device"], one["fits"]) for one in found] == [("P100", True), ("Thimble", False)]
+    assert found[1]["missing"] == found[1]["memory"] - 100e6
+    assert any("Thimble" in line and "too much" in line for line in lines(found))
+
+
+def test_without_data_it_is_per_tokens(session):
+    work = Work([], [], [], samples=8, tokens=1000)
+    assert ranking.epoch_of(session.recipe, None, work) == (1e6, "1e9 tokens")
+    assert ranking.epoch_of(session.recipe, None, Work([], [], [], samples=8)) == (125_000, "1e6 samples")
+
+
+def test_other_numbers_of_the_same_width():
+    op = Op("matmul", "mm", "fp32", "forward", 2.0, 4.0)
+    work = Work([op, Op("memory", "add", "fp32", "forward", 0, 8.0)], [Op("memory", "adamw", "fp32", "optimizer", 0, 8.0)], [])
+    tf32 = computed_in(work, "fp32", "tf32")
+    assert [o.dtype for o in (*tf32.micro, *tf32.step)] == ["tf32", "fp32", "fp32"], "only matrix products have tf32"
+    half = Work([Op("matmul", "mm", "bf16", "forward", 2.0, 4.0), op], [], [])
+    assert [o.dtype for o in computed_in(half, "bf16", "fp16").micro] == ["fp16", "fp32"]
+
+
+def test_one_device_keeps_no_layout_of_many():
+    recipe = recipes.load("copy-task", **{"layout.tensor": 2, "layout.shard": 2, "layout.micro_batch": 4, "layout.checkpointing": "full"})
+    alone = ranking.alone(recipe, "tf32").layout
+    assert (alone.tensor, alone.shard, alone.precision, alone.tf32) == (1, 1, "fp32", True)
+    assert (alone.micro_batch, alone.checkpointing) == (4, "full"), "what decides the memory of one device stays"
+
+
+def test_mistakes(session):
+    with pytest.raises(UserError, match="no such device"):
+        rank_devices(session.recipe, session.task, names=["A1000"])
+    with pytest.raises(UserError, match=r"fp64: no such precision here\. Known: fp32, tf32, bf16, fp16"):
+        rank_devices(session.recipe, session.task, precisions=["fp64"])
+
+
+# ---------------------------------------------------------------- to serve
+
+
+def test_the_articles_choice_and_what_bf16_and_the_cache_change():
+    """Llama-2-7B: 33.6 GB by the rule in fp32 → A100-40GB among the article's GPUs; half of it in bf16; the cache grows past any rule."""
+    assert examples.smallest(examples.serving_memory(7e9, 32), "fp32").name == "A100-40GB"
+    config = config_of("llama2-7b")
+    fp32, bf16, fp16 = serving(config)
+    assert fp32["rule"] == pytest.approx(6_738_415_616 * 4 * 1.2) and bf16["rule"] == pytest.approx(fp32["rule"] / 2)
+    assert bf16["weights"] == 6_738_415_616 * 2 and bf16["cache"] == 512 * 1024 * 4096
+    assert hardware.find(bf16["device"]).memory == 24 * 2**30 and "bf16" in hardware.find(bf16["device"]).peaks
+    assert hardware.find(fp16["device"]).memory == 16 * 2**30, "a 16 GB card of before bf16"
+    (_, many, _) = serving(config, batch=32)
+    assert many["need"] > many["weights"] + 60e9 and many["rule_device"] == bf16["rule_device"]
+    assert hardware.find(many["device"]).memory > 3 * hardware.find(many["rule_device"]).memory
+    assert serving(config_of("gpt3-175b"))[1]["device"] is None, "no single one"
+    assert serving(config_of("bert-base-cased")) == []
+
+
+def test_least_is_the_least_memory_then_the_least_money():
+    for need, numbers in ((1e9, "fp32"), (20e9, "bf16"), (100e9, "fp8")):
+        chosen = least(need, numbers)
+        assert chosen.memory * chosen.usable >= need and numbers in chosen.peaks
+        for other in hardware.devices().values():
+            if other.kind == "gpu" and numbers in other.peaks and other.memory * other.usable >= need:
+                assert other.memory >= chosen.memory
+                if other.memory == chosen.memory and hardware.price(other):
+                    assert hardware.price(chosen).expected <= hardware.price(other).expected
+    assert least(1e15, "fp32") is None
+
+
+def test_lines_and_rows(session):
+    printed, rows = devices(session.recipe, session.task, names=["A100"])
+    text = "\n".join(printed)
+    assert text.count("A100-80GB") == 4 and "h per epoch" in text and "One device to serve it on" in text
+    at = {"device": "A100-80GB", "precision": "bf16"}
+    found = {(r.name, r.conditions.get("case")): r for r in rows if all(r.conditions.get(k) == v for k, v in at.items())}
+    assert set(found) == {(name, None) for name in ("device/memory", "device/step", "device/hours")} | {
+        ("device/cost", case) for case in ("low", "expected", "high")
+    }
+    assert {r.unit for r in rows} == {"bytes", "s", "h", "$"}

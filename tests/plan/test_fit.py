@@ -1,0 +1,133 @@
+"""The largest micro-batch by the plan, confirmed by one step; sweeps beside the plan; sizes and numbers as a user writes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradus import recipe as recipes
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.plan import fit
+from gradus.plan.fit import Room, largest_micro_batch, parse_numbers, parse_size, share_of, with_micro_batch
+from gradus.plan.prove import capacity, case_of
+from gradus.train.session import open_session
+
+TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 4096, "data.n_valid": 8,
+        "schedule.warmup_steps": 2, "batch.samples": 64, "train.steps": 12, "layout.device": "cpu"}  # fmt: skip
+WORDS = ["copy-task", *(f"{k}={v}" for k, v in TINY.items())]
+
+
+@pytest.fixture(scope="module")
+def room():
+    recipe = recipes.load("copy-task", **TINY)
+    session = open_session(recipe)
+    return session.recipe, Room.of(case_of(session))
+
+
+def searched(recipe, room, need, budget: float, limit: int | None = None):
+    asked = []
+    room.budget = budget
+    found = largest_micro_batch(recipe, room, limit, lambda k: asked.append(k) or need(k))
+    return found, asked
+
+
+def test_on_a_line_few_traces_are_enough(room):
+    for budget, expected in ((1000 + 7 * 37, 37), (1000 + 7 * 37 + 6, 37), (1000 + 7 * 64, 64), (1000 + 7, 1), (1000, None)):
+        found, asked = searched(*room, lambda k: 1000 + 7 * k, budget)
+        assert found == expected and len(asked) <= 8 and len(set(asked)) == len(asked), asked
+
+
+def test_steps_and_bends_are_searched_to_the_end(room):
+    for need in (lambda k: 100 * -(-k // 8), lambda k: k * k, lambda k: 5 if k <= 50 else 10_000, lambda k: 10 * k + (500 if k < 64 else 0)):
+        for budget in (1, 99, 100, 333, 3000):
+            found, _ = searched(*room, need, budget)
+            fits = [k for k in range(1, 65) if need(k) <= budget]
+            assert found == (fits[-1] if fits else None)
+
+
+def test_micro_batches_and_batches(room):
+    recipe, _ = room
+    assert share_of(recipe, 1, None) == 64
+    small, large = with_micro_batch(recipe, 20, 1, 64), with_micro_batch(recipe, 100, 1, 64)
+    assert (small.layout.micro_batch, small.batch.samples) == (20, 64) and (large.layout.micro_batch, large.batch.samples) == (100, 100)
+    assert with_micro_batch(recipe, 100, 4, 16).batch.samples == 400, "every process has its 100"
+
+
+def test_more_samples_need_more_memory(room):
+    recipe, r = room
+    need = [r.need(with_micro_batch(recipe, k, 1, 64)) for k in (32, 64, 128)]
+    assert need == sorted(need) and need[2] - need[1] == pytest.approx(2 * (need[1] - need[0]), rel=0.25)
+    assert need[0] > r.resident > 5e7
+
+
+def test_fit_is_confirmed_by_one_step_in_another_process(capsys, room):
+    recipe, r = room
+    budget = r.need(with_micro_batch(recipe, 64, 1, 64)) + 20_000_000
+    assert main(["fit", *WORDS, "--memory", str(budget), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (found,) = (x for x in rows if x["name"] == "fit/micro_batch")
+    predicted, measured = (next(x for x in rows if x["name"] == "fit/need" and x["kind"] == kind) for kind in ("predicted", "measured"))
+    assert found["value"] > 64 and predicted["micro_batch"] == measured["micro_batch"] == found["value"]
+    assert budget - 1_000_000 < predicted["value"] <= budget, "one sample more would not fit"
+    assert predicted["value"] == pytest.approx(measured["value"], rel=0.1)
+
+
+def test_a_sweep_measures_beside_the_plan(capsys):
+    assert main(["fit", *WORDS, "--sweep", "8,32", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    by = {(x["name"], x["micro_batch"], x["kind"]): x for x in rows}
+    for k in (8, 32):
+        assert by["fit/need", k, "predicted"]["value"] == pytest.approx(by["fit/need", k, "measured"]["value"], rel=0.15)
+        assert by["fit/samples_per_s", k, "measured"]["value"] > 0 and by["fit/need", k, "measured"]["batch_samples"] == k
+    assert by["fit/need", 8, "measured"]["peak"] < by["fit/need", 32, "measured"]["peak"]
+
+
+def test_a_sweep_over_workers(capsys):
+    assert main(["fit", *WORDS, "--workers", "0,1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "copy-task: data.workers" and [line.split()[0] for line in lines[2:]] == ["0", "1"]
+    assert all(float(word.replace(",", "")) > 0 for line in lines[2:] for word in line.split()[1:3])
+
+
+def test_what_cannot_fit_is_said(capsys):
+    assert main(["fit", *WORDS, "--memory", "1MB"]) == 0
+    assert "not even one sample fits" in capsys.readouterr().out
+
+
+def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
+    def start(*arguments, **more):
+        raise UserError("rank 0 of 1 was killed by SIGKILL.")
+
+    monkeypatch.setattr(fit, "start", start)
+    assert fit.run_apart(1, fit.one_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
+
+
+@pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500", 500), ("2tb", 2 * 10**12)])
+def test_sizes(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8 gigs", "-1GB", "0", "GiB", "nan"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UserError, match="8GiB"):
+        parse_size(text)
+
+
+def test_numbers():
+    assert parse_numbers("8,16, 32,8", "--sweep") == [8, 16, 32] and parse_numbers("0,1", "--workers", 0) == [0, 1]
+    for text in ("", "8,,16", "0", "x", "-8"):
+        with pytest.raises(UserError, match="--sweep"):
+            parse_numbers(text, "--sweep")
+
+
+def test_two_questions_at_once(capsys):
+    assert main(["fit", *WORDS, "--sweep", "8", "--workers", "0"]) == 2
+    assert "different questions" in capsys.readouterr().err
+
+
+def test_the_host_has_a_capacity():
+    import torch
+
+    assert 2**28 < capacity(torch.device("cpu")) < 2**50

@@ -1,0 +1,278 @@
+"""config.json → our configuration, with as many parameters as transformers' own class on the meta device; bare models → recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import transformers as hf
+
+from gradus import models
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.plan.batches import complete
+from gradus.plan.counts import closed_form, flops, parameters, shape_of, tokens_a_sample
+from gradus.plan.hf import READERS, REFUSED, from_hf, read_hf, recipe_for
+from gradus.recipe.presets import PRESETS, config_of
+
+SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA = {**SIZE, "max_position_embeddings": 64}
+BERT = {**SIZE, "max_position_embeddings": 66}
+THEIRS = {  # name → (configuration, class)
+    "gpt2": (hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=4, n_positions=32), hf.GPT2LMHeadModel),
+    "gpt2-dropouts": (hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, attn_pdrop=0.0, activation_function="silu"), hf.GPT2LMHeadModel),
+    "opt": (hf.OPTConfig(vocab_size=97, hidden_size=48, ffn_dim=80, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+                         word_embed_proj_dim=48), hf.OPTForCausalLM),
+    "llama": (hf.LlamaConfig(**LLAMA, num_key_value_heads=2), hf.LlamaForCausalLM),
+    "llama-linear-rope": (hf.LlamaConfig(**LLAMA, rope_scaling={"type": "linear", "factor": 2.0}), hf.LlamaForCausalLM),
+    "mistral": (hf.MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, sliding_window=32), hf.MistralForCausalLM),
+    "mixtral": (hf.MixtralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, num_local_experts=4), hf.MixtralForCausalLM),
+    "gemma": (hf.GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=20), hf.GemmaForCausalLM),
+    "phi3": (hf.Phi3Config(**LLAMA, num_key_value_heads=2, pad_token_id=0), hf.Phi3ForCausalLM),
+    "granite": (hf.GraniteConfig(**LLAMA, num_key_value_heads=2, logits_scaling=8.0), hf.GraniteForCausalLM),
+    "bert": (hf.BertConfig(**BERT), hf.BertModel),
+    "bert-masked-lm": (hf.BertConfig(**BERT, attention_probs_dropout_prob=0.0), hf.BertForMaskedLM),
+    "bert-pretraining": (hf.BertConfig(**BERT), hf.BertForPreTraining),
+    "bert-classes": (hf.BertConfig(**BERT, num_labels=5), hf.BertForSequenceClassification),
+    "roberta": (hf.RobertaConfig(**BERT, type_vocab_size=1), hf.RobertaModel),
+    "roberta-masked-lm": (hf.RobertaConfig(**BERT, type_vocab_size=1), hf.RobertaForMaskedLM),
+    "roberta-classes": (hf.RobertaConfig(**BERT, type_vocab_size=1, num_labels=3), hf.RobertaForSequenceClassification),
+    "xlm-roberta": (hf.XLMRobertaConfig(**BERT, type_vocab_size=1), hf.XLMRobertaForMaskedLM),
+    "camembert": (hf.CamembertConfig(**BERT, type_vocab_size=1), hf.CamembertForMaskedLM),
+    "t5": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_decoder_layers=3, num_heads=4), hf.T5ForConditionalGeneration),
+    "t5-gated": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_heads=4, feed_forward_proj="gated-silu"),
+                 hf.T5ForConditionalGeneration),
+    "mt5": (hf.MT5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_heads=4, tie_word_embeddings=True),
+            hf.MT5ForConditionalGeneration),
+    "vit": (hf.ViTConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=7),
+            hf.ViTForImageClassification),
+}  # fmt: skip
+
+
+def written(folder, config, cls=None, **more):
+    content = {**config.to_dict(), "architectures": [cls.__name__] if cls else None, **more}
+    (folder / "config.json").write_text(json.dumps(content))
+    return f"hf:{folder}"
+
+
+def count_of(cls, config) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in cls(config).parameters())
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_as_many_parameters_as_theirs(name, tmp_path):
+    config, cls = THEIRS[name]
+    ours, note = from_hf(written(tmp_path, config, cls))
+    assert models.count(ours)["total"] == count_of(cls, config)
+    assert ("planned" in note or "left out" in note or "used" in note) == (
+        name in ("gpt2-dropouts", "opt", "llama-linear-rope", "mistral", "gemma", "granite", "bert-masked-lm", "t5-gated")
+        or "roberta" in name
+        or name == "camembert"
+    ), note
+
+
+def test_every_reader_is_tested_and_none_is_also_refused():
+    kinds = {config.model_type for config, _ in THEIRS.values()} | {"marian", "pegasus"}
+    assert kinds == set(READERS) and not kinds & set(REFUSED)
+
+
+def test_published_configurations(tmp_path):
+    """Sizes as released, against their published counts."""
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
+               "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32_768, "sliding_window": 4096,
+               "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
+    gemma = {**mistral, "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "vocab_size": 256_000, "hidden_size": 2048, "head_dim": 256,
+             "intermediate_size": 16_384, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_act": "gelu",
+             "max_position_embeddings": 8192, "tie_word_embeddings": True, "sliding_window": None}  # fmt: skip
+    opt = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 50_272, "hidden_size": 4096, "ffn_dim": 16_384,
+           "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048, "word_embed_proj_dim": 4096}  # fmt: skip
+    roberta = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50_265, "hidden_size": 768, "intermediate_size": 3072,
+               "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}  # fmt: skip
+    phi3 = {**mistral, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32_064, "hidden_size": 3072, "num_key_value_heads": 32,
+            "intermediate_size": 8192, "max_position_embeddings": 4096, "sliding_window": 2047}  # fmt: skip
+    mt5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"], "vocab_size": 250_112, "d_model": 512, "d_ff": 1024, "d_kv": 64,
+           "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
+    for content, published in ((phi3, 3_821_079_552), (mt5, 300_176_768), (mistral, 7_241_732_096), (gemma, 2_506_172_416), (opt, 6_658_473_984), (roberta, 124_697_433)):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert models.count(from_hf(f"hf:{tmp_path}")[0])["total"] == published, content["model_type"]
+
+
+@pytest.mark.parametrize("kind", ["marian", "pegasus"])
+def test_original_transformers(kind, tmp_path):
+    """Theirs counts its two tables of sinusoidal positions, which are not trained, and not the bias of the output, a buffer there."""
+    size = {f"{stack}_{name}": n for stack in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 80))}
+    more = {"scale_embedding": True, "activation_dropout": 0.0, "attention_dropout": 0.0, "dropout": 0.1}
+    cls = {"marian": hf.MarianMTModel, "pegasus": hf.PegasusForConditionalGeneration}[kind]
+    config = cls.config_class(vocab_size=97, d_model=48, max_position_embeddings=32, pad_token_id=0, decoder_start_token_id=0, **size, **more)
+    ours, note = from_hf(written(tmp_path, config, cls))
+    assert models.count(ours)["total"] == count_of(cls, config) - 2 * 32 * 48 + 97
+    assert "the output bias" in note and "activation_dropout=0.0 planned as 0.1" in note
+
+
+def test_a_window_limits_the_length(tmp_path):
+    config, cls = THEIRS["mistral"]
+    ours, note = from_hf(written(tmp_path, config, cls))
+    assert ours.seq_len == 32 and "sliding_window=32" in note
+    ours, note = from_hf(written(tmp_path, config, cls, sliding_window=None))
+    assert ours.seq_len == 64 and note == ""
+
+
+def test_untied_mt5_has_a_head_of_its_own(tmp_path):
+    config, cls = THEIRS["mt5"]
+    tied = count_of(cls, config)
+    ours, _ = from_hf(written(tmp_path, config, cls, tie_word_embeddings=False))
+    assert models.count(ours)["total"] == tied + 97 * 48
+
+
+def test_positions_that_are_stored_and_never_used(tmp_path):
+    for name, usable in (("opt", 64), ("roberta-masked-lm", 64)):
+        name_or_path = written(tmp_path, *THEIRS[name])
+        assert read_hf(name_or_path).seq_len == usable
+        assert recipe_for(name_or_path).data.max_len == usable
+
+
+def test_what_lies_in_our_own_folders_is_read_as_it_is(tmp_path):
+    ours = config_of("gpt2-small").model_copy(update={"preset": None, "n_layers": 1, "vocab_size": 50})
+    models.save(models.build(ours), tmp_path)
+    assert from_hf(f"hf:{tmp_path}") == (ours, "")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_families_name_the_field_and_the_nearest(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError, match=f"model_type={kind} does not map: ") as e:
+        from_hf(f"hf:{tmp_path}")
+    assert "\n" not in str(e.value)
+    family, preset = REFUSED[kind][2:]
+    assert f"The nearest is family {family}: gradus plan {preset}" in str(e.value)
+    assert config_of(preset).family == family
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True does not map"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True does not map"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures=LlamaForSequenceClassification does not map"),
+        ("mistral", {"num_key_value_heads": None}, "num_key_value_heads: not in it"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False does not map"),
+        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24 does not map"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ("bert", {"architectures": ["BertForTokenClassification"]}, "architectures=BertForTokenClassification is not supported"),
+        ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
+        ("t5", {"feed_forward_proj": "swish"}, "feed_forward_proj=swish is not supported"),
+        ("vit", {"qkv_bias": False}, "qkv_bias=False is not supported"),
+        ("gpt2", {"model_type": "gpt5"}, "model_type=gpt5 maps onto none .* Did you mean gpt2"),
+        ("gpt2", {"model_type": None}, "model_type=None maps onto none"),
+        ("llama", {"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
+    ],
+)
+def test_fields_that_do_not_map_are_named(name, more, text, tmp_path):
+    with pytest.raises(UserError, match=text) as e:
+        from_hf(written(tmp_path, *THEIRS[name], **more))
+    assert "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+
+
+def test_qwen2s_biases_are_parameters_of_theirs(tmp_path):
+    """Why it is refused: without them the count would be wrong by (a + 2k)·d a layer."""
+    config = hf.Qwen2Config(**LLAMA, num_key_value_heads=2)
+    plain = hf.LlamaConfig(**LLAMA, num_key_value_heads=2)
+    assert count_of(hf.Qwen2ForCausalLM, config) - count_of(hf.LlamaForCausalLM, plain) == 3 * (4 + 2 * 2) * 12
+    with pytest.raises(UserError, match="q, k and v have biases"):
+        from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM))
+
+
+def test_a_hub_name_without_internet(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="no such folder, and not in the local copy of the hub") as e:
+        from_hf("hf:nobody/no-such-model")
+    assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="hf: what comes after it is missing"):
+        from_hf("hf:")
+    with pytest.raises(UserError, match="no such file or folder"):
+        from_hf("hf:./not/here")
+
+
+# ---------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_recipe(name):
+    notes: list[str] = []
+    r = recipe_for(name, notes=notes)
+    recipes.validate(r)
+    assert r.model.preset == name and r.layout.precision == "bf16" and any("training settings" in note for note in notes)
+    assert complete(r).model == r.model  # nothing is left for the data to tell
+    assert r.schedule.warmup_steps < r.train.steps and r.layout.micro_batch <= r.batch.samples
+    assert recipes.load(name, text=recipes.dump(r)) == r
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_a_step", "seq_len", "tokens"),
+    [
+        ("gpt3-175b", 3.2e6, 2048, 300e9),
+        ("gpt3-13b", 2e6, 2048, 300e9),
+        ("gpt3-small", 0.5e6, 2048, 300e9),
+        ("llama2-70b", 4e6, 4096, 2e12),
+        ("llama3.1-405b", 16e6, 8192, 15.6e12),
+        ("bert-base", 256 * 512, 512, 256 * 512 * 1e6),
+        ("gpt2-small", 512 * 1024, 1024, 20 * 124_439_808),
+    ],
+)
+def test_published_settings(name, tokens_a_step, seq_len, tokens):
+    r = recipe_for(name)
+    assert r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens_a_step, rel=0.06)
+    assert r.data.max_len == seq_len
+    assert r.train.steps * r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens, rel=1e-3)
+
+
+def test_t5_and_vit_settings():
+    t5, vit = recipe_for("t5-11b"), recipe_for("vit-l16")
+    assert (t5.task.name, t5.batch.samples, t5.data.max_len, t5.train.steps) == ("span_corruption", 2048, 512, 1_000_000)
+    assert (vit.task.name, vit.batch.samples, vit.train.steps) == ("classification", 4096, math.ceil(300 * 1_281_167 / 4096))
+
+
+def test_what_is_asked_for_wins():
+    r = recipe_for("gpt3-13b", tokens=1e9, seq_len=1024, samples=64, **{"layout.tensor": 8, "optimizer.lr": 1e-3, "train": {"seed": 7}})
+    assert (r.data.max_len, r.batch.samples, r.layout.tensor, r.optimizer.lr, r.train.seed) == (1024, 64, 8, 1e-3, 7)
+    assert r.train.steps == math.ceil(1e9 / (64 * 1024))
+    assert recipe_for("gpt3-13b", seq_len=512).batch.samples == 4 * recipe_for("gpt3-13b").batch.samples  # the same tokens a step
+    assert recipe_for("gpt2", **{"train.epochs": 2}).train.epochs == 2
+    assert recipe_for("gpt2", **{"batch.tokens": 65_536}).batch.tokens == 65_536
+    assert recipe_for("gpt2", **{"optimizer.name": "sgd"}).optimizer.name == "sgd"
+
+
+def test_a_configuration_of_ones_own():
+    config = config_of("gpt2-small", n_layers=4).model_copy(update={"preset": None})
+    r = recipe_for(config)
+    assert r.model == config and r.data.max_len == 1024
+    assert {row.name for row in [*parameters(r.model), *flops(r)]} >= {"parameters/total", "flops/model", "flops/hardware"}
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [("mixtral", "causal_lm"), ("bert", "masked_lm"), ("bert-classes", "classification"), ("t5", "span_corruption"), ("vit", "classification")]
+)
+def test_a_folder_as_a_recipe(name, task, tmp_path):
+    r = recipe_for(written(tmp_path, *THEIRS[name]))
+    recipes.validate(r)
+    assert r.task.name == task and complete(r) == r
+    assert closed_form(r.model, shape_of(r)) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("gpt3-175", {}, "unknown preset. Did you mean gpt3-175b"),
+        ("gpt2", {"seq_len": 4096}, "4096 is more than model.seq_len=1024"),
+        ("vit-b16", {"seq_len": 128}, "an image's length is its patches"),
+        ("gpt2", {"layout.tensr": 2}, "layout.tensr: unknown key. Did you mean layout.tensor"),
+        ("gpt2", {"optimizer.lr": -1}, "optimizer.lr"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(name, more, text):
+    with pytest.raises(UserError, match=text) as e:
+        recipe_for(name, **more)
+    assert "\n" not in str(e.value)

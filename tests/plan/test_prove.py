@@ -1,0 +1,271 @@
+"""The plan of a run: written before it, proved after it, refusing what will not fit, and never in the way of a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.plan import prove
+from gradus.plan.prove import Pair, Proof, pairs, step_seconds, table
+from gradus.rows import Row, read_rows
+from gradus.train.session import open_session, train
+
+TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
+        "schedule.warmup_steps": 2, "batch.samples": 16, "train.steps": 12, "evaluate.samples": 0, "layout.device": "cpu"}  # fmt: skip
+
+
+def words(**more) -> list[str]:
+    return ["copy-task", *(f"{k}={v}" for k, v in {**TINY, **more}.items())]
+
+
+def by_name(folder, name: str) -> dict:
+    return {r["name"]: r for r in read_rows(folder / name) if name != "plan.jsonl" or r.get("step")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prove") / "run"
+    assert main(["train", *words(**{"log.dir": folder})]) == 0
+    return folder
+
+
+# ------------------------------------------------------------ a run
+
+
+def test_memory_of_the_third_step_is_what_the_plan_said(run):
+    said, seen = by_name(run, "plan.jsonl"), by_name(run, "proof.jsonl")
+    for name in ("weights", "gradients", "optimizer", "rest", "allocated"):
+        p, m = said[f"memory/{name}"], seen[f"memory/{name}"]
+        assert p["kind"] == "predicted" and m["kind"] == "measured" and p["step"] == m["step"] == 3
+        assert p["value"] == pytest.approx(m["value"], rel=0.0 if name in ("weights", "gradients", "optimizer") else 0.02)
+    parts = [seen[f"memory/{name}"]["value"] for name in ("weights", "gradients", "optimizer", "rest")]
+    assert sum(parts) == seen["memory/allocated"]["value"], "the rest is the difference"
+    n = sum(p.numel() for p in open_session(recipes.load("copy-task", **TINY)).build().parameters())
+    assert seen["memory/weights"]["value"] == seen["memory/gradients"]["value"] == 4 * n
+    assert seen["time/step"]["median_of"] == 12 - prove.WARM_UP and 0 < seen["time/step"]["fastest"] <= seen["time/step"]["value"]
+
+
+def test_the_plan_is_of_the_largest_batch_and_of_this_machine(run):
+    largest = {r["name"]: r for r in read_rows(run / "plan.jsonl") if not r.get("step")}
+    assert largest["memory/capacity"]["value"] == prove.capacity(torch.device("cpu")) > largest["memory/device"]["value"]
+    assert largest["memory/device"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
+    assert all(r["kind"] == "predicted" for r in largest.values())
+
+
+def test_summary_and_prove_have_the_same_figures(run, capsys):
+    proof = json.loads((run / "summary.json").read_text())["proof"]
+    assert {"memory/weights", "memory/allocated", "time/step"} <= proof.keys()
+    assert proof["memory/weights"]["error"] == 0
+    assert main(["prove", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["the", "plan", "predicted", "measured", "error"] and "memory at the peak" in out and "+0.0%" in out
+    assert main(["prove", str(run), "--json"]) == 0
+    rows = {r["name"]: r for r in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows["proof/memory/allocated"]["predicted"] == proof["memory/allocated"]["predicted"]
+
+
+def test_several_runs_are_one_table(run, tmp_path, capsys):
+    for name, factor in (("a", 1.0), ("b", 0.8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text("")
+        prove.write(tmp_path / name / "plan.jsonl", [Row("memory/allocated", 100.0 * factor, "bytes", 3, {"kind": "predicted"})])
+        prove.write(tmp_path / name / "proof.jsonl", [Row("memory/allocated", 100.0, "bytes", 3, {"kind": "measured"})])
+    assert main(["prove", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].endswith("+0.0%") and out[2].endswith("-20.0%") and out[3].split() == ["median", "10.0%"] and out[4].split() == ["largest", "20.0%"]
+
+
+def test_prove_says_what_is_missing(tmp_path, capsys):
+    assert main(["prove", str(tmp_path)]) == 2
+    assert "no run here" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("")
+    assert main(["prove", str(tmp_path)]) == 2
+    assert "no plan.jsonl" in capsys.readouterr().err
+    (tmp_path / "plan.jsonl").write_text("")
+    assert main(["prove", str(tmp_path)]) == 2
+    assert "no proof.jsonl" in capsys.readouterr().err
+
+
+def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
+    plain = train(recipes.load("copy-task", **{**TINY, "log.dir": str(tmp_path / "plain")}))
+    with_plan = json.loads((run / "summary.json").read_text())
+    assert plain.summary["train_loss"] == with_plan["train_loss"], "measuring changes no number"
+    assert not (tmp_path / "plain" / "plan.jsonl").exists()
+
+
+# ------------------------------------------------------------ what will not fit
+
+
+SMALL = {"model.n_layers": 1, "batch.samples": 12}
+
+
+def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
+    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
+    case = dataclasses.replace(prove.case_of(session), step=None, micro_batches=None)
+    needs = {k: need(case, k) for k in (7, 8, 12)}
+    assert needs[7] < needs[8] < needs[12]
+    monkeypatch.setattr(prove, "capacity", lambda device: needs[8] - 1)
+    monkeypatch.setattr(prove, "resident", lambda: case.resident)
+    folder = tmp_path / "run"
+    arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or go on with --force." in error
+    assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
+
+    assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
+    monkeypatch.setattr(prove, "refuse", lambda *_: "the plan needs more. Set something.")
+    assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
+    out = capsys.readouterr().out
+    assert "note: --force: the plan needs more" in out and "run folder" in out
+
+
+def need(case, k: int) -> int:
+    found = prove.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k)))
+    return next(r.value for r in found.rows if r.name == "memory/device")
+
+
+def with_micro(recipe, k: int):
+    return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": k})})
+
+
+def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatch):
+    def fails(case):
+        raise ZeroDivisionError("no such thing\nsecond line")
+
+    monkeypatch.setattr(prove, "predict", fails)
+    assert main(["train", *words(**{"log.dir": tmp_path / "run"})]) == 0
+    out = capsys.readouterr().out
+    assert "note: no plan (ZeroDivisionError: no such thing)" in out and "predicted" not in out
+    assert not (tmp_path / "run" / "plan.jsonl").exists()
+    assert "memory/allocated" in by_name(tmp_path / "run", "proof.jsonl"), "what was measured stays"
+
+
+# ------------------------------------------------------------ which step
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, 2), (3, 3), (9, 3)])
+def test_the_measured_step_is_within_the_run(steps, measured):
+    session = open_session(recipes.load("copy-task", **{**TINY, "train.steps": steps, "schedule.warmup_steps": 0}))
+    number, micro_batches = prove.batches_of(session, (0, 0))
+    assert number == measured and (micro_batches is None) == (measured is None)
+
+
+def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypatch):
+    seen, real = [], prove.memory_of_step
+    monkeypatch.setattr(prove, "memory_of_step", lambda trainer, batches: seen.append(batches) or real(trainer, batches))
+    recipe = recipes.load("copy-task", **{**TINY, "log.dir": str(tmp_path / "run")})
+    train(recipe, plan=Proof())
+    expected = prove.batches_of(open_session(recipe), (0, 0))[1]
+    assert torch.equal(seen[0][0]["source"], expected[0]["source"])
+
+
+def test_the_third_step_may_be_in_the_next_epoch():
+    session = open_session(recipes.load("copy-task", **TINY))  # four steps an epoch
+    (_, a), (_, b), (_, c) = (prove.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
+    assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
+    assert not torch.equal(a[0]["source"], c[0]["source"])
+
+
+def test_a_resumed_run_is_planned_from_where_it_stands(tmp_path, monkeypatch):
+    folder, positions, real = tmp_path / "run", [], prove.batches_of
+    monkeypatch.setattr(prove, "batches_of", lambda session, position: positions.append(position) or real(session, position))
+    recipe = recipes.load("copy-task", **{**TINY, "schedule.name": "constant", "train.checkpoint_every": 5, "log.dir": str(folder)})
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(Proof, "flushed", interrupt)
+        train(recipe, plan=Proof())
+    train(recipes.load(folder), plan=Proof(), resume=folder)
+    assert positions == [(0, 0), (1, 1)], "five steps of four an epoch"
+    assert by_name(folder, "proof.jsonl")["memory/allocated"]["step"] == 3
+
+
+def interrupt(self, trainer):
+    if trainer.progress.step >= 8:
+        raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------ several processes
+
+
+def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
+    folder = tmp_path / "run"
+    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8}), "--processes", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert "plan: " in out and " sent a step" in out and "no plan" not in out, out + err
+    said, seen = by_name(folder, "plan.jsonl"), by_name(folder, "proof.jsonl")
+    assert said["traffic/all_reduce"]["value"] == pytest.approx(seen["traffic/all_reduce"]["value"], rel=0.001)
+    for name in ("weights", "gradients", "optimizer"):
+        assert said[f"memory/{name}"]["value"] == pytest.approx(seen[f"memory/{name}"]["value"], rel=0.001)
+    assert said["memory/allocated"]["value"] == pytest.approx(seen["memory/allocated"]["value"], rel=0.03)
+
+
+def test_a_refusal_comes_out_of_the_planning_process(monkeypatch):
+    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
+    case = dataclasses.replace(prove.case_of(session), n=2, local=2, capacity=1_000_000, step=None, micro_batches=None)
+    found = prove.predict_apart(case)
+    assert "host for each of its 2 processes has 500 kB" in found.refusal and "layout.shard=N" in found.refusal
+    with pytest.raises(RuntimeError, match="it cannot be traced"):
+        wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
+        prove.predict_apart(dataclasses.replace(case, recipe=wrong))
+
+
+# ------------------------------------------------------------ figures
+
+
+def test_times_without_the_first_steps_and_the_measured_one():
+    times = [(i, 1.0 if i <= 5 else 0.1 + 0.001 * i, 100) for i in range(1, 16)]
+    middle, low, high, count = step_seconds(times, 0, 3)
+    assert count == 10 and low == pytest.approx(0.106) and high == pytest.approx(0.115) and middle == pytest.approx(0.1105)
+    resumed = [(i + 40, s, n) for i, s, n in times]
+    assert step_seconds(resumed, 40, 3) == step_seconds(times, 0, 3)
+    assert step_seconds([(1, 0.5, 10), (2, 0.2, 10), (3, 9.0, 10)], 0, 3) == (0.2, 0.2, 0.2, 1)
+    assert step_seconds([], 0, None) is None
+
+
+def test_times_of_unequal_batches_are_those_like_the_measured_one():
+    times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
+    assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)
+    assert step_seconds(times, 0, 4)[0] == pytest.approx(0.3)
+
+
+def test_what_was_not_measured_has_no_line():
+    predicted = [{"name": "memory/allocated", "value": 110.0, "unit": "bytes", "step": 3}, {"name": "energy/step", "value": 5.0, "unit": "J", "step": 3}]
+    found = pairs(predicted, [{"name": "memory/allocated", "value": 100.0, "unit": "bytes"}, {"name": "time/step", "value": 2.0, "unit": "s"}])
+    assert [f.name for f in found] == ["memory/allocated", "time/step"]
+    assert found[0].error == pytest.approx(0.1) and found[1].error is None and found[1].predicted is None
+    assert [line.split()[-1] for line in table(found)] == ["error", "+10.0%", "-"]
+    assert Pair("x", "s", 1.0, 0.0).error is None
+
+
+def test_rows_of_the_largest_batch_are_not_proved_by_another():
+    assert pairs([{"name": "memory/allocated", "value": 9.0, "unit": "bytes"}], [{"name": "memory/allocated", "value": 5.0, "unit": "bytes"}]) == []
+
+
+def test_energy_counts_stretches_of_training_alone():
+    import types
+
+    class Metered:
+        def __init__(self):
+            self.told = iter([0.0, 10.0, 50.0, 60.0])
+
+        def read(self):
+            return next(self.told)
+
+    plan, seconds = Proof(), {"evaluate": 0.0, "checkpoint": 0.0}
+    plan.meter = Metered()
+    trainer = types.SimpleNamespace(clock=types.SimpleNamespace(seconds=seconds), progress=types.SimpleNamespace(step=0))
+    for step, evaluated in ((10, 0.0), (20, 0.0), (30, 2.0), (40, 2.0)):
+        trainer.progress.step, seconds["evaluate"] = step, evaluated
+        plan.flushed(trainer)
+    assert plan.energy[:2] == [20.0, 20], "the stretch with an evaluation is left out"
+
+
+def test_unknown_run_folder():
+    with pytest.raises(UserError, match="no run here"):
+        list(prove.prove(["nowhere"]))

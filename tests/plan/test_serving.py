@@ -1,0 +1,186 @@
+"""The cache against the real one, byte by byte; the article's rule; bounds of time; compute-optimal sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.hardware import find
+from gradus.models.decoding import generate
+from gradus.plan.serving import cache_bytes, decode_weights, kv_per_token, optimal, serving
+from gradus.recipe.presets import config_of
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config
+
+SMALL = {
+    "mha": GPTConfig(vocab_size=31, n_layers=3, d_model=24, n_heads=4, seq_len=20),
+    "gqa": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_ff=40, seq_len=20),
+    "mqa-wide": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=1, d_head=10, d_ff=40, seq_len=20),
+    "moe": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_ff=40, seq_len=20, n_experts=4),
+    "t5": T5Config(vocab_size=31, n_layers=2, n_decoder_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=40, seq_len=20),
+    "seq2seq": Seq2SeqConfig(vocab_size=31, n_layers=3, n_decoder_layers=2, d_model=24, n_heads=4, d_ff=40, seq_len=20),
+}
+
+
+def value(rows, name, **conditions):
+    return next(r.value for r in rows if r.name == name and all(r.conditions.get(k) == v for k, v in conditions.items()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", SMALL)
+def test_cache_is_the_real_one_to_the_byte(name, precision):
+    """Rows are decoded by the model's own `generate`, and the tensors that its cache then holds are measured."""
+    config, batch, source = SMALL[name], 3, 7
+    model = models.build(config).eval().to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    made, new_cache = [], model.new_cache
+    model.new_cache = lambda *args: made.append(new_cache(*args)) or made[-1]
+    sources = [[1] * source] * batch if name in ("t5", "seq2seq") else None
+    list(generate(model, [[1, 2]] * batch, max_new=5, sources=sources))
+    (cache,) = made
+    own = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.k, layer.v))
+    cross = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.cross or ())
+    assert cache_bytes(config, batch, cache.max_len, source_len=source, precision=precision) == (own, cross)
+    rows = serving(config, batch=batch, seq_len=cache.max_len, precision=precision, **({"source_len": source} if sources else {}))
+    assert value(rows, "serving/kv_cache") == own
+    assert (value(rows, "serving/cross_cache") if sources else 0) == cross
+    assert value(rows, "serving/weights") == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert value(rows, "serving/total") == sum(value(rows, f"serving/{part}") for part in ("weights", "kv_cache", "logits")) + cross
+
+
+def test_llama_2_70b():
+    """320 KiB a token; 32 rows of 4,096 are 40 GiB, more than the rule's 20 % of the weights."""
+    rows = serving(config_of("llama2-70b"), batch=32, seq_len=4096)
+    assert value(rows, "serving/kv_per_token") == 320 * 1024
+    assert value(rows, "serving/kv_cache") == 40 * 2**30
+    assert value(rows, "serving/rule") == pytest.approx(68_976_648_192 * 4 / (32 / 16) * 1.2)
+    rule = next(r for r in rows if r.name == "serving/rule")
+    assert rule.conditions["holds"] is False and "31%" in rule.conditions["why"]
+    assert value(rows, "serving/kv_cache") > 0.2 * value(rows, "serving/weights")
+    assert value(rows, "serving/rule_tokens") == int(0.2 * 2 * 68_976_648_192 / (320 * 1024))
+    holds = next(r for r in serving(config_of("llama2-70b"), batch=1, seq_len=4096) if r.name == "serving/rule")
+    assert holds.conditions["holds"] is True
+
+
+def test_a_cache_has_keys_and_values_of_the_key_heads_alone():
+    """Llama-2-70B, 4,096 tokens, one row: 1.25 GiB. Without the factor 2, and with all 64 heads, it would be 5 GiB."""
+    llama = config_of("llama2-70b")
+    assert cache_bytes(llama, 1, 4096) == (1.25 * 2**30, 0)
+    assert cache_bytes(llama.model_copy(update={"n_kv_heads": 64}), 1, 4096)[0] == 8 * 1.25 * 2**30
+
+
+def test_encoders_have_no_cache():
+    assert kv_per_token(config_of("bert-base")) == kv_per_token(config_of("vit-b16")) == 0
+    names = {r.name for r in serving(config_of("vit-b16"), device="T4", precision="fp16")}
+    assert "serving/kv_cache" not in names and "serving/decode_time" not in names and "serving/forward_time" in names
+
+
+def test_the_articles_example_and_what_bf16_changes():
+    """Llama-2-7B at 32 bits: 6.74e9 · 4 · 1.2 = 32.3 GB (33.6 from the rounded 7e9); in bf16 half."""
+    full, half = (serving(config_of("llama2-7b"), bits=bits, seq_len=1) for bits in (32, 16))
+    assert value(full, "serving/rule") == pytest.approx(32.34e9, rel=1e-3)
+    assert value(half, "serving/rule") == value(full, "serving/rule") / 2
+    assert value(serving(config_of("llama2-7b"), bits=4), "serving/weights") == 6_738_415_616 / 2
+
+
+def test_the_device_is_the_smallest_that_holds_all():
+    small, large = (serving(config_of("llama2-7b"), batch=batch) for batch in (1, 64))
+    for rows in (small, large):
+        row = next(r for r in rows if r.name == "serving/device")
+        need, device = value(rows, "serving/total"), find(row.value)
+        assert device.memory * device.usable >= need
+        fits = row.conditions["how"]["inputs"]["fits"]
+        assert all(find(name).memory * find(name).usable >= device.memory * device.usable for name in fits)
+    by_rule = next(r for r in large if r.name == "serving/device")
+    assert find(by_rule.conditions["by_rule"]).memory < find(by_rule.value).memory  # the rule's device would run out of memory
+    none = next(r for r in serving(config_of("llama3.1-405b")) if r.name == "serving/device")
+    assert none.value.startswith("none") and none.conditions["fits"] == 0
+
+
+def test_memory_of_experts_is_that_of_all_of_them():
+    rows = serving(config_of("mixtral-8x7b"))
+    assert value(rows, "serving/weights") == 2 * 46_702_792_704
+    assert decode_weights(config_of("mixtral-8x7b")) < 12_879_925_248  # but a token reads those of two
+
+
+def test_bounds_of_time():
+    """Decoding one row reads every weight once: 13.2 GB (no embedding) and the cache at 3.35 TB/s."""
+    h100, llama = find("H100"), config_of("llama2-7b")
+    rows = serving(llama, seq_len=4096, device=h100)
+    n = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 32_000 * 4096
+    assert decode_weights(llama) == n
+    assert value(rows, "serving/decode_time") == pytest.approx((2 * n + 4096 * 512 * 1024) / h100.bandwidth)
+    prefill = 2 * (n - 32_000 * 4096) * 4096 + 2 * 32_000 * 4096 + 2 * 32 * 4096 * 4096**2
+    assert value(rows, "serving/prefill_time") == pytest.approx(prefill / h100.peaks["bf16"])
+    many = serving(llama, batch=64, seq_len=4096, device=h100)
+    assert value(many, "serving/tokens_per_s") > value(rows, "serving/tokens_per_s")
+    assert value(many, "serving/decode_time") > value(rows, "serving/decode_time")
+    half = serving(llama, seq_len=4096, device=h100, bits=8)
+    assert value(half, "serving/decode_time") < value(rows, "serving/decode_time")
+
+
+def test_encoder_decoders_project_the_source_once():
+    h100, t5 = find("H100"), config_of("t5-base")
+    rows = serving(t5, seq_len=64, source_len=512, device=h100)
+    layer = 6 * 768 * 768 + 2 * 768 * 3072  # its own attention, queries and output of the other, feed-forward
+    assert decode_weights(t5) == 12 * layer + 32_128 * 768
+    weights, cache = 2 * decode_weights(t5), 12 * 2 * 768 * 2 * (64 + 512)
+    assert value(rows, "serving/decode_time") == pytest.approx((weights + cache) / h100.bandwidth)
+    source = 12 * (2 * 512 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 768 * 512**2) + 12 * 2 * 512 * 2 * 768**2
+    acting = 12 * (4 * 768**2 + 2 * 768 * 3072) + 12 * 2 * 768**2
+    assert value(rows, "serving/prefill_time") == pytest.approx(max(source / h100.peaks["bf16"], 2 * acting / h100.bandwidth))
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"batch": 0}, "batch=0: must be 1 or more"),
+        ({"seq_len": 5000}, "seq_len=5000: the model has 4096 positions"),
+        ({"source_len": 5}, "family llama has no source"),
+        ({"precision": "bf8"}, "precision=bf8: not known"),
+        ({"device": "T4"}, "T4: its peak in bf16 is not known"),
+        ({"device": "A10000"}, "A10000"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(more, text):
+    with pytest.raises(UserError, match=text) as e:
+        serving(config_of("llama2-7b"), **more)
+    assert "\n" not in str(e.value)
+
+
+# ---------------------------------------------------------------- compute-optimal sizes
+
+
+@pytest.mark.parametrize("fit", ["Hoffmann 2022", "Besiroglu 2024"])
+def test_optimal_is_a_minimum_and_the_three_ways_agree(fit):
+    budget = optimal(flops=1e22)
+    n, d, best = (value(budget, f"optimal/{x}", fit=fit) for x in ("parameters", "tokens", "loss"))
+    assert 6 * n * d == pytest.approx(1e22)
+    inputs = next(r for r in budget if r.conditions["fit"] == fit).conditions["how"]["inputs"]
+    loss = lambda n: inputs["E"] + inputs["A"] / n ** inputs["alpha"] + inputs["B"] / (1e22 / 6 / n) ** inputs["beta"]  # noqa: E731
+    assert best == pytest.approx(loss(n))
+    assert all(best < loss(n * x) for x in (0.5, 0.9, 1.1, 2))
+    assert value(optimal(parameters=n), "optimal/tokens", fit=fit) == pytest.approx(d)
+    assert value(optimal(tokens=d), "optimal/parameters", fit=fit) == pytest.approx(n)
+
+
+def test_the_refit_gives_about_20_tokens_a_parameter_and_the_first_does_not():
+    """At Chinchilla's budget (5.76e23) the refit agrees with Hoffmann's other two approaches, which the printed fit does not (Besiroglu 2024)."""
+    rows = optimal(flops=5.76e23)
+    assert value(rows, "optimal/tokens_per_parameter", fit="Besiroglu 2024") == pytest.approx(20, abs=3)
+    assert value(rows, "optimal/tokens_per_parameter", fit="Hoffmann 2022") > 60
+    assert math.isclose(value(rows, "optimal/parameters", fit="Besiroglu 2024"), 70e9, rel_tol=0.05)
+
+
+def test_exactly_one_budget():
+    with pytest.raises(UserError, match="exactly one of flops, parameters, tokens"):
+        optimal(flops=1e20, tokens=1e9)
+    with pytest.raises(UserError, match="must be a positive number"):
+        optimal(flops=-1)
+
+
+def test_a_classifier_answers_with_its_classes():
+    bert = BertConfig(vocab_size=100, n_layers=1, d_model=8, n_heads=2, d_ff=16, head="classification", n_classes=3)
+    assert value(serving(bert, batch=2, seq_len=4), "serving/logits") == 2 * 3 * (2 + 4)

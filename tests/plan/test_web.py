@@ -1,0 +1,588 @@
+"""The page: its JSON interface over real HTTP, and the page itself in headless Chromium, driven by the keyboard."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.plan import web
+from gradus.plan.answer import Request
+from gradus.plan.figures import figure
+from gradus.plan.show import value_text
+
+GB = 1e9
+
+
+class Planner:
+    """Answers at once with numbers that follow from the request alone, so that what the page shows can be held against them."""
+
+    def __init__(self):
+        self.asked: list[Request] = []
+        self.slow: dict[str, float] = {}  # override → seconds
+
+    def answer(self, request: Request):
+        self.asked.append(request)
+        for override in request.overrides:
+            time.sleep(self.slow.get(override, 0))
+        given = dict(o.partition("=")[::2] for o in request.overrides)
+        if given.get("layout.tensor") == "3":
+            raise UserError("layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
+        if given.get("layout.tensor") == "5":
+            raise UserError("- layout.tensor=5: does not divide the heads.\n- batch.samples: 7 cannot be split over 5.")
+        if request.recipe == "gpt2-large":
+            raise ZeroDivisionError("of the planner's own")
+        t = int(given.get("layout.tensor", 1))
+        parts = {"weights": 40 * GB / t, "gradients": 20 * GB / t, "optimizer": 30 * GB / t, "activations": 10 * GB, "logits": 5 * GB, "gathered": 0.0}
+        rows = [figure("parameters/total", 124_439_808, "parameters", "sum of the components", source="the module")]
+        rows += [figure(f"memory/{name}", value, "bytes", f"formula of {name}", {"tensor": t}, "traced") for name, value in parts.items()]
+        allocated = sum(parts.values())
+        rows += [
+            figure("memory/allocated", allocated, "bytes"),
+            figure("memory/reserved", allocated + 2 * GB, "bytes"),
+            figure("memory/framework", 1 * GB, "bytes"),
+            figure("memory/device", allocated + 3 * GB, "bytes", "reserved + framework", {"reserved": allocated + 2 * GB, "framework": 1 * GB}),
+            figure("memory/capacity", 80 * GB, "bytes"),
+            figure("time/matmul", 0.3, "s"),
+            figure("time/comm/tensor", 0.1, "s"),
+            figure("time/step", 0.4, "s", low=0.3, high=0.5),
+            figure("time/mfu", 0.42, "", convention="full attention matrix"),
+            figure("traffic/tensor", 6 * GB, "bytes", calls=96, kinds="all_reduce"),
+            figure("traffic/replicate", 3 * GB, "bytes", calls=12, kinds="all_reduce"),
+        ]
+        rows += [figure("budget/cost", cost, "$", case=case) for case, cost in (("low", 90.0), ("expected", 100.0), ("high", 150.0))]
+        rows += [figure("budget/device_hours", 521_000.0 * f, "device-hours", case=case) for case, f in (("low", 0.8), ("expected", 1), ("high", 1.6))]
+        rows += [figure("budget/energy", 1.1e12 * f, "J", case=case) for case, f in (("low", 0.8), ("expected", 1), ("high", 1.6))]
+        rows += [figure("budget/steps", 123_456, "steps")]
+        device = next(r.value for r in rows if r.name == "memory/device")
+        fits = None if request.on is None else device <= 80 * GB
+        lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s a step"]
+        return SimpleNamespace(recipe=recipes.load("copy-task"), rows=rows, headline=lines, notes=["the link's efficiency is assumed"], fits=fits, n=8)
+
+    def search(self, request: Request):
+        self.asked.append(request)
+        won = {"rank": 1, "devices": 8, "layout": "layout.tensor=2 layout.checkpointing=full layout.bucket_mb=50", "fits": True, "best": ["fastest", "fewest"]}
+        half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4", "fits": True, "reason": "4 devices: 1.9 × the time"}
+        lost = {"rank": 3, "devices": 8, "layout": "", "fits": False, "reason": "does not fit: 28 GB too much"}
+        rows = [figure("search/memory", size * GB, "bytes", **c) for size, c in ((40, won), (50, half), (108, lost))]
+        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], [*rows, figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
+
+
+@pytest.fixture
+def planner():
+    return Planner()
+
+
+@pytest.fixture
+def server(planner):
+    with web.open_server("127.0.0.1", 0, None, planner.answer, planner.search) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def ask(server, path="/api/plan", body=None, method="POST", **headers):
+    """(status, JSON or bytes, headers)"""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, data, {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}})
+    reply = connection.getresponse()
+    text = reply.read()
+    connection.close()
+    return reply.status, json.loads(text) if "json" in reply.headers.get("Content-Type", "") else text, reply.headers
+
+
+PLAN = {"recipe": "gpt2-small", "on": "8xA100-80GB", "tokens": 3e9, "days": None, "overrides": ["layout.tensor=2"]}
+
+
+# ---------------------------------------------------------------- the interface
+
+
+def test_plan_is_the_rows_with_their_text(server, planner):
+    status, found, _ = ask(server, body=PLAN)
+    assert status == 200 and planner.asked == [Request("gpt2-small", ("layout.tensor=2",), "8xA100-80GB", 3e9, None)]
+    rows = planner.answer(planner.asked[0]).rows
+    assert [{k: v for k, v in row.items() if k != "text"} for row in found["rows"]] == [json.loads(row.json()) for row in rows]
+    assert [row["text"] for row in found["rows"]] == [value_text(row) for row in rows]
+    assert found["fits"] is True and found["notes"] and found["settings"]["layout.precision"] == "fp32" and found["settings"]["batch.samples"]
+
+
+def test_the_command_gives_the_same_request(server):
+    command = ask(server, body={**PLAN, "days": 30.5, "overrides": ["layout.tensor=2", "optimizer.betas=[0.9, 0.95]"]})[1]["command"]
+    words = shlex.split(command)
+    assert words[:2] == ["gradus", "plan"]
+    assert words[2:] == ["gpt2-small", "--on", "8xA100-80GB", "--tokens", "3000000000", "--days", "30.5", "layout.tensor=2", "optimizer.betas=[0.9, 0.95]"]
+
+
+def test_search_answers_with_ranked_layouts(server, planner):
+    status, found, _ = ask(server, "/api/search", PLAN)
+    assert status == 200 and [x["best"] for x in found["layouts"]] == [True, False, False] and "--search" in found["command"]
+    assert found["layouts"][0]["cells"] == {"devices": "8", "memory a device": "40 GB", "a step": "200 ms"} and found["layouts"][0]["reason"] == "fastest, fewest devices"
+    assert found["layouts"][1]["on"] == "4xA100-80GB" and found["summary"] == ["gpt2 on 8: 3 layouts in 0.1 s"]
+
+
+def test_options_offer_every_recipe_preset_device_and_key(server):
+    from gradus import hardware
+    from gradus.recipe.presets import PRESETS
+    from gradus.recipe.schema import Layout
+
+    status, found, _ = ask(server, "/api/options", method="GET")
+    assert status == 200 and [r["name"] for r in found["recipes"]] == recipes.names()
+    assert [name for names in found["presets"].values() for name in names] == list(PRESETS)
+    assert hardware.find(found["devices"][0]).name == found["devices"][0] and "A100-80GB" in found["devices"]
+    keys = {k["key"].removeprefix("layout."): k for k in found["layout"]}
+    assert {"precision", "micro_batch", "checkpointing", "shard", "tensor", "pipeline", "context", "expert", "replicate"} <= set(keys) <= set(Layout.model_fields)
+    assert keys["precision"]["choices"] == ["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] and keys["tensor"]["choices"] is None
+    assert keys["reshard"]["choices"] == ["true", "false"] and keys["param_dtype"]["choices"] == ["fp32", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[" * 20_000, "not valid JSON"),
+        ([], "expected a JSON object"),
+        ({}, "recipe: expected a short text"),
+        ({**PLAN, "recipe": 5}, "recipe: expected a short text"),
+        ({**PLAN, "recipe": "gpt2-smal"}, "Did you mean gpt2-small?"),
+        ({**PLAN, "recipe": "../../etc/passwd"}, "not offered here"),
+        ({**PLAN, "recipe": "hf:some/model"}, "not offered here"),
+        ({**PLAN, "on": ["A100"]}, "on: expected a short text"),
+        ({**PLAN, "on": "x" * 5000}, "on: expected a short text"),
+        ({**PLAN, "tokens": "3e9"}, "--tokens=3e9: must be a positive number"),
+        ({**PLAN, "tokens": True}, "--tokens=True: must be a positive number"),
+        ({**PLAN, "days": -1}, "--days=-1: must be a positive number"),
+        (json.dumps(PLAN).replace("3000000000.0", "NaN").encode(), "--tokens=nan: must be a positive number"),
+        ({**PLAN, "overrides": "layout.tensor=2"}, "overrides: expected a list"),
+        ({**PLAN, "overrides": ["a.b=1"] * 101}, "at most 100"),
+        ({**PLAN, "overrides": [{"layout": 1}]}, "overrides: expected short texts"),
+        ({**PLAN, "override": []}, "override: unknown key of the request. Did you mean overrides?"),
+        ({**PLAN, "overrides": ["data.path=/etc/passwd"]}, "data.path: not from the page, since it can name files"),
+        ({**PLAN, "overrides": [" data.path = /etc/passwd"]}, "data.path: not from the page"),
+        ({**PLAN, "overrides": ["model.init=/etc"]}, "model.init: not from the page"),
+        ({**PLAN, "overrides": ["data={path: /etc/passwd}"]}, "data: not from the page"),
+        ({**PLAN, "overrides": ["tokenizer.path=/etc/passwd"]}, "tokenizer.path: not from the page"),
+        ({**PLAN, "overrides": ["optimizer.betas=[&a 0.9, *a]"]}, "optimizer.betas: YAML's anchors"),
+        ({**PLAN, "overrides": ["log.dir=/etc"]}, "log.dir: not from the page"),
+        ({**PLAN, "overrides": ["layout.tensor=3"]}, "layout.tensor=3: n_heads=12 is not a multiple"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_plain_error(server, planner, body, said):
+    status, found, _ = ask(server, body=body)
+    assert status == 400 and said in found["error"], found
+    assert len(planner.asked) == (1 if said.startswith("layout.tensor=3") else 0)
+
+
+def test_a_fault_of_the_planner_is_told_and_the_server_goes_on(server, capfd):
+    status, found, _ = ask(server, body={**PLAN, "recipe": "gpt2-large"})
+    assert status == 500 and "ZeroDivisionError: of the planner's own" in found["error"]
+    assert "Traceback" in capfd.readouterr().err
+    assert ask(server, body=PLAN)[0] == 200
+
+
+def test_too_large_a_body_is_refused(server, planner):
+    status, found, _ = ask(server, body={**PLAN, "recipe": "x" * web.LARGEST_BODY})
+    assert status == 413 and "at most 65,536" in found["error"] and not planner.asked
+    with socket.create_connection(server.server_address[:2], timeout=20) as s:
+        s.sendall(b"POST /api/plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n")
+        assert b" 411 " in s.recv(4096)
+    assert ask(server, body=b"recipe=gpt2", Content_Type="application/x-www-form-urlencoded")[0] == 415
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example", 403), ("", 403), ("a@localhost", 403),
+     ("localhost", 200), ("127.0.0.1:9000", 200), ("[::1]:8000", 200)],
+)  # fmt: skip
+def test_only_this_machines_names_are_answered(server, planner, host, status):
+    for method, path, body in (("GET", "/", None), ("GET", "/api/options", None), ("POST", "/api/plan", PLAN)):
+        assert ask(server, path, body, method, Host=host)[0] == status
+    assert len(planner.asked) == (1 if status == 200 else 0)
+
+
+def test_another_sites_page_is_refused(server, planner):
+    here = f"127.0.0.1:{server.server_address[1]}"
+    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), (f"http://{here}", 200)):
+        assert ask(server, body=PLAN, Origin=origin)[0] == status
+    assert len(planner.asked) == 1
+
+
+def test_no_file_but_the_page(server):
+    for path in ("/page.html", "/../web.py", "/%2e%2e/web.py", "//etc/passwd", "/api/plan/../../web.py", "/api/plan"):
+        assert ask(server, path, method="GET")[0] == 404
+    assert ask(server, "/api/nothing", PLAN)[0] == 404
+    status, page, headers = ask(server, "/", method="GET")
+    assert status == 200 and page.startswith(b"<!doctype html>") and headers["X-Content-Type-Options"] == "nosniff"
+    assert "default-src 'none'" in headers["Content-Security-Policy"] and "unsafe" not in headers["Content-Security-Policy"]
+    assert not re.search(rb"(src|href)=[\"']?(https?:)?//|@import|url\(", page)
+
+
+def test_what_the_command_line_named_may_be_a_file(planner):
+    started = Request("./mine.yaml", ("data.path=here.txt",), "A100-80GB")
+    asked = web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=here.txt", "layout.tensor=2"]}, started)
+    assert asked == Request("./mine.yaml", ("data.path=here.txt", "layout.tensor=2"))
+    with pytest.raises(UserError, match=r"data\.path: not from the page"):
+        web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=there.txt"]}, started)
+
+
+def test_a_request_that_was_given_up_is_not_planned(server, planner):
+    planner.slow["layout.tensor=4"] = 0.6
+    slow = threading.Thread(target=ask, args=(server,), kwargs={"body": {**PLAN, "overrides": ["layout.tensor=4"]}})
+    slow.start()
+    while not planner.asked:
+        time.sleep(0.01)
+    body = json.dumps({**PLAN, "overrides": ["layout.shard=8"]}).encode()
+    with socket.create_connection(server.server_address[:2]) as s:  # waits behind the slow one, and leaves
+        s.sendall(b"POST /api/plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        time.sleep(0.1)
+    slow.join()
+    assert ask(server, body=PLAN)[0] == 200
+    assert [request.overrides for request in planner.asked] == [("layout.tensor=4",), ("layout.tensor=2",)]
+
+
+def test_a_taken_port_names_the_next_free_one(server, planner):
+    port = server.server_address[1]
+    with pytest.raises(UserError, match=rf"--port={port}: taken\. The next free one: --port (\d+)") as e:
+        web.serve(port=port, answer=planner.answer, search=planner.search)
+    free = int(str(e.value).split()[-1])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", free))
+    with pytest.raises(UserError, match="--port=70000: must be"):
+        web.serve(port=70_000, answer=planner.answer, search=planner.search)
+
+
+def test_ctrl_c_ends_cleanly():
+    code = "from gradus.plan import web; import sys; sys.exit(web.serve(port=0, answer=lambda r: None, search=lambda r: None))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        assert re.search(r"http://127\.0\.0\.1:\d+/", line), line
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Traceback" not in err
+
+
+# ---------------------------------------------------------------- in the browser
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Headless Chromium. Skips where there is none, unless it must be there (CI)."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if program is None:
+        why = "no Chromium or no playwright package here (Debian: apt-get install chromium; pip install playwright)"
+        pytest.fail(why) if os.environ.get("GRADUS_REQUIRE_BROWSER") else pytest.skip(why)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium, server):
+    """visit(hash, width=...) → the page after its first plan. Fails on any error of its script and on any request to elsewhere."""
+    contexts, wrong = [], []
+
+    def go(fragment="", wait=True, **more):
+        width, height = more.pop("width", 1280), more.pop("height", 900)
+        context = chromium.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce", **more)
+        context.set_default_timeout(10_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" and "Failed to load resource" not in m.text else None)
+        page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith(server.url) else None)
+        page.goto(server.url + fragment)
+        if wait:
+            planned(page)
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+def planned(page, text="✓ Fits|✗ Does not fit|No device"):
+    page.wait_for_function(
+        "text => new RegExp(text).test(document.getElementById('verdict').textContent) && !document.getElementById('results').ariaBusy"
+        " && document.body.dataset.turn", arg=text)  # fmt: skip
+
+
+def test_the_page_loads_with_the_answer(visit, planner):
+    page = visit()
+    assert planner.asked == [Request("gpt2-small", (), "8xA100-80GB")]
+    assert page.inner_text("#verdict") == "✗ Does not fit: 135 % of its memory"
+    assert "how long" in page.inner_text("#headline") and "the link's efficiency is assumed" in page.inner_text("#notes")
+    assert page.inner_text("#command") == "gradus plan gpt2-small --on 8xA100-80GB"
+    assert page.get_attribute("#batch", "placeholder") == f"({recipes.load('copy-task').batch.samples})"
+    assert "$90.00" in page.inner_text("#budget") and "$150" in page.inner_text("#budget")
+    assert "416,800" in page.inner_text("#budget") and page.inner_text("#budget").count("device-hours") == 1
+
+
+def test_planning_by_keyboard_alone(visit, planner):
+    page = visit()
+
+    def tab_to(name):
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.id") == name:
+                box = page.evaluate("getComputedStyle(document.activeElement).outlineStyle + getComputedStyle(document.activeElement).outlineWidth")
+                assert box == "solid3px", f"no visible focus on {name}: {box}"
+                return
+        raise AssertionError(f"{name} is not reached by Tab")
+
+    tab_to("recipe")
+    page.keyboard.type("gpt2-m")
+    tab_to("batch")
+    page.keyboard.type("512")
+    tab_to("device")
+    page.keyboard.type("H100")
+    tab_to("layout.tensor")
+    page.keyboard.type("2")
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.tensor=2')")
+    planned(page)
+    device = page.input_value("#device")
+    assert device.startswith("H100")
+    assert planner.asked[-1] == Request("gpt2-medium", ("batch.samples=512", "layout.tensor=2"), f"8x{device}")
+    assert page.inner_text("#verdict").startswith("✓ Fits: 79 %")
+    tab_to("search")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#found:not([hidden])")
+    page.wait_for_function("() => document.activeElement.id === 'found-title'")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the winner's "use"
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('bucket_mb=50')")
+    assert page.evaluate("document.activeElement.id") == "answer-title"
+
+
+def test_bars_are_as_wide_as_their_numbers(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    rows = {row.name: row.value for row in planner.answer(planner.asked[-1]).rows}
+    widths = page.evaluate(
+        "() => { const b = document.querySelector('#memory .bar').getBoundingClientRect(), found = {};"
+        " for (const e of document.querySelectorAll('#memory .bar [data-part]')) found[e.dataset.part] = e.getBoundingClientRect().width / b.width;"
+        " found.mark = (document.querySelector('#memory .mark').getBoundingClientRect().left - b.left) / b.width; return found; }"
+    )
+    scale = rows["memory/capacity"] * 1.02
+    expected = {n: rows[f"memory/{n}"] / scale for n in ("weights", "gradients", "optimizer", "activations", "logits", "framework")}
+    expected |= {"allocator's rounding": 2 * GB / scale, "mark": rows["memory/capacity"] / scale}
+    assert widths == pytest.approx(expected, abs=0.005)
+    parts = page.evaluate("[...document.querySelectorAll('#time .bar [data-part]')].map(e => [e.dataset.part, e.style.width])")
+    assert {part: float(width[:-1]) for part, width in parts} == pytest.approx({"matmul": 75, "comm/tensor": 25})
+    lines = page.evaluate("[...document.querySelectorAll('#traffic .line')].map(e => e.getBoundingClientRect().width)")
+    assert lines[1] / lines[0] == pytest.approx(0.5, abs=0.01)
+    text = page.inner_text("#memory")
+    for value in ("20 GB", "10 GB", "15 GB", "5 GB", "2 GB", "1 GB", "63 GB", "80 GB", "17 GB"):
+        assert value in text
+    label = page.get_attribute("#memory .bar", "aria-label")
+    assert "weights 20 GB" in label and "capacity 80 GB" in label
+
+
+def test_an_error_stands_by_its_field_and_nothing_is_lost(visit):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512&layout.tensor=2")
+    page.fill("#layout\\.tensor", "3")
+    page.wait_for_selector("#layout\\.tensor[aria-invalid=true]")
+    wrong = page.get_attribute("#layout\\.tensor", "aria-describedby")
+    assert page.inner_text(f"[id='{wrong}']").strip().endswith("layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
+    assert "n_heads=12" in page.inner_text("#state")
+    assert page.inner_text("#verdict").startswith("✓ Fits") and page.input_value("#batch") == "512" and page.input_value("#layout\\.tensor") == "3"
+    page.fill("#layout\\.tensor", "5")  # two problems at once: each by its own field
+    page.wait_for_selector("#batch[aria-invalid=true]")
+    assert page.locator("form [aria-invalid=true]").count() == 2
+    page.fill("#layout\\.tensor", "2")
+    page.wait_for_function("() => !document.querySelector('[aria-invalid]')")
+    assert page.locator("form .wrong:visible").count() == 0
+    page.fill("#tokens", "many")
+    page.wait_for_selector("#tokens[aria-invalid=true]")
+    page.fill("#tokens", "")
+    page.fill("#count", "0")
+    page.wait_for_selector("#count[aria-invalid=true]")
+    assert "positive whole number" in page.inner_text("#wrong-on")
+
+
+def test_only_the_newest_answer_counts(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB")
+    planner.slow["layout.tensor=4"] = 1.0
+    page.fill("#layout\\.tensor", "4")
+    while planner.asked[-1].overrides != ("layout.tensor=4",):
+        page.wait_for_timeout(20)
+    page.fill("#layout\\.tensor", "2")
+    page.wait_for_function("() => document.getElementById('command').textContent.endsWith('layout.tensor=2')")
+    page.wait_for_timeout(300)
+    assert page.inner_text("#command").endswith("layout.tensor=2") and page.inner_text("#verdict").startswith("✓ Fits: 79 %")
+
+
+def test_typing_asks_once(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB")
+    page.focus("#tokens")
+    page.keyboard.type("300e9", delay=20)
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('--tokens')")
+    assert [request.tokens for request in planner.asked] == [None, 300e9]
+
+
+def test_the_address_holds_the_plan(visit, planner):
+    page = visit("#recipe=copy-task&on=A100-80GB&tokens=3e9&days=30&batch.tokens=4096&layout.precision=bf16&layout.offload=true&optimizer.lr=0.1")
+    first = planner.asked[-1]
+    assert first.recipe == "copy-task" and (first.tokens, first.days, first.on) == (3e9, 30, "A100-80GB")
+    assert set(first.overrides) == {"batch.tokens=4096", "layout.precision=bf16", "layout.offload=true", "optimizer.lr=0.1"}
+    page.fill("#layout\\.shard", "8")
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.shard=8')")
+    before, command = planner.asked[-1], page.inner_text("#command")
+    assert "layout.shard=8" in before.overrides and "layout.shard=8" in page.url
+    page.reload()
+    planned(page)
+    assert planner.asked[-1] == before and page.inner_text("#command") == command
+    again = visit("#" + page.url.partition("#")[2])
+    assert planner.asked[-1] == before and again.inner_text("#command") == command
+    page.evaluate("location.hash = 'recipe=gpt2-xl&on=2xA100-80GB'")
+    page.wait_for_function("() => document.getElementById('command').textContent === 'gradus plan gpt2-xl --on 2xA100-80GB'")
+
+
+def test_search_then_use(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512&layout.tensor=1&layout.pipeline=4&model.dropout=0.1")
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    assert "fastest, fewest devices" in page.inner_text("#found") and "28 GB too much" in page.inner_text("#found")
+    page.click("#found button >> nth=0")
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('bucket_mb=50')")
+    planned(page)
+    assert set(planner.asked[-1].overrides) == {"batch.samples=512", "model.dropout=0.1", "layout.tensor=2", "layout.checkpointing=full", "layout.bucket_mb=50"}
+    assert page.input_value("#layout\\.tensor") == "2" and page.input_value("#layout\\.pipeline") == "" and page.input_value("#layout\\.checkpointing") == "full"
+    page.click("#found button >> nth=1")  # a layout of fewer devices takes their number along
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.tensor=4')")
+    assert planner.asked[-1].on == "4xA100-80GB" and page.input_value("#count") == "4"
+    page.click("#clear")
+    page.wait_for_function("() => !document.getElementById('command').textContent.includes('layout.')")
+    assert set(planner.asked[-1].overrides) == {"batch.samples=512", "model.dropout=0.1"}
+
+
+def test_every_figure_is_explained_on_demand(visit):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    page.fill("#find", "memory/weights")
+    assert page.locator("#rows tbody tr:visible").count() == 1
+    page.click("#rows button")
+    how = page.inner_text("#rows tr.how:visible")
+    for said in ("formula of weights", "tensor", "2", "traced", "20,000,000,000 bytes"):
+        assert said in how
+    assert page.get_attribute("#rows button", "aria-expanded") == "true"
+
+
+CONTRAST = """() => {
+  const parse = c => { const m = c.match(/[\\d.]+/g).map(Number); return m.length > 3 ? m : [...m, 1]; };
+  const lum = c => { const [r, g, b] = c.slice(0, 3).map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
+  const under = e => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c[3] === 1) return c; } return [255, 255, 255, 1]; };
+  const ratio = (a, b) => { const [x, y] = [lum(a), lum(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const bad = [];
+  let seen = 0;
+  for (const e of document.querySelectorAll('body *')) {
+    const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) || ['INPUT', 'SELECT', 'TEXTAREA'].includes(e.tagName);
+    if (!own || !e.getClientRects().length || ['OPTION', 'OPTGROUP', 'SCRIPT', 'STYLE'].includes(e.tagName)) continue;
+    seen++;
+    const r = ratio(parse(getComputedStyle(e).color), under(e));
+    if (r < 4.5) bad.push([e.tagName, e.id, e.className, e.textContent.slice(0, 30), r]);
+  }
+  for (const e of document.querySelectorAll('.bar > [data-part], .line')) {
+    const r = ratio(parse(getComputedStyle(e).backgroundColor), under(e.parentElement));
+    if (r < 3) bad.push(['segment', e.dataset.part || e.dataset.axis, r]);
+  }
+  for (const e of document.querySelectorAll('input, select, textarea, button')) {
+    if (!e.getClientRects().length) continue;
+    const r = ratio(parse(getComputedStyle(e).borderTopColor), under(e.parentElement));
+    if (r < 3) bad.push(['border', e.id, r]);
+  }
+  return [seen, bad];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_is_enough(visit, scheme):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB", color_scheme=scheme)
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    page.click("#rows button >> nth=1")
+    for settings in ("2", "3"):  # fits; an error
+        page.fill("#layout\\.tensor", settings)
+        page.wait_for_selector("#verdict.yes" if settings == "2" else "#layout\\.tensor[aria-invalid=true]")
+        seen, bad = page.evaluate(CONTRAST)
+        assert seen > 100 and not bad, bad
+
+
+@pytest.mark.parametrize("width", [390, 320, 1280])
+def test_nothing_scrolls_sideways_or_overlaps(visit, width):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2&layout.offload=true&set=optimizer.lr=0.1", width=width, height=844)
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    page.click("#rows button >> nth=3")
+    page.fill("#layout\\.tensor", "3")
+    page.wait_for_selector("[aria-invalid]")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    over = page.evaluate(
+        "w => [...document.querySelectorAll('main *')].filter(e => e.getClientRects().length && !e.closest('.skip, thead')"
+        " && e.getBoundingClientRect().right > w + 1).map(e => e.tagName + e.id + e.className)", width)  # fmt: skip
+    assert not over
+    inside = page.evaluate("[...document.querySelectorAll('.panel')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.id)")
+    assert not inside
+    overlapping = page.evaluate(
+        "() => { const all = [...document.querySelectorAll('.panel')].filter(e => e.getClientRects().length).map(e => [e.id, e.getBoundingClientRect()]);"
+        " return all.flatMap(([a, p]) => all.filter(([b, q]) => a < b && p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)"
+        ".map(([b]) => a + ' ' + b)); }")  # fmt: skip
+    assert not overlapping and page.locator(".panel:visible").count() == 9
+
+
+def test_every_field_has_a_label_and_every_button_a_name(visit):
+    page = visit()
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    unnamed = page.evaluate("[...document.querySelectorAll('input, select, textarea')].filter(e => !e.labels.length || !e.labels[0].textContent.trim()).map(e => e.id)")
+    assert unnamed == [] and page.locator("input, select, textarea").count() > 25
+    assert page.evaluate("[...document.querySelectorAll('button')].filter(e => !(e.ariaLabel || e.textContent.trim())).length") == 0
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    assert page.get_attribute("#said", "aria-live") == "polite" and page.get_attribute("html", "lang") == "en"
+
+
+def test_motion_is_left_out_where_it_is_not_wanted(visit):
+    assert visit().evaluate("getComputedStyle(document.querySelector('.bar > div')).transitionDuration") == "0s"
+
+
+def test_a_server_that_ended_is_said_and_the_form_kept(visit, server):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512")
+    page.route("**/api/plan", lambda route: route.abort())
+    page.fill("#layout\\.tensor", "2")
+    page.wait_for_function("() => document.getElementById('state').textContent.includes('is it still running?')")
+    assert page.input_value("#batch") == "512" and page.inner_text("#verdict").startswith("✗")
+
+
+def test_the_command_lines_plan_opens_the_form(chromium, planner):
+    started = Request("./mine.yaml", ("data.path=here.txt", "layout.tensor=2"), "4xA100-80GB", 1e9, 12.0)
+    with web.open_server("127.0.0.1", 0, started, planner.answer, planner.search) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        page = chromium.new_page()
+        page.goto(made.url)
+        planned(page)
+        assert planner.asked == [Request("./mine.yaml", ("layout.tensor=2", "data.path=here.txt"), "4xA100-80GB", 1e9, 12.0)]
+        assert page.input_value("#recipe") == "./mine.yaml" and page.input_value("#extra") == "data.path=here.txt"
+        page.close()
+        made.shutdown()
+        thread.join()
