@@ -49,6 +49,7 @@ def parser() -> Parser:
     p.add_argument("--devices", action="store_true", help="which single device, at which precision and price")
     p.add_argument("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
     p.add_argument("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements (default: as stored)")
+    p.add_argument("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
     p.add_argument("--web", action="store_true", help="serve the plan as a local page")
     p.add_argument("--port", type=int, default=8000, help="of --web (default 8000)")
     p.add_argument("--host", default="127.0.0.1", help="of --web (default 127.0.0.1: this machine alone)")
@@ -202,7 +203,7 @@ def train(args) -> int:
 
 
 def plan(args) -> int:
-    modes = [name for name in ("json", "explain", "devices", "search", "accuracy", "web") if getattr(args, name) not in (None, False)]
+    modes = [name for name in ("json", "explain", "devices", "search", "accuracy", "examples", "web") if getattr(args, name) not in (None, False)]
     if len([m for m in modes if m != "json"]) > 1:
         raise UserError(f"gradus plan: --{' and --'.join(m for m in modes if m != 'json')} are different questions. Give one of them.")
     if "accuracy" in modes:
@@ -210,10 +211,17 @@ def plan(args) -> int:
 
         print("\n".join(lines(args.accuracy or None)))
         return 0
+    if "examples" in modes:
+        from gradus.plan.examples import lines
+
+        print("\n".join(lines()))
+        return 0
     if "web" in modes:
+        from gradus.plan.answer import Request
         from gradus.plan.web import serve
 
-        return serve(host=args.host, port=args.port)
+        started = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days) if args.recipe else None
+        return serve(started, host=args.host, port=args.port)
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
     from gradus.plan.answer import Request, answer, devices, search

@@ -77,7 +77,7 @@ def test_fitting_finds_the_parameters_that_made_the_points():
         cases.append(case)
     found = accuracy.fit(cases, "A100/mosaic")
     for case in cases:
-        assert case.predict(found) == pytest.approx(case.measured, rel=0.01)
+        assert case.predict(found) == pytest.approx(case.measured, rel=0.03)  # each parameter is drawn towards its start
     assert found["matmul"] == pytest.approx(0.7, rel=0.05)
     assert accuracy.fit(cases, "A100/mosaic") == found  # the same again
 

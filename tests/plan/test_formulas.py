@@ -149,10 +149,30 @@ def test_korthikanti():
     gpt3, mt = (1, 2048, 12_288, 96), (1, 2048, 20_480, 128)
     assert formulas.korthikanti(*gpt3) / (2048 * 12_288) == 34 + 80 and formulas.korthikanti(*mt) / (2048 * 20_480) == 34 + 64
     assert formulas.korthikanti(*gpt3, 8, sequence_parallel=True) == formulas.korthikanti(*gpt3) / 8
-    saved = 1 - formulas.korthikanti(*gpt3, 8, sequence_parallel=True, checkpointing="selective") / formulas.korthikanti(*gpt3, 8, sequence_parallel=True)
-    assert saved == pytest.approx(0.70, abs=0.005)  # section 5: 70 % less for GPT-3
+    selective, none = (formulas.korthikanti(*gpt3, 8, sequence_parallel=True, checkpointing=how) for how in ("selective", "none"))
+    assert 1 - selective / none == pytest.approx(0.70, abs=0.005)  # section 5: 70 % less for GPT-3
     assert formulas.korthikanti(*gpt3, 8) / (2048 * 12_288) == 10 + 24 / 8 + 80 / 8
     assert formulas.korthikanti(*gpt3, checkpointing="full") == 2 * 2048 * 12_288
+
+
+TRACED = [
+    (1, {"precision": "bf16", "checkpointing": "selective"}), (2, {"micro_batch": 2}), (4, {"shard": 4, "param_dtype": "bf16"}), (2, {"tensor": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, how", TRACED, ids=str)
+def test_memory_is_the_traced(n, how):
+    """Of the whole step on a GPU, at its peak."""
+    from gradus.plan import hf
+    from gradus.plan.trace import trace_recipe
+
+    recipe = hf.recipe_for("gpt2-small", tokens=1e9, samples=8, **{"model.n_layers": 2, "model.vocab_size": 8192})
+    recipe = recipe.model_copy(update={"layout": Layout(**how)})
+    traced = trace_recipe(recipe, n, 0, target="cuda")
+    data = formulas.sizes(recipe.layout, n)
+    micro = recipe.layout.micro_batch or 8 // (data["replicate"] * data["shard"])
+    written = formulas.memory(recipe.model, recipe.layout, n, micro_batch=micro, seq_len=1024, samples=8)
+    assert sum(written.values()) == pytest.approx(traced.peak, rel=0.04)
 
 
 # ---------------------------------------------------------------- traffic
@@ -195,7 +215,7 @@ CASES = [
     for i, case in enumerate(LAYOUTS)
     for j, family in enumerate(CONFIGS)
     if not [*check.model(CONFIGS[family].model_copy(update={"n_layers": 4}), Layout(**case[0])), *check.combinations(Layout(**case[0]))]
-    and (family == "gpt" or (i + j) % 4 == 0 or "expert" in case[0])  # every layout on some families, every family in many layouts
+    and ((i + j) % 5 == 0 or "expert" in case[0])  # every layout on some families, every family in many layouts
 ]
 
 
@@ -321,19 +341,22 @@ precisions = st.sampled_from(["fp32", "bf16", "pure_bf16"])
 @settings(max_examples=60, deadline=None)
 @given(sizes_of_models, precisions, st.integers(1, 16), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from(["none", "selective", "full"]))
 def test_more_ranks_never_need_more_memory(config, precision, batch, k, checkpointing):
-    def total(k: int) -> float:
-        layout = Layout(shard=k, precision=precision, checkpointing=checkpointing)
-        parts = formulas.memory(config, layout, k, micro_batch=batch, seq_len=256, samples=batch * k)
-        assert set(parts) == set(COMPONENTS) and all(value >= 0 for value in parts.values())
-        return sum(parts.values())
+    """At every moment, and of every component; gathered weights by no more than their padding, which FSDP2 gathers too."""
+    for at in ("loss", "block", "end", "step"):
 
-    if k > 1:
-        assert total(2 * k) <= total(k) * 1.001  # padding of gathered rows
-    states = [
-        [formulas.memory(config, Layout(shard=n), n, micro_batch=1, seq_len=64, samples=n, at="step")[c] for c in ("weights", "gradients", "optimizer")]
-        for n in (k, 2 * k)
-    ]
-    assert all(more <= less for less, more in zip(*states))
+        def parts(k: int, at: str = at) -> dict[str, float]:
+            layout = Layout(shard=k, precision=precision, checkpointing=checkpointing)
+            return formulas.memory(config, layout, k, micro_batch=batch, seq_len=256, samples=batch * k, at=at)
+
+        few, many = parts(k), parts(2 * k)
+        assert set(few) == set(COMPONENTS) and all(value >= 0 for value in few.values())
+        for name in COMPONENTS:
+            if name in ("gathered", "communication", "transient"):
+                all_parts = [part.local(1) for part in formulas.in_order(config, Layout())]
+                padding = sum(formulas.padded(shape, 2 * k) - formulas.padded(shape, k) for shape in all_parts)
+                assert k == 1 or many[name] <= few[name] + 4 * max(0, padding)
+            else:
+                assert many[name] <= few[name]
 
 
 @settings(max_examples=60, deadline=None)
@@ -360,7 +383,8 @@ def test_traffic_grows_with_the_ranks_and_stays_below_its_limit(config, batch, k
 def test_fast():
     config, layout = config_of("gpt3-175b"), Layout(tensor=8, pipeline=16, schedule="interleaved", precision="bf16", checkpointing="selective")
     known = {"micro_batch": 1, "seq_len": 2048, "samples": 1536}
-    for function in (lambda: formulas.parameters(config), lambda: formulas.memory(config, layout, 1024, **known), lambda: formulas.traffic(config, layout, 1024, **known)):
+    whole = (config, layout, 1024)
+    for function in (lambda: formulas.parameters(config), lambda: formulas.memory(*whole, **known), lambda: formulas.traffic(*whole, **known)):
         took = []
         for _ in range(5):
             start = time.process_time()

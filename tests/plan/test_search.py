@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -65,7 +66,7 @@ def test_time_falls_with_devices_until_traffic_rules():
     recipe = recipe_of("gpt2-small", samples=512, **SMALL)
     device = hardware.find("H100")
     seconds = [quick_time(recipe.model_copy(update={"layout": best_layout(recipe, Cluster(device, n))}), Cluster(device, n)) for n in (1, 2, 4, 8)]
-    assert all(more < less for less, more in zip(seconds, seconds[1:]))
+    assert all(more < less for less, more in itertools.pairwise(seconds))
     slow = recipe.model_copy(update={"layout": Layout(precision="bf16", micro_batch=1), "batch": recipe.batch.model_copy(update={"samples": 64})})
     alone = quick_time(slow, Cluster(device, 1))
     many = [quick_time(slow, Cluster(device, n)) * n for n in (8, 64)]

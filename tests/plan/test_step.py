@@ -145,6 +145,13 @@ def test_a_step_is_never_faster_than_its_host():
     assert step.parts["launch"] == pytest.approx(3 * (20e-3 - 1e-6 - 1e-3))
 
 
+def test_the_interval_is_wider_where_less_is_known():
+    known, unknown = (dataclasses.replace(Work([memory(1e9)], [], []), software=name) for name in ("megatron", "unheard-of"))
+    a100 = Cluster(hardware.find("A100-80GB"), 8)
+    widths = [(t.high - t.low) / t.total for t in (step_time(known, a100), step_time(unknown, a100), step_time(unknown, Cluster(hardware.find("MI300X"), 8)))]
+    assert 0 < widths[0] < widths[1] < widths[2]
+
+
 # ---------------------------------------------------------------- the work, from sizes
 
 

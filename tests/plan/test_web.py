@@ -41,9 +41,9 @@ class Planner:
             time.sleep(self.slow.get(override, 0))
         given = dict(o.partition("=")[::2] for o in request.overrides)
         if given.get("layout.tensor") == "3":
-            raise UserError("layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
+            raise UserError("gpt2-small: layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
         if given.get("layout.tensor") == "5":
-            raise UserError("- layout.tensor=5: does not divide the heads.\n- batch.samples: 7 cannot be split over 5.")
+            raise UserError("- layout: tensor 5 = 5 processes, and 8 were started.\n- batch.samples: 7 cannot be split over 5.")
         if request.recipe == "gpt2-large":
             raise ZeroDivisionError("of the planner's own")
         t = int(given.get("layout.tensor", 1))
@@ -76,7 +76,7 @@ class Planner:
     def search(self, request: Request):
         self.asked.append(request)
         won = {"rank": 1, "devices": 8, "layout": "layout.tensor=2 layout.checkpointing=full layout.bucket_mb=50", "fits": True, "best": ["fastest", "fewest"]}
-        half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4", "fits": True, "reason": "4 devices: 1.9 × the time"}
+        half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4 layout.micro_batch=128 layout.reshard=false layout.param_dtype=bf16", "fits": True, "reason": "context traffic within a node and between nodes 10 % of the step"}
         lost = {"rank": 3, "devices": 8, "layout": "", "fits": False, "reason": "does not fit: 28 GB too much"}
         rows = [figure("search/memory", size * GB, "bytes", **c) for size, c in ((40, won), (50, half), (108, lost))]
         return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], [*rows, figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
@@ -180,13 +180,13 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
         ({**PLAN, "overrides": ["tokenizer.path=/etc/passwd"]}, "tokenizer.path: not from the page"),
         ({**PLAN, "overrides": ["optimizer.betas=[&a 0.9, *a]"]}, "optimizer.betas: YAML's anchors"),
         ({**PLAN, "overrides": ["log.dir=/etc"]}, "log.dir: not from the page"),
-        ({**PLAN, "overrides": ["layout.tensor=3"]}, "layout.tensor=3: n_heads=12 is not a multiple"),
+        ({**PLAN, "overrides": ["layout.tensor=3"]}, "gpt2-small: layout.tensor=3: n_heads=12 is not a multiple"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_plain_error(server, planner, body, said):
     status, found, _ = ask(server, body=body)
     assert status == 400 and said in found["error"], found
-    assert len(planner.asked) == (1 if said.startswith("layout.tensor=3") else 0)
+    assert len(planner.asked) == (1 if "layout.tensor=3" in said else 0)
 
 
 def test_a_fault_of_the_planner_is_told_and_the_server_goes_on(server, capfd):
@@ -403,7 +403,7 @@ def test_an_error_stands_by_its_field_and_nothing_is_lost(visit):
     page.fill("#layout\\.tensor", "3")
     page.wait_for_selector("#layout\\.tensor[aria-invalid=true]")
     wrong = page.get_attribute("#layout\\.tensor", "aria-describedby")
-    assert page.inner_text(f"[id='{wrong}']").strip().endswith("layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
+    assert page.inner_text(f"[id='{wrong}']").strip().endswith("gpt2-small: layout.tensor=3: n_heads=12 is not a multiple of it. Set layout.tensor=2 or 4.")
     assert "n_heads=12" in page.inner_text("#state")
     assert page.inner_text("#verdict").startswith("✓ Fits") and page.input_value("#batch") == "512" and page.input_value("#layout\\.tensor") == "3"
     page.fill("#layout\\.tensor", "5")  # two problems at once: each by its own field
@@ -542,6 +542,8 @@ def test_nothing_scrolls_sideways_or_overlaps(visit, width):
     assert not over
     inside = page.evaluate("[...document.querySelectorAll('.panel')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.id)")
     assert not inside
+    if width == 1280:
+        assert max(page.evaluate("[...document.querySelectorAll('#found button, #rows button')].map(e => e.getBoundingClientRect().height)")) < 40  # words are not broken
     overlapping = page.evaluate(
         "() => { const all = [...document.querySelectorAll('.panel')].filter(e => e.getClientRects().length).map(e => [e.id, e.getBoundingClientRect()]);"
         " return all.flatMap(([a, p]) => all.filter(([b, q]) => a < b && p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)"

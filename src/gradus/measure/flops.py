@@ -111,6 +111,7 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- peaks
 
+
 def known_peak(device_name: str, numbers: str) -> float | None:
     """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not known, never guessed.
 

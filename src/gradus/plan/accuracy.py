@@ -408,7 +408,8 @@ def _timm(point: Point) -> Case:
 
 # (layers, d_model, gated) of what litgpt's table names
 LITGPT = {"phi 1.5 1.3": (24, 2048, False), "stablelm alpha 3": (16, 4096, False), "stablelm alpha 7": (16, 6144, False),
-          "llama 2 7": (32, 4096, True), "llama 2 13": (40, 5120, True), "llama 2 70": (80, 8192, True), "falcon 7": (32, 4544, False), "falcon 40": (60, 8192, False),
+          "llama 2 7": (32, 4096, True), "llama 2 13": (40, 5120, True), "llama 2 70": (80, 8192, True),
+          "falcon 7": (32, 4544, False), "falcon 40": (60, 8192, False),
           "falcon 180": (80, 14848, False), "platypus 30": (60, 6656, True), "tinyllama 1.1": (22, 2048, True)}  # fmt: skip
 
 
@@ -770,7 +771,7 @@ def table_lines(table: dict[str, dict[str, float | None]]) -> list[str]:
 # ---------------------------------------------------------------- the file of parameters, and what is printed
 
 # Whose parameters stand for a chip where the software is not named.
-GENERAL = {"A100": "A100/mosaic", "A100/megatron": "A100/megatron@vtrain-multi", "H100": "H100/titan", "V100": "V100/megatron@2020",
+GENERAL = {"A100": "A100/mosaic", "A100/megatron": "A100/megatron@vtrain-multi", "H100": "H100/mosaic", "V100": "V100/megatron@2020",
            "RTX3090": "RTX3090/timm", "B200": "B200/mcore@fp8", "GB200": "GB200/mcore@fp8", "GB300": "GB300/mcore@fp8"}  # fmt: skip
 
 
@@ -809,7 +810,7 @@ def _refit(points: list[Point], date: str, progress: Callable[[str], None], prof
         (timed if cases[0].direct is None else forms)[profile] = entry
     for name, source in GENERAL.items():
         if source in timed:
-            timed[name] = {**timed[source], "as": source}
+            timed[name] = {**json.loads(json.dumps(timed[source])), "as": source}
     ratios: dict[str, list[float]] = {}
     for r in results:
         if r.case.direct is None and r.case.group != "narayanan zero3":

@@ -58,6 +58,7 @@ def answer(request: Request) -> Answer:
     if chosen and n > 1:
         recipe = _with_layout(recipe, cluster)
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
+    _whole_replicas(recipe, n, request.on)
     check.validate(recipe, n)
     return _answer(request, recipe, task, cluster, n, notes)
 
@@ -66,6 +67,16 @@ def answer(request: Request) -> Answer:
 
 TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
 SPLITS = tuple(f"layout.{key}" for key in ("shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"))
+
+
+def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
+    """Raises UserError where n devices are no whole number of what one replica takes."""
+    one = mesh.needed(recipe.layout)
+    if n % one:
+        axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(recipe.layout, one).items() if k > 1)
+        device = (on or "").lstrip("0123456789").lstrip("x×* ")
+        many = one * max(1, round(n / one))
+        raise UserError(f"layout: {axes} = {one} devices, of which {n} is no multiple. Use --on {many}x{device}, or other layout.* keys.")
 
 
 def _positive(request: Request) -> None:
@@ -205,12 +216,27 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, work)
+    if recipe.model.preset == "gpt3-175b" and request.tokens == 300e9:
+        rows += _lecture(notes)
     keys = layout_keys(recipe.layout)
     made = Answer(recipe, cluster, n, rows, [], notes, fits, keys)
     from gradus.plan.show import headline
 
     made.headline = headline(made, request)
     return made
+
+
+def _lecture(notes: list[str]) -> list[Row]:
+    """The two answers to the lecture's question: 300e9 tokens in 30 days at 160 TFLOP/s."""
+    from gradus.plan.examples import gpt3_devices
+
+    six, eight = gpt3_devices()
+    notes.append(
+        f"rule of thumb for 30 days at 160 TFLOP/s: {six.value:,} GPUs by 6ND, {eight.value:,} by 8ND: that rate was reached with recomputation "
+        "(the lecture: 800; docs/errata.md; --explain rule/devices_8nd)"
+    )
+    six.name, eight.name = "rule/devices_6nd", "rule/devices_8nd"
+    return [six, eight]
 
 
 def layout_keys(layout: Layout) -> str:

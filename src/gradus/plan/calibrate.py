@@ -369,7 +369,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
     alive = [p for p in points if not p.dead]
     return {
         "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "spread": round(statistics.median(p.spread for p in alive), 4),

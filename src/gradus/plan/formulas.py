@@ -675,7 +675,8 @@ def ends_saved(
     (task.mask_rate), else all.
 
     The loss: log_softmax keeps fp32 log-probabilities, 4 bytes a logit; its derivative holds those, the gradient that comes and the one that
-    goes: 12. (Logits in half also have an fp32 copy: 2 + 4 + 4 in the forward pass, which is less.)
+    goes: 12. (Logits in half also have an fp32 copy: 2 + 4 + 4 in the forward pass, which is less.) The loss over a split vocabulary
+    (torch.distributed.tensor.parallel.loss_parallel) writes every step of the softmax anew: 20, and 22 with logits in half.
     """
     s, s_target = _lengths(m, seq_len, target_len)
     num, h, cpu, t = Numbers.of(layout), m.d_model, target == "cpu", layout.tensor
@@ -721,7 +722,10 @@ def ends_saved(
         last.linear(_T(seen * h, num.stream), seen, h, 1)
     classes_here = -(-classes // t) if m.family != "vit" and classes == _vocabulary(m) and layout.vocab_parallel else classes
     logits = float(seen) * classes_here
-    return Ends(first.total, each.total, last.total, 4 * logits, (16 if label_smoothing else 12) * logits)
+    peak = 16 if label_smoothing else 12
+    if t > 1 and m.family != "vit" and classes == _vocabulary(m) and layout.vocab_parallel:
+        peak = 20 if num.compute == 4 else 22
+    return Ends(first.total, each.total, last.total, 4 * logits, peak * logits)
 
 
 def _vocabulary(m: ModelConfig) -> int | None:
@@ -945,10 +949,11 @@ class _Whole(NamedTuple):
             head = max(sizes_of, default=0) * num.weight
         kept_ends = self.ends.each + (self.ends.first if mine.first else 0.0)
         in_forward = (flight - 1) * casts + max(casts, forward_casts)
+        at_end = 0.0 if n_shard > 1 and layout.reshard and layout.pipeline == 1 else gathered  # the root's weights are forgotten before the loss
         found = {
-            "loss": {"gradients": before, "activations": flight * at_loss, "logits": logits, "gathered": gathered + flight * casts},
+            "loss": {"gradients": before, "activations": flight * at_loss, "logits": logits, "gathered": at_end + flight * casts},
             "forward": {"gradients": before, "activations": flight * at_loss, "logits": logits * (10 if num.compute == 2 else 8) / 12,
-                        "gathered": gathered + in_forward},
+                        "gathered": at_end + in_forward},
             "block": {"gradients": before + head, "activations": flight * activations + again, "gathered": gathered + flight * casts + recast,
                       "communication": reduced, "transient": one.working + made},
             "end": {"gradients": after, "activations": kept_ends + one.all, "gathered": gathered + one.casts, "communication": reduced,
@@ -1117,10 +1122,13 @@ class _Traffic:
                 send("all_gather", both(tokens, wide), 1, "backward")
             elif first:
                 send("all_reduce", both(tokens, wide, False), 1, "forward")
+            elif m.family == "t5" and "tokens" in self.mine.ends:  # one embedding for both: a stage that has it looks up the other's too
+                send("reduce_scatter" if parallel else "all_reduce", both(tokens, wide, parallel), 1, "forward")
             if lasts[i] and parallel:
                 send("all_gather", both(tokens, wide), 1, "forward")
         if self.mine.last and m.family != "vit" and self.classes == _vocabulary(m):
-            self.send("tensor", "all_reduce", self.seen * m.d_model * wide, self.runs, layout.tensor, 1, "backward")
+            size = self.num.compute if m.family == "bert" else wide  # what the head reads: BERT's comes from a product
+            self.send("tensor", "all_reduce", self.seen * m.d_model * size, self.runs, layout.tensor, 1, "backward")
             if layout.vocab_parallel:
                 self.send("tensor", "all_reduce", self.seen * 4, 3 * self.runs, layout.tensor, 1, "forward")
             else:

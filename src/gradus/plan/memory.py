@@ -162,19 +162,22 @@ def matched(a: list[tuple], b: list[tuple]) -> list[tuple[int, int]]:
             i, j = i + 1, j + 1
             continue
         shifts = range(len(b) - j + 1)
-        skip = next((d for strict in (True, False) for d in shifts if _again(a, b, i, j + d, strict)), None)
+        skip = next((d for strict in (True, False) for d in shifts if _like_before(a, b, i, j, d, since) and _again(a, b, i, j + d, strict)), None)
         if skip is None:
             raise Unequal(f"event {i} of {len(a)}: {a[i : i + 3]} against {b[j : j + 3]}")
         if skip == 0:
             pairs.append((i, j))
             i, j = i + 1, j + 1
             continue
-        # the last of what is repeated, whose place is told from behind; what comes before it may be the first, and unlike
-        if i - since < skip or any(a[i - t][0] != b[j + skip - t][0] for t in range(1, skip + 1)):
-            raise Unequal(f"before event {i} of {len(a)}: {skip} events inserted that are unlike those before")
+        # the last of what is repeated is told from behind, by its end; what comes before it may be the first, and unlike
         pairs += [(i - t, j + skip - t) for t in range(skip, 0, -1)]
         since, j = i, j + skip
     return pairs
+
+
+def _like_before(a: list[tuple], b: list[tuple], i: int, j: int, n: int, since: int) -> bool:
+    """Whether n events inserted in b are those that a has before this place."""
+    return i - since >= n and all(a[i - t][0] == b[j + n - t][0] for t in range(1, n + 1))
 
 
 def _again(a: list[tuple], b: list[tuple], i: int, j: int, strict: bool) -> bool:
@@ -273,10 +276,11 @@ def cases(recipe: Recipe, n: int, target: Target, task: Task | None, given: list
         return [full] * count + ([tail] if tail is not None else [])
 
     if layout.pipeline == 1:
-        dimensions = [Dimension("encoder", BASE, encoder)]
+        base = BASE if layout.shard > 1 else 2
+        dimensions = [Dimension("encoder", base, encoder)]
         if decoder is not None:
-            dimensions.append(Dimension("decoder", BASE, decoder))
-        dimensions.append(Dimension("micro", 2, whole))
+            dimensions.append(Dimension("decoder", base, decoder))
+        dimensions.append(Dimension("micro", 2 if n == 1 else 3, whole))  # of several the first and the last are unlike the others
 
         def trace(v: dict[str, int]) -> Steps:
             small = _resized(recipe, v["encoder"], v.get("decoder"))
@@ -327,12 +331,18 @@ def _pipeline_cases(
             for rank, held in ((lambda p: 0, first), (last_rank, last))
         ]
     # 1f1b: the first stage has as many micro-batches under way as there are stages, the last one has one
-    front = [Dimension("blocks", BASE, first), Dimension("pipeline", least, stages), Dimension("more", 0, count - stages)]
-    rear = [Dimension("blocks", BASE, last), Dimension("micro", least, count)]
+    base = BASE if layout.shard > 1 else 1
+    more = min(1, count - stages)  # with one more than stages the first micro-batches' gradients are there while the last is under way
+    front = [Dimension("blocks", base, first), Dimension("pipeline", least, stages)]
+    rear = [Dimension("blocks", base, last), Dimension("micro", least, count)]
+
+    def at_front(v: dict[str, int]) -> Steps:
+        return small(v, lambda p: 0, v["pipeline"] + more)
+
     return [
-        Case(0, front, lambda v: small(v, lambda p: 0, v["pipeline"] + v["more"]), count),
+        Case(0, front, at_front, stages + more, _bytes(full)),
         Case(last_rank(stages), rear, lambda v: small(v, last_rank, v["micro"]), count),
-    ]
+    ], count
 
 
 def extended(recipe: Recipe, n: int, case: Case, target: Target, task: Task | None, notes: list[str]) -> Steps:

@@ -265,13 +265,11 @@ class Proof:
         self.force = force
         self.predicted: Predicted | None = None
         self.step: int | None = None
-        self.folder: Path | None = None
         self.measured: list[Row] = []
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
         self.energy = [0.0, 0, 0.0]  # joules, steps, seconds: of the stretches that held training alone
         self._mark: tuple[float, int, float, float] | None = None
-        self._clear: list[Path] = []
 
     # ------------------------------------------------------------ before
 
@@ -298,11 +296,11 @@ class Proof:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
     def begin(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("plan.jsonl", "proof.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-        if self.predicted:
-            write(folder / "plan.jsonl", self.predicted.rows)
+        with contextlib.suppress(OSError):  # the run's own rows will say that the disk is full
+            for name in ("plan.jsonl", "proof.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+            if self.predicted:
+                write(folder / "plan.jsonl", self.predicted.rows)
 
     # ------------------------------------------------------------ on the way
 

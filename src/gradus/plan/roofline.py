@@ -81,8 +81,7 @@ def _find(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, 
         if own:
             if name != chip:
                 notes.append(f"no fitted parameters for {chip}: those of {name} are taken")
-            for key in reversed(own):
-                values.update({k: v for k, v in profiles[key].items() if k in FIELDS})
+            values = {k: v for k, v in profiles[own[0]].items() if k in FIELDS}  # a profile is whole: the rest was at its default
             break
     else:
         notes.append(f"no fitted parameters for {chip}: general ones are taken, expect errors of 20 % and more; gradus calibrate measures it")

@@ -16,8 +16,8 @@ HOST_TO_DEVICE = 12e9  # bytes/s, from pinned memory over PCIe 4 (nominal 31e9 o
 
 @dataclasses.dataclass
 class StepTime:
-    """Seconds of a step by part: matmul, attention, memory, launch (of optimizer-free work: the host is behind), bubble, optimizer,
-    data, host, comm/<axis> (exposed only). low and high: where 80 % of the runs lie that were predicted with their model left out."""
+    """Seconds of a step by part: matmul, attention, memory, launch (the device waits for the host), bubble, optimizer, data, host (the
+    same in the optimizer's step, and waiting for the slowest node), comm/<axis> (exposed only). low and high: see `interval`."""
 
     parts: dict[str, float]
     low: float
@@ -100,7 +100,6 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     computing["forward"] = computing.get("forward", 0.0)
     computing["backward"] = computing.get("backward", 0.0) + computing.pop("recompute", 0.0)
     room = {phase: seconds * fit.overlap for phase, seconds in computing.items()}
-    slowed = 0.0
     for transfer, seconds in hidden:
         able = ("forward", "backward") if transfer.hidden_by == "both" else (transfer.hidden_by,)
         free = sum(room.get(phase, 0.0) for phase in able)
@@ -108,19 +107,15 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
         for phase in able:
             if free > 0:
                 room[phase] -= covered * room.get(phase, 0.0) / free
-        slowed += covered * fit.contention
         axis = "comm/" + transfer.axis
-        parts[axis] = parts.get(axis, 0.0) + seconds - covered
-    parts["host"] = slowed  # renamed below: what computing loses to communication counts as exposed communication
-    if hidden:
-        longest = max(hidden, key=lambda pair: pair[1])[0].axis
-        parts["comm/" + longest] += parts.pop("host")
-    parts["host"] = 0.0
+        # what computing loses beside it counts as exposed communication
+        parts[axis] = parts.get(axis, 0.0) + seconds - covered + covered * fit.contention
 
     optimizer: dict[str, float] = {}
     stepped: dict[str, list[float]] = {}
     _sum(work.step, cluster, fit, optimizer, stepped, [0.0])
     parts["optimizer"] = sum(optimizer.values())
+    parts["host"] = 0.0
     if not measured:
         parts["host"] += sum(max(0.0, host - device) for device, host in stepped.values())
     parts["data"] = 0.0 if cluster.device.kind == "cpu" else work.data_bytes / HOST_TO_DEVICE
@@ -128,12 +123,13 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     if nodes > 1 and fit.straggle:
         parts["host"] += sum(parts.values()) * fit.straggle * math.log2(nodes)
     total = sum(parts.values())
-    low, high = interval(work, cluster)
+    low, high = interval(work, bool(notes))
     return StepTime(parts, total * low, total * high, notes)
 
 
-def interval(work: Work, cluster: Cluster) -> tuple[float, float]:
-    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its model left out."""
-    table = fitted().get("intervals", {})
-    low, high = table.get(work.software.split("@")[0], table.get("all", (0.75, 1.35)))
-    return low, high
+def interval(work: Work, foreign: bool = False) -> tuple[float, float]:
+    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its model left out. Of a software
+    that none of them used the widest; a fifth more each way where the device's parameters are another's (`foreign`)."""
+    table = fitted().get("intervals") or {"none": (0.75, 1.35)}
+    low, high = table.get(work.software.split("@")[0]) or (min(v[0] for v in table.values()), max(v[1] for v in table.values()))
+    return (low * 0.8, high * 1.2) if foreign else (low, high)

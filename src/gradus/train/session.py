@@ -252,10 +252,10 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | 
         if not resume and here.first:
             write_json(folder / "environment.json", environment(session.device))
             write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
-        if plan and here.first:
-            plan.begin(folder)
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+    if plan and here.first:
+        plan.begin(folder)
 
     if not resume and here.first and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:")
