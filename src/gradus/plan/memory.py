@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.parallel.mesh import sizes
 from gradus.parallel.pipeline import STACKS, stages_per_process
@@ -243,7 +244,9 @@ class Case:
     rank: int
     dimensions: list[Dimension]
     trace: Callable[[dict[str, int]], Steps]
-    micro_batches: int
+    micro_batches: int  # that are traced
+    more: int = 0  # that there are besides: each only adds its batch to what is alive, and its operations
+    batch: int = 0  # bytes of one
 
 
 def _layers(recipe: Recipe) -> tuple[int, int | None]:
@@ -304,10 +307,12 @@ def _pipeline_cases(
     if not (simple and inside):
         ranks = (0, n - each) if per == 1 else (0,)
 
-        def whole(rank: int) -> Callable[[dict[str, int]], Steps]:
-            return lambda v: steps_of(trace_recipe(recipe, n, rank, target=target, task=task, micro_batches=[full] * count))
+        traced = min(count, 2 * stages) if layout.schedule != "gpipe" else count  # more are not under way at a time
 
-        return [Case(rank, [], whole(rank), count) for rank in ranks]
+        def whole(rank: int) -> Callable[[dict[str, int]], Steps]:
+            return lambda v: steps_of(trace_recipe(recipe, n, rank, target=target, task=task, micro_batches=[full] * traced))
+
+        return [Case(rank, [], whole(rank), traced, count - traced, _given(full)) for rank in ranks]
 
     if layout.schedule == "1f1b":
         count = max(count, stages)  # the schedule is filled up with idle ones
@@ -340,20 +345,54 @@ def _pipeline_cases(
         return small(v, lambda p: 0, v["pipeline"] + more)
 
     return [
-        Case(0, front, at_front, stages + more, _bytes(full)),
+        Case(0, front, at_front, stages + more, count - stages - more, _given(full)),
         Case(last_rank(stages), rear, lambda v: small(v, last_rank, v["micro"]), count),
-    ], count
+    ]
 
 
-def extended(recipe: Recipe, n: int, case: Case, target: Target, task: Task | None, notes: list[str]) -> Steps:
-    """The case's step; whole where it cannot be extended."""
+WHOLE = 256  # blocks, times micro-batches, that are traced whole where nothing can be extended
+
+
+def extended(recipe: Recipe, case: Case, notes: list[str]) -> Steps:
+    """The case's step; whole where it cannot be extended. Raises UserError where that would take too long."""
     try:
-        return extend(case.dimensions, case.trace)
+        steps = extend(case.dimensions, case.trace)
     except Unequal:
-        return extend([], lambda v: case.trace({d.name: d.target for d in case.dimensions}))
+        targets = {d.name: d.target for d in case.dimensions}
+        blocks = sum(v for k, v in targets.items() if k in ("encoder", "decoder", "blocks"))
+        if blocks * case.micro_batches > WHOLE:
+            layout = ", ".join(f"{k}={v}" for k, v in recipe.layout.model_dump(exclude_defaults=True).items())
+            raise UserError(f"layout ({layout}): a step of this model does not repeat layer by layer, and is too large to trace whole.") from None
+        notes.append("The step does not repeat layer by layer: it was traced whole.")
+        steps = case.trace(targets)
+    if not case.more:
+        return steps
+    levels, times = steps.levels.copy(), (case.micro_batches + case.more) / case.micro_batches
+    levels[:, NAMES.index("activations")] += case.more * case.batch
+    levels[:, len(NAMES) + _pool(case.batch)[0]] += case.more * _pool(case.batch)[1]
+    ops = {key: tuple(x * times for x in v) if key[0] == "micro" else v for key, v in steps.ops.items()}
+    transfers = {key: tuple(x * times for x in v) if key[5] != "optimizer" else v for key, v in steps.transfers.items()}
+    return dataclasses.replace(steps, levels=levels, ops=ops, transfers=transfers)
 
 
 # ---------------------------------------------------------------- answers
+
+
+_kept: dict[tuple, tuple[Steps, list[str]]] = {}  # of the last recipes asked for: memory and work come from one trace
+
+
+def _once(recipe: Recipe, n: int, case: Case, target: Target, task: Any, notes: list[str]) -> Steps:
+    if task is not None:
+        return extended(recipe, case, notes)
+    key = (making.complete(recipe).model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, case.rank, target)
+    if key not in _kept:
+        while len(_kept) >= 8:
+            _kept.pop(next(iter(_kept)))
+        told: list[str] = []
+        _kept[key] = extended(recipe, case, told), told
+    steps, told = _kept[key]
+    notes += told
+    return steps
 
 
 def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
@@ -365,7 +404,7 @@ def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: D
     found = []
     notes: list[str] = []
     for case in cases(recipe, n, target, task):
-        steps = extended(recipe, n, case, target, task, notes)
+        steps = _once(recipe, n, case, target, task, notes)
         totals = steps.levels[:, : len(NAMES)].sum(1)
         top = int(totals.argmax())
         found.append((round(totals[top]), top, case, steps))
@@ -397,7 +436,7 @@ def traced_work(
     given = micro_batches or making.micro_batches(recipe, n, task=task)
     best = None
     for case in cases(recipe, n, target, task, given):
-        steps = extended(recipe, n, case, target, task, [])
+        steps = _once(recipe, n, case, target, task if micro_batches is None else given, [])
         operations = sum(key[5] * count for key, (count, _) in steps.ops.items())
         if best is None or operations > best[0]:
             best = operations, case, steps
@@ -414,7 +453,7 @@ def _work(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict], f
         moved = total / count
         dtype = "tf32" if layout.tf32 and dtype == "fp32" and kind == "matmul" else dtype
         if scope == "micro":
-            micro.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, operations, moved, shape, count / case.micro_batches))
+            micro.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, operations, moved, shape, count / (case.micro_batches + case.more)))
         else:
             step.append(Op(kind, name, dtype, "optimizer", operations, moved, shape, count))
     size = sizes(layout, n)
@@ -427,7 +466,7 @@ def _work(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict], f
     ranks = size["replicate"] * size["expert"] * size["shard"]
     samples = sum(_samples(b) for b in given)
     return Work(
-        micro=micro, step=step, transfers=transfers, micro_batches=case.micro_batches, stages=layout.pipeline,
+        micro=micro, step=step, transfers=transfers, micro_batches=case.micro_batches + case.more, stages=layout.pipeline,
         virtual=stages_per_process(layout) if layout.pipeline > 1 else 1, schedule=layout.schedule, samples=samples * ranks,
         tokens=sum(places(b) for b in given) * ranks, model_flops=flops * ranks, data_bytes=sum(_bytes(b) for b in given),
     )  # fmt: skip
@@ -439,6 +478,11 @@ def _samples(batch: dict) -> int:
 
 def _bytes(batch: dict) -> int:
     return sum(v.nbytes for v in batch.values() if hasattr(v, "nbytes"))
+
+
+def _given(batch: dict) -> int:
+    """Bytes of a batch as it lies on the device; of images also the numbers made of them."""
+    return _bytes(batch) + (4 * batch["image"].numel() if "image" in batch else 0)
 
 
 def places(batch: dict) -> int:
