@@ -148,7 +148,7 @@ def combine(a: Steps, b: Steps, k: float) -> Steps:
     return Steps([a.keys[i] for i, _ in pairs], levels, [a.at[i] for i in of_a], ops, transfers, held)
 
 
-WINDOW = 24  # events by which a place is known again
+WINDOWS = (24, 8, 3)  # events by which a place is known again: fewer where the next insertion is near
 
 
 def matched(a: list[tuple], b: list[tuple]) -> list[tuple[int, int]]:
@@ -162,8 +162,8 @@ def matched(a: list[tuple], b: list[tuple]) -> list[tuple[int, int]]:
             pairs.append((i, j))
             i, j = i + 1, j + 1
             continue
-        shifts = range(len(b) - j + 1)
-        skip = next((d for strict in (True, False) for d in shifts if _like_before(a, b, i, j, d, since) and _again(a, b, i, j + d, strict)), None)
+        shifts = [d for d in range(len(b) - j + 1) if _like_before(a, b, i, j, d, since)]
+        skip = next((d for n in WINDOWS for strict in (True, False) for d in shifts if _again(a, b, i, j + d, n, strict)), None)
         if skip is None:
             raise Unequal(f"event {i} of {len(a)}: {a[i : i + 3]} against {b[j : j + 3]}")
         if skip == 0:
@@ -181,10 +181,10 @@ def _like_before(a: list[tuple], b: list[tuple], i: int, j: int, n: int, since: 
     return i - since >= n and all(a[i - t][0] == b[j + n - t][0] for t in range(1, n + 1))
 
 
-def _again(a: list[tuple], b: list[tuple], i: int, j: int, strict: bool) -> bool:
-    """Whether what follows is the same; unless strict, but for a few sizes."""
-    n = min(WINDOW, len(a) - i)
-    if len(b) - j < n or (n < WINDOW and len(b) - j != n):
+def _again(a: list[tuple], b: list[tuple], i: int, j: int, window: int, strict: bool) -> bool:
+    """Whether the next `window` events are the same, or all to the end; unless strict, but for a few sizes."""
+    n = min(window, len(a) - i)
+    if len(b) - j < n or (n < window and len(b) - j != n):
         return False
     if strict:
         return a[i : i + n] == b[j : j + n]
@@ -245,8 +245,8 @@ class Case:
     dimensions: list[Dimension]
     trace: Callable[[dict[str, int]], Steps]
     micro_batches: int  # that are traced
-    more: int = 0  # that there are besides: each only adds its batch to what is alive, and its operations
-    batch: int = 0  # bytes of one
+    more: int = 0  # that there are besides: each adds its operations, and its batch and buffers to what is alive
+    each: Callable[[], np.ndarray] | None = None  # what it adds
 
 
 def _layers(recipe: Recipe) -> tuple[int, int | None]:
@@ -312,7 +312,13 @@ def _pipeline_cases(
         def whole(rank: int) -> Callable[[dict[str, int]], Steps]:
             return lambda v: steps_of(trace_recipe(recipe, n, rank, target=target, task=task, micro_batches=[full] * traced))
 
-        return [Case(rank, [], whole(rank), traced, count - traced, _given(full)) for rank in ranks]
+        def of_one() -> np.ndarray:
+            level = np.zeros(len(NAMES) + 3, np.int64)
+            size = _bytes(full) + (4 * full["image"].numel() if "image" in full else 0)  # of images also the numbers made of them
+            level[NAMES.index("activations")], level[len(NAMES) + _pool(size)[0]] = size, _pool(size)[1]
+            return level
+
+        return [Case(rank, [], whole(rank), traced, count - traced, of_one) for rank in ranks]
 
     if layout.schedule == "1f1b":
         count = max(count, stages)  # the schedule is filled up with idle ones
@@ -336,16 +342,20 @@ def _pipeline_cases(
             for rank, held in ((lambda p: 0, first), (last_rank, last))
         ]
     # 1f1b: the first stage has as many micro-batches under way as there are stages, the last one has one
-    base = BASE if layout.shard > 1 else 1
+    base = BASE if layout.shard > 1 else 2
     more = min(1, count - stages)  # with one more than stages the first micro-batches' gradients are there while the last is under way
     front = [Dimension("blocks", base, first), Dimension("pipeline", least, stages)]
     rear = [Dimension("blocks", base, last), Dimension("micro", least, count)]
+
+    def of_another() -> np.ndarray:
+        few, many = (small({"blocks": 1, "pipeline": least}, lambda p: 0, least + i).levels[0] for i in (0, 1))
+        return many - few
 
     def at_front(v: dict[str, int]) -> Steps:
         return small(v, lambda p: 0, v["pipeline"] + more)
 
     return [
-        Case(0, front, at_front, stages + more, count - stages - more, _given(full)),
+        Case(0, front, at_front, stages + more, count - stages - more, of_another),
         Case(last_rank(stages), rear, lambda v: small(v, last_rank, v["micro"]), count),
     ]
 
@@ -367,9 +377,7 @@ def extended(recipe: Recipe, case: Case, notes: list[str]) -> Steps:
         steps = case.trace(targets)
     if not case.more:
         return steps
-    levels, times = steps.levels.copy(), (case.micro_batches + case.more) / case.micro_batches
-    levels[:, NAMES.index("activations")] += case.more * case.batch
-    levels[:, len(NAMES) + _pool(case.batch)[0]] += case.more * _pool(case.batch)[1]
+    levels, times = steps.levels + case.more * case.each(), (case.micro_batches + case.more) / case.micro_batches
     ops = {key: tuple(x * times for x in v) if key[0] == "micro" else v for key, v in steps.ops.items()}
     transfers = {key: tuple(x * times for x in v) if key[5] != "optimizer" else v for key, v in steps.transfers.items()}
     return dataclasses.replace(steps, levels=levels, ops=ops, transfers=transfers)
@@ -453,7 +461,8 @@ def _work(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict], f
         moved = total / count
         dtype = "tf32" if layout.tf32 and dtype == "fp32" and kind == "matmul" else dtype
         if scope == "micro":
-            micro.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, operations, moved, shape, count / (case.micro_batches + case.more)))
+            phase = "forward" if phase == "loss" else phase
+            micro.append(Op(kind, name, dtype, phase, operations, moved, shape, count / (case.micro_batches + case.more)))
         else:
             step.append(Op(kind, name, dtype, "optimizer", operations, moved, shape, count))
     size = sizes(layout, n)
@@ -478,11 +487,6 @@ def _samples(batch: dict) -> int:
 
 def _bytes(batch: dict) -> int:
     return sum(v.nbytes for v in batch.values() if hasattr(v, "nbytes"))
-
-
-def _given(batch: dict) -> int:
-    """Bytes of a batch as it lies on the device; of images also the numbers made of them."""
-    return _bytes(batch) + (4 * batch["image"].numel() if "image" in batch else 0)
 
 
 def places(batch: dict) -> int:

@@ -86,9 +86,10 @@ def headline(answer: Answer, request: Request) -> list[str]:
     r, n = answer.recipe, answer.n
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     from gradus.parallel.mesh import sizes
+    from gradus.plan.answer import computed_in
 
     layout = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
-    how = ", ".join(x for x in (layout, r.layout.precision, f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")) if x)
+    how = ", ".join(x for x in (layout, computed_in(r.layout), f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")) if x)
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
     main = sorted((k for k in parts if k not in ("allocated", "reserved", "framework", "device", "capacity")), key=lambda k: -parts[k])

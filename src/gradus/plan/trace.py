@@ -216,7 +216,7 @@ def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | No
     return None
 
 
-_FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "lift_fresh", "device"}
+_FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "device"}
 
 
 # Python frees what refers to itself (DTensor's wrappers do) when its collector runs, after so many objects. So that a trace is the same
