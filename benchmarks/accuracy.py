@@ -20,7 +20,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gradus.rows import read_rows
 from gradus.train.machine import describe
 
 FAMILIES = {  # recipes that need no download, in sizes whose activations fill hundreds of megabytes
@@ -38,31 +37,32 @@ SHORT = "data.limit_valid=8 evaluate.batch=8 evaluate.samples=0 log.every=100"
 
 
 def run(family: str, precision: str, checkpointing: str, layout: str, steps: int, folder: Path) -> list[dict]:
-    """The rows of one run's proof, predicted and measured."""
+    """The figures of one run's proof: name, predicted, measured, error (`gradus prove RUN --json`)."""
     n, keys = LAYOUTS[layout]
     shutil.rmtree(folder, ignore_errors=True)
     words = [*FAMILIES[family].split(), *SHORT.split(), *keys.split(), f"layout.precision={precision}", f"layout.checkpointing={checkpointing}"]
     words += [f"train.steps={steps}", f"log.dir={folder}"]
-    command = [sys.executable, "-m", "gradus", "train", *words, *(["--processes", str(n)] if n > 1 else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command[1:])}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    gradus([*["train", *words], *(["--processes", str(n)] if n > 1 else [])])
     case = {"family": family, "precision": precision, "checkpointing": checkpointing, "layout": layout, "processes": n}
-    return [{**row, **case} for row in read_rows(folder / "proof.jsonl")]
+    found = [json.loads(line) for line in gradus(["prove", str(folder), "--json"]).splitlines()]
+    return [{**{k: v for k, v in row.items() if k != "run"}, **case} for row in found]
+
+
+def gradus(words: list[str]) -> str:
+    """What `gradus WORDS` prints."""
+    done = subprocess.run([sys.executable, "-m", "gradus", *words], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"gradus {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def pairs(rows: list[dict], name: str) -> list[tuple[dict, float, float]]:
     """(row, predicted, measured) of every case that has both."""
-    found: dict[tuple, dict] = {}
-    for row in rows:
-        if row["name"] == name:
-            key = tuple(row[k] for k in ("family", "precision", "checkpointing", "layout"))
-            found.setdefault(key, {})[row["kind"]] = row
-    return [(both["measured"], both["predicted"]["value"], both["measured"]["value"]) for both in found.values() if len(both) == 2]
+    return [(r, r["predicted"], r["measured"]) for r in rows if r["name"] == f"proof/{name}" and r.get("predicted") is not None and r.get("measured")]
 
 
 def errors(found: list[tuple[dict, float, float]]) -> list[float]:
-    return [abs(p - m) / m for _, p, m in found if m]
+    return [abs(p - m) / m for _, p, m in found]
 
 
 def tables(rows: list[dict]) -> str:

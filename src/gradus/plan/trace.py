@@ -295,8 +295,9 @@ class Recorder(TorchDispatchMode):
             if kind is not None:
                 payload = max(payload_of(args), payload_of((out,))) if kind != "all_reduce" else payload_of(args[:1])
                 self._transfer(kind, payload, phase, self._group(args, kwargs))
-            elif namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-                self._count(name, function, args, inputs, outputs, phase)
+            elif namespace in ("aten", "gradus"):  # others only ask (prim::device) or mark
+                plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
+                self._count(plain, function, args, inputs, outputs, phase)
         return out
 
     def _selected(self, args: tuple) -> tuple:
