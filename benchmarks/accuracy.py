@@ -90,7 +90,7 @@ def tables(rows: list[dict]) -> str:
 def fill(page: Path, mark: str, text: str) -> None:
     """Put text between `<!-- mark -->` and `<!-- end mark -->`."""
     old = page.read_text(encoding="utf-8")
-    new, n = re.subn(rf"(<!-- {mark} -->\n).*?(<!-- end {mark} -->)", lambda m: m[1] + text + "\n" + m[2], old, flags=re.DOTALL)
+    new, n = re.subn(rf"(<!-- {mark} -->\n).*?(<!-- end of {mark} -->)", lambda m: m[1] + text + "\n" + m[2], old, flags=re.DOTALL)
     assert n == 1, f"{page}: one pair of marks {mark}, not {n}"
     page.write_text(new, encoding="utf-8")
 

@@ -43,6 +43,8 @@ def main() -> None:
     results, reasons = accuracy.leave_one_out(points, progress) if arguments.leave_one_out else accuracy.score(points)
     print(f"{len(points)} points, {len(results)} predicted, {sum(reasons.values())} not")
     print("\n".join(accuracy.table_lines(accuracy.grouped(results) | ({"all": accuracy.summary(results)} if results else {}))))
+    for remark in accuracy.remarks(points):
+        print(remark)
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
         print(f"not predicted: {count:4d}  {reason}")
     if arguments.to:

@@ -82,7 +82,7 @@ class Processes:
         self.log = log
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they meet, as torchrun's agent has it
         arguments = [(rank, n, self.store.port, argv, str(log)) for rank in range(n)]
-        self.all = [context.Process(target=_worker, args=a, daemon=True) for a in arguments]
+        self.all = [context.Process(target=_worker, args=a) for a in arguments]  # they start processes themselves
         for process in self.all:
             process.start()
 

@@ -48,11 +48,16 @@ def parser() -> Parser:
     p.add_argument("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
     p.add_argument("--devices", action="store_true", help="which single device, at which precision and price")
     p.add_argument("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
+    p.add_argument("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
+    p.add_argument("--batch", type=int, metavar="B", help="of --serve: sequences at a time (default 1)")
+    p.add_argument("--length", type=int, metavar="N", help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
+    p.add_argument("--bits", type=int, metavar="Q", help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    p.add_argument("--optimal", action="store_true", help="how many tokens suit the model; with --tokens, how large a model suits them")
     p.add_argument("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements (default: as stored)")
     p.add_argument("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
     p.add_argument("--web", action="store_true", help="serve the plan as a local page")
-    p.add_argument("--port", type=int, default=8000, help="of --web (default 8000)")
-    p.add_argument("--host", default="127.0.0.1", help="of --web (default 127.0.0.1: this machine alone)")
+    p.add_argument("--port", type=int, help="of --web (default 8000)")
+    p.add_argument("--host", help="of --web (default 127.0.0.1: this machine alone)")
     p = verb("prove", prove, "what was planned of finished runs beside what was measured", recipe=False, words="runs")
     p.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     p.add_argument("--json", action="store_true", help="the figures as JSON lines")
@@ -203,43 +208,61 @@ def train(args) -> int:
 
 
 def plan(args) -> int:
-    modes = [name for name in ("json", "explain", "devices", "search", "accuracy", "examples", "web") if getattr(args, name) not in (None, False)]
-    if len([m for m in modes if m != "json"]) > 1:
-        raise UserError(f"gradus plan: --{' and --'.join(m for m in modes if m != 'json')} are different questions. Give one of them.")
-    if "accuracy" in modes:
+    from gradus.plan.answer import Request
+
+    modes = [m for m in ("explain", "devices", "search", "serve", "optimal", "accuracy", "examples", "web") if getattr(args, m) not in (None, False)]
+    if len(modes) > 1:
+        raise UserError(f"gradus plan: --{' and --'.join(modes)} are different questions. Give one of them.")
+    mode = modes[0] if modes else "plan"
+    _only_with(args, mode)
+    if mode == "accuracy":
         from gradus.plan.accuracy import lines
 
         print("\n".join(lines(args.accuracy or None)))
         return 0
-    if "examples" in modes:
-        from gradus.plan.examples import lines
+    if mode == "examples":
+        from gradus.plan.examples import lines, rows
 
-        print("\n".join(lines()))
+        print("\n".join([row.json() for row in rows()] if args.json else lines()))
         return 0
-    if "web" in modes:
-        from gradus.plan.answer import Request
+    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days)
+    if mode == "web":
         from gradus.plan.web import serve
 
-        started = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days) if args.recipe else None
-        return serve(started, host=args.host, port=args.port)
+        return serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=8000 if args.port is None else args.port)
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
-    from gradus.plan.answer import Request, answer, devices, search
-    from gradus.plan.show import explain, screen
+    from gradus.plan import answer
+    from gradus.plan.show import explain, named, screen
 
-    request = Request(args.recipe, args.overrides, args.on, args.tokens, args.days)
-    if "devices" in modes or "search" in modes:
-        lines, rows = (devices if "devices" in modes else search)(request)
+    if mode in ("devices", "search", "optimal", "serve"):
+        more = {"batch": 1 if args.batch is None else args.batch, "length": args.length, "bits": args.bits} if mode == "serve" else {}
+        lines, rows = getattr(answer, mode)(request, **more)
         print("\n".join([row.json() for row in rows] if args.json else lines))
         return 0
-    made = answer(request)
+    made = answer.answer(request)
     if args.json:
-        print("\n".join(row.json() for row in made.rows))
+        rows = made.rows if mode == "plan" else named(made.rows, args.explain)
+        print("\n".join(row.json() for row in rows))
         for note in made.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
-        print("\n".join(explain(made, args.explain) if args.explain else screen(made)))
+        print("\n".join(explain(made.rows, args.explain) if mode == "explain" else screen(made)))
     return 0
+
+
+def _only_with(args, mode: str) -> None:
+    """Raises UserError for what would have no effect."""
+    belongs = {"port": "web", "host": "web", "batch": "serve", "length": "serve", "bits": "serve"}
+    for option, owner in belongs.items():
+        if getattr(args, option) is not None and mode != owner:
+            raise UserError(f"gradus plan: --{option} is of --{owner}. Give both, or leave it out.")
+    if args.json and mode in ("accuracy", "web"):
+        raise UserError(f"gradus plan: --json has no effect on --{mode}. Leave it out.")
+    if mode in ("accuracy", "examples"):
+        given = [name for name in ("recipe", "on", "tokens", "days") if getattr(args, name) is not None]
+        if given:
+            raise UserError(f"gradus plan --{mode}: {given[0].replace('recipe', 'RECIPE')} has no effect on it. Leave it out.")
 
 
 def prove(args) -> int:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +19,7 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan import prove
-from gradus.plan.prove import Pair, Proof, pairs, step_seconds, table
+from gradus.plan.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
 from gradus.rows import Row, read_rows
 from gradus.train.session import open_session, train
 
@@ -205,14 +212,126 @@ def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
     assert said["memory/allocated"]["value"] == pytest.approx(seen["memory/allocated"]["value"], rel=0.03)
 
 
-def test_a_refusal_comes_out_of_the_planning_process(monkeypatch):
+@pytest.fixture
+def case():
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
-    case = dataclasses.replace(prove.case_of(session), n=2, local=2, capacity=1_000_000, step=None, micro_batches=None)
-    found = prove.predict_apart(case)
-    assert "host for each of its 2 processes has 500 kB" in found.refusal and "layout.shard=N" in found.refusal
-    with pytest.raises(RuntimeError, match="it cannot be traced"):
-        wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
-        prove.predict_apart(dataclasses.replace(case, recipe=wrong))
+    return dataclasses.replace(prove.case_of(session), n=2, local=2, capacity=1_000_000, step=None, micro_batches=None)
+
+
+@pytest.fixture
+def planner():
+    planner = Planner()
+    yield planner
+    planner.end()
+    assert not planner.process.is_alive()
+
+
+def test_a_refusal_comes_out_of_the_planning_process(case, planner):
+    found = planner.ask(case)
+    assert "host for each of its 2 processes has 1 MB. Not one sample fits: set layout.shard=N" in found.refusal
+
+
+def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
+    monkeypatch.setattr(prove, "fix_of", lambda *_: time.sleep(60))
+    with ended(Planner()) as planner:
+        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full, or go on" in planner.ask(case, 5.0).refusal
+
+
+def test_what_cannot_be_planned_says_why(case, planner):
+    wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
+    with pytest.raises(NoPlan, match="it cannot be traced"):
+        planner.ask(dataclasses.replace(case, recipe=wrong))
+
+
+def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
+    monkeypatch.setattr(prove, "predict", lambda case: time.sleep(60))
+    with ended(Planner()) as planner:
+        began = time.monotonic()
+        with pytest.raises(NoPlan, match="not ready within 0 s"):
+            planner.ask(case, 0.2)
+        assert time.monotonic() - began < 2.0
+    with ended(Planner()) as planner:
+        os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
+        with pytest.raises(NoPlan, match="not ready"):
+            planner.ask(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
+    with ended(Planner()) as planner:
+        os.kill(planner.process.pid, signal.SIGKILL)
+        with pytest.raises(NoPlan, match="the planning process ended"):
+            planner.ask(case, 5.0)
+
+
+@contextlib.contextmanager
+def ended(planner):
+    try:
+        yield planner
+    finally:
+        planner.end()
+
+
+def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
+    """With several processes the wait is a part of layout.timeout; by oneself it is not."""
+    asked = []
+    monkeypatch.setattr(Planner, "ask", lambda self, case, seconds: asked.append(seconds) or (_ for _ in ()).throw(NoPlan("late")))
+    monkeypatch.setattr(prove.worlds, "from_first", lambda value: value)
+    session = open_session(recipes.load("copy-task", **{**TINY, "layout.timeout": 20}))
+    for size in (1, 2):
+        session.mesh.world = dataclasses.replace(session.mesh.world, size=size, local_size=size)
+        plan = Proof()
+        with plan.ready(session.mesh.world):
+            plan.before(session, (0, 0))
+    assert asked == [prove.PATIENCE, 20 * prove.WAIT] and prove.WAIT <= 0.25
+
+
+def test_an_interrupt_waits_for_the_end_of_a_trace():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), prove.uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(True)
+    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+DEEP = ["model.n_layers=12", "layout.micro_batch=1"]  # planned for some seconds
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("processes", "number", "group", "code"),
+    [(1, signal.SIGINT, True, 130), (1, signal.SIGTERM, False, -signal.SIGTERM), (1, signal.SIGKILL, False, -signal.SIGKILL),
+     (2, signal.SIGINT, True, 130), (2, signal.SIGTERM, False, 128 + signal.SIGTERM), (2, signal.SIGKILL, False, -signal.SIGKILL)],
+)  # fmt: skip
+def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes, number, group, code, tmp_path):
+    more = ["--processes", "2"] if processes == 2 else []
+    command = [sys.executable, "-m", "gradus", "train", *words(**{"log.dir": tmp_path / "run"}), *DEEP, *more]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True) as p:
+        try:
+            while not (line := p.stdout.readline()).startswith("learning rate"):
+                assert line
+            (os.killpg if group else os.kill)(p.pid, number)
+            assert "plan:" not in p.stdout.read()
+            assert p.wait(10) == code
+            end = time.monotonic() + 5
+            while left(p.pid):
+                assert time.monotonic() < end, "a process is left"
+                time.sleep(0.05)
+        finally:
+            for pid in left(p.pid):
+                os.kill(pid, signal.SIGKILL)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def left(session: int) -> list[int]:
+    """The processes of a session, and of those that torchrun's agent gave sessions of their own, that live."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+            parent = f"GRADUS_PARENT={session}".encode() in (stat.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if (int(of) == session or parent) and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
 
 
 # ------------------------------------------------------------ figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +37,17 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     return recipe, str(new_run_folder(recipe.log, recipe.name))
 
 
+def train_options(p: ArgumentParser) -> None:
+    """Options of `gradus train` that its other forms have too."""
+    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+
+
 def train_words(args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None) -> list[str]:
-    """`train RECIPE key=value ... log.dir=RUN --auto-resume`: starts the run, or goes on with it. `settings` replace what was given."""
+    """`train RECIPE key=value ... log.dir=RUN --auto-resume [--force]`: starts the run, or goes on with it. `settings` replace what was given."""
     settings = {**(settings or {}), "log.dir": run}
     kept = [word for word in args.overrides if word.split("=", 1)[0] not in settings]
-    return ["train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()), "--auto-resume"]
+    words = ["train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()), "--auto-resume"]
+    return [*words, "--force"] if args.force else words
 
 
 def inputs(recipe: Recipe) -> dict[str, list[Path]]:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gradus.errors import UserError, did_you_mean
-from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_words
+from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words
 
 GPUS = ("T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200", "B200", "B200+", "none")
 
@@ -21,6 +21,7 @@ def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch modal`."""
     p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder; none: only --model")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    train_options(p)
     p.add_argument("--to", required=True, metavar="FILE.py", help="where to write the app")
     p.add_argument("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
     p.add_argument("--model", metavar="MODEL", help="what to generate from: a folder here or a name on the hub (default: the recipe's run)")
@@ -92,8 +93,8 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         words = [word for word in words if not word.startswith("log.dir=")]
         if n_gpus > 1:
             words += ["--processes", str(n_gpus)]
-    elif args.overrides:
-        raise UserError(f"{args.overrides[0]}: a setting of a recipe, and there is none. Give RECIPE too.")
+    elif args.overrides or args.force:
+        raise UserError(f"{args.overrides[0] if args.overrides else '--force'}: a setting of a recipe, and there is none. Give RECIPE too.")
     if model and Path(one_line("--model", model)).expanduser().exists():
         path = Path(model).expanduser().resolve()
         model = f"/root/inputs/model/{path.name}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradus.errors import UserError
-from gradus.launch import at_least, one_line, read, train_words
+from gradus.launch import at_least, one_line, read, train_options, train_words
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
@@ -28,6 +28,7 @@ def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch slurm`, by sbatch's own names where it has them."""
     p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    train_options(p)
     p.add_argument("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
     p.add_argument("-D", "--chdir", metavar="DIR", default=".", help="working folder, to which all paths are relative (default: this one)")
     p.add_argument("-o", "--output", metavar="FILE", help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)")

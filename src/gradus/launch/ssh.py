@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradus.errors import UserError
-from gradus.launch import EXTRAS, SAFE, at_least, checkout, inputs, one_line, portable, read, recipe_file, train_words
+from gradus.launch import EXTRAS, SAFE, at_least, checkout, inputs, one_line, portable, read, recipe_file, train_options, train_words
 
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch ssh`."""
     p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    train_options(p)
     p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
     p.add_argument("-p", "--port", type=int, default=22, metavar="N", help="default 22")
     p.add_argument("--dry-run", action="store_true", help="print the commands, run none")

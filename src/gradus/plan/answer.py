@@ -40,6 +40,7 @@ class Answer:
     notes: list[str]
     fits: bool | None  # None: the memory of the device is not known
     layout_keys: str  # what of the layout is not the default, as key=value
+    advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
 
     def value(self, name: str, **conditions) -> float | None:
         return next((r.value for r in self.rows if r.name == name and all(r.conditions.get(k) == v for k, v in conditions.items())), None)
@@ -52,8 +53,22 @@ def answer(request: Request) -> Answer:
     recipe, task, bare = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     chosen = bool(bare) and not any(o.partition("=")[0] in SPLITS for o in request.overrides)
-    if cluster and request.days and not counted:
-        recipe, cluster = _devices_for(request, recipe, cluster, chosen, notes)
+    if cluster:
+        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    if not (cluster and request.days and not counted):
+        return _on(request, recipe, task, cluster, chosen, notes)
+    made = None
+    for _ in range(4):  # found by closed forms: where the traced step is slower, or does not fit, the next number is taken
+        cluster = _devices_for(request, recipe, cluster, chosen, more_than=made.n if made else 0)
+        made = _on(request, recipe, task, cluster, chosen, list(notes))
+        late = made.value("budget/time", case="expected") > request.days * DAY
+        if made.fits is not False and not late:
+            made.notes.append(f"{made.n:,} are the fewest of 1, 2, 3, 4, 6, 8, ... (whole nodes) that are done in {request.days:g} days")
+            break
+    return made
+
+
+def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, chosen: bool, notes: list[str]) -> Answer:
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     if chosen and n > 1:
         recipe = _with_layout(recipe, cluster)
@@ -65,6 +80,7 @@ def answer(request: Request) -> Answer:
 
 # ---------------------------------------------------------------- what is asked
 
+DAY = 86_400.0
 TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
 SPLITS = tuple(f"layout.{key}" for key in ("shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"))
 
@@ -92,6 +108,8 @@ def open_recipe(request: Request, notes: list[str]):
     from gradus.train import resolve
 
     name = request.recipe
+    if name == "hf:" or name.startswith("hf:"):
+        _offline_without_a_network()
     bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
     if bare:
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
@@ -110,20 +128,49 @@ def open_recipe(request: Request, notes: list[str]):
 
 def _open(recipe: Recipe, notes: list[str]):
     """The recipe completed by its data, and its task. Without the data, what the recipe says itself has to do."""
+    import logging
+
     from gradus.train.session import open_session
 
+    _offline_without_a_network()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
     alone = recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update={"device": "cpu"})})
     try:
         session = open_session(alone)
     except (UserError, OSError) as e:
-        if "data" not in str(e) and "tokenizer" not in str(e) and not isinstance(e, OSError):
+        if not isinstance(e, OSError) and not _of_the_data(str(e), recipe):
             raise
-        if getattr(recipe.model, "vocab_size", 0) is None or getattr(recipe.model, "n_classes", 0) is None:
-            key = "model.vocab_size" if getattr(recipe.model, "vocab_size", 0) is None else "model.n_classes"
-            raise UserError(f"{str(e).rstrip('.')}. Without the data the plan needs {key}=N.") from None
-        notes.append(f"the data could not be opened ({str(e).splitlines()[0].rstrip('.')}): planned for samples of full length")
+        why = str(e).splitlines()[0].rstrip(".")
+        missing = [f"model.{key}=N" for key in ("vocab_size", "n_classes") if getattr(recipe.model, key, 0) is None and _wants(recipe, key)]
+        if missing:
+            raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
+        notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None
     return session.recipe.model_copy(update={"layout": recipe.layout}), session.task
+
+
+def _of_the_data(message: str, recipe: Recipe) -> bool:
+    """Whether an error is of the data or the tokenizer: it names one of them, or what they are read from."""
+    values = [v for section in (recipe.data, recipe.tokenizer) if section is not None for _, v in section]
+    return any(word in message for word in ("data", "tokenizer", *(v for v in values if isinstance(v, str) and len(v) > 5)))
+
+
+def _wants(recipe: Recipe, key: str) -> bool:
+    return key == "vocab_size" or recipe.task.name == "classification"
+
+
+def _offline_without_a_network() -> None:
+    """Where the hub's name is not even known here (a compute node, a plane), its library need not try five times."""
+    import os
+    import socket
+    import sys
+
+    if "huggingface_hub" in sys.modules or any(os.environ.get(k) for k in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy")):
+        return
+    try:
+        socket.getaddrinfo("huggingface.co", 443)
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _for_tokens(recipe: Recipe, tokens: float) -> Recipe:
@@ -144,7 +191,23 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
         if request.days:
             raise UserError("--days: devices of which kind? Say --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
-    return hardware.cluster(request.on), bool(re.match(r"\d+\s*[x×*]", request.on.strip()))
+    cluster = hardware.cluster(request.on)
+    if cluster.device.kind == "tpu":
+        raise UserError(f"{request.on}: Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware). Take a GPU.")
+    return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
+
+
+def _numbers(request: Request, recipe: Recipe, cluster: Cluster, bare: bool, notes: list[str]) -> Recipe:
+    """A preset's precision as the device has it; a recipe's own stays, and what the device lacks is said."""
+    peaks, now = cluster.device.peaks, computed_in(recipe.layout)
+    if now in peaks:
+        return recipe
+    if bare and not any(o.startswith(("layout.precision=", "layout=")) for o in request.overrides):
+        found = "fp16" if "fp16" in peaks else "fp32"
+        notes.append(f"{cluster.device.name} has no {now}: planned in {found} (layout.precision)")
+        return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"precision": found})})
+    notes.append(f"no peak of {cluster.device.name} in {now} is known: priced at that of the nearest numbers it has, and without an MFU")
+    return recipe
 
 
 def _with_layout(recipe: Recipe, cluster: Cluster) -> Recipe:
@@ -153,33 +216,48 @@ def _with_layout(recipe: Recipe, cluster: Cluster) -> Recipe:
     return recipe.model_copy(update={"layout": best_layout(recipe, cluster)})
 
 
-def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: bool, notes: list[str]) -> tuple[Recipe, Cluster]:
-    """The fewest devices, in whole nodes where there are several, that are done in time."""
-    from gradus.plan.budget import GOODPUT
-    from gradus.plan.search import quick_time
+def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: bool, more_than: int = 0) -> Cluster:
+    """The fewest devices, in whole nodes where there are several, on which the step fits and that are done in time, by closed forms."""
+    from gradus.plan.budget import usual_goodput
+    from gradus.plan.counts import closed_form, shape_of, tokens_a_sample
+    from gradus.plan.search import best_candidate, quick_time
 
-    node, wanted = cluster.device.node, request.days * 86_400 * GOODPUT[1]
-    counts = sorted({k for p in range(15) for k in (2**p, 3 * 2**p) if k <= node or k % node == 0})
-    low, high, found = 0, len(counts) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        tried = Cluster(cluster.device, counts[middle])
+    device, steps = cluster.device, total_steps(recipe)
+    wanted = request.days * DAY
+    per_sample = closed_form(recipe.model, shape_of(recipe))
+    samples = recipe.batch.samples or recipe.batch.tokens / tokens_a_sample(recipe)
+    at_peak = per_sample * samples * steps / (max(device.peaks.values()) * wanted)  # no fewer can do it
+    each = 1 if chosen else mesh.needed(recipe.layout)
+    most = device.node if device.network is None and device.kind != "cpu" else 2**17
+    counts = sorted({k for p in range(17) for k in (2**p, 3 * 2**p) if (k <= device.node or k % device.node == 0) and k <= most})
+    counts = [k for k in counts if k >= at_peak and k > more_than and k % each == 0]
+    found, best = None, math.inf
+    for k in counts:
+        tried = Cluster(device, k)
         try:
-            now = _with_layout(recipe, tried) if chosen and tried.n > 1 else recipe
-            check.validate(now, tried.n)
-            seconds = quick_time(now, tried) * total_steps(now)
+            if chosen and k > 1:
+                candidate = best_candidate(recipe, tried)
+                if not candidate.fits:
+                    continue
+                now = recipe.model_copy(update={"layout": candidate.layout})
+            else:
+                now = recipe
+            check.validate(now, k)
+            seconds = quick_time(now, tried) * steps / usual_goodput(tried)
         except UserError:
-            seconds = math.inf
+            continue
         if seconds <= wanted:
-            found, high = (now, tried), middle - 1
-        else:
-            low = middle + 1
+            found = tried
+            break
+        if seconds > best * 1.05 and k > device.node:
+            break  # more of them are slower: traffic rules
+        best = min(best, seconds)
     if found is None:
+        quickest = f" The quickest found takes {best / DAY:,.3g} days." if math.isfinite(best) else ""
         raise UserError(
-            f"--days={request.days:g}: up to {counts[-1]:,} × {cluster.device.name} are not enough, or the batch cannot be split so far. "
+            f"--days={request.days:g}: no number of {device.name} up to {most:,} is done in time, as the batch can be split.{quickest} "
             "Give more days, a larger batch.samples, or a faster device."
         )
-    notes.append(f"{found[1].n:,} devices are the fewest of {', '.join(map(str, counts[:6]))}, ... that are done in {request.days:g} days")
     return found
 
 
@@ -215,15 +293,43 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
     if cluster:
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
-        rows += _budget_rows(request, recipe, task, time, cluster, work)
+        rows += _budget_rows(request, recipe, task, time, cluster, work, notes)
     if recipe.model.preset == "gpt3-175b" and request.tokens == 300e9:
         rows += _lecture(notes)
     keys = layout_keys(recipe.layout)
     made = Answer(recipe, cluster, n, rows, [], notes, fits, keys)
+    if fits is False:
+        made.advice = _advice(request, recipe, cluster, task)
     from gradus.plan.show import headline
 
     made.headline = headline(made, request)
     return made
+
+
+def _advice(request: Request, recipe: Recipe, cluster: Cluster, task) -> list[str]:
+    """What would fit, nearest first: found by closed form, the first one confirmed by a trace."""
+    from gradus.plan.memory import plan_memory
+    from gradus.plan.search import remedies
+    from gradus.plan.show import size
+
+    device = cluster.device
+    target, known = "cuda" if device.kind == "gpu" else "cpu", default_free(recipe.layout)
+    for tried, c in enumerate(remedies(recipe, cluster)):
+        if tried == 4:
+            break
+        try:
+            layout = recipe.model_copy(update={"layout": c.layout})
+            needed = plan_memory(layout, c.n, target=target, device=device, task=task if c.n == 1 else None).device_total
+        except UserError:
+            continue
+        if needed > device.memory * device.usable:
+            continue
+        changed = {k: v for k, v in default_free(c.layout).items() if known.get(k) != v}
+        changed |= {k: getattr(Layout(), k) for k in known if k not in default_free(c.layout)}
+        on = f"--on {c.n}x{device.name} " if c.n != cluster.n else ""
+        keys = " ".join(f"layout.{k}={_text(v)}" for k, v in changed.items())
+        return [f"{on}{keys}: {size(needed)} a device, {needed / (device.memory * device.usable):.0%}"]
+    return []
 
 
 def _lecture(notes: list[str]) -> list[Row]:
@@ -241,9 +347,16 @@ def _lecture(notes: list[str]) -> list[Row]:
 
 def layout_keys(layout: Layout) -> str:
     """What is not the default, ready to paste."""
+    return " ".join(f"layout.{k}={_text(v)}" for k, v in default_free(layout).items())
+
+
+def default_free(layout: Layout) -> dict:
     default = Layout()
-    changed = {k: v for k, v in layout if v != getattr(default, k) and k != "device"}
-    return " ".join(f"layout.{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in changed.items())
+    return {k: v for k, v in layout if v != getattr(default, k) and k != "device"}
+
+
+def _text(value) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
@@ -255,8 +368,16 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     parts = {name: memory.components.get(name, 0) for name in COMPONENTS}
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, **at))
     given = {"allocated": memory.allocated}
-    rows.append(figure("memory/reserved", memory.reserved, "bytes", "allocated, as the caching allocator rounds it", given))
-    rows.append(figure("memory/framework", memory.framework, "bytes", "context, kernels, communicators"))
+    source = "c10/cuda/CUDACachingAllocator: units of 512 bytes, segments of 2 and 20 MiB; of a CPU what is allocated"
+    rows.append(figure("memory/reserved", memory.reserved, "bytes", "allocated, as the caching allocator rounds it", given, source))
+    parts, source = {}, "on a CPU it was not measured, and is left out"
+    if memory.framework:
+        from gradus.plan.memory import COMMUNICATOR, CONTEXT, WORKSPACE
+
+        parts = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
+        parts["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
+        source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB a communicator"
+    rows.append(figure("memory/framework", memory.framework, "bytes", "context, kernels, communicators", parts, source))
     total = {"reserved": memory.reserved, "framework": memory.framework}
     rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", total))
     if device:
@@ -288,7 +409,11 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
 
     time = step_time(work, cluster)
     notes += [note for note in time.notes if note not in notes]
-    rows = [figure(f"time/{part}", seconds, "s", of="step") for part, seconds in time.parts.items() if seconds]
+    rows = []
+    for part, seconds in time.parts.items():
+        if seconds:
+            formula, given = _part(part, work, cluster)
+            rows.append(figure(f"time/{part}", seconds, "s", formula, given, TIMED, of="step"))
     total = {part: seconds for part, seconds in time.parts.items() if seconds}
     rows.append(figure("time/step", time.total, "s", "sum of the parts", total, low=time.low, high=time.high))
     if work.tokens:
@@ -297,6 +422,49 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
     given = {"samples": work.samples, "seconds": time.total}
     rows.append(figure("time/samples_per_s", work.samples / time.total, "samples/s", "samples of a step / step time", given))
     return time, rows
+
+
+TIMED = "plan/step.py and plan/roofline.py: a roofline with fitted shares (plan/fitted.yaml), or this machine's own tables (gradus calibrate)"
+PARTS = {
+    "matmul": "Σ max(operations / (peak × share by shape), bytes / bandwidth)",
+    "attention": "Σ max(operations / (peak × share), bytes / bandwidth)",
+    "memory": "Σ bytes / (bandwidth × share) + time of a kernel",
+    "launch": "Σ what the host takes to launch beyond what the device computes meanwhile",
+    "bubble": "share of the schedule × micro-batches × seconds of one",
+    "optimizer": "Σ bytes / (bandwidth × share) of the optimizer's step, norm and clipping",
+    "data": "bytes of the batch / rate from host to device",
+    "host": "launches of the optimizer's step beyond its computing, and waiting for the slowest node",
+}
+
+
+def _part(part: str, work: Work, cluster: Cluster) -> tuple[str, dict]:
+    """(formula, numbers put in) of one part of the step's time."""
+    from gradus.plan.roofline import peak
+    from gradus.plan.step import HOST_TO_DEVICE, bubble_share
+
+    device, m = cluster.device, work.micro_batches
+    if part.startswith("comm/"):
+        transfers = [t for t in work.transfers if t.axis == part.partition("/")[2]]
+        given = {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers)}
+        for name, link in (("link", device.link), ("network", device.network)):
+            given |= {f"{name}, bytes/s in one direction": link.bandwidth} if link else {}
+        return "Σ calls × (latency + payload / bandwidth) over the links that the group spans, less what computing hides", given
+    if part in ("matmul", "attention", "memory"):
+        ops = [op for op in work.micro if op.kind == part]
+        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, "bandwidth, bytes/s": device.bandwidth}
+        if part != "memory":
+            given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
+            given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+        return PARTS[part], given
+    if part == "bubble":
+        given = {"schedule": work.schedule, "stages": work.stages, "stages a device": work.virtual, "micro-batches": m}
+        return PARTS[part], {**given, "share": bubble_share(work.schedule, work.stages, work.virtual, m)}
+    if part == "optimizer":
+        return PARTS[part], {"bytes": sum(op.bytes * op.count for op in work.step), "bandwidth, bytes/s": device.bandwidth}
+    if part == "data":
+        return PARTS[part], {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
+    ops = work.micro if part == "launch" else work.step
+    return PARTS[part], {"launches": sum(op.launches * op.count for op in ops) * (m if part == "launch" else 1)}
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:
@@ -318,11 +486,16 @@ def computed_in(layout: Layout) -> str:
     return "tf32" if numbers == "fp32" and layout.tf32 else numbers
 
 
-def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, work: Work) -> list[Row]:
+def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, work: Work, notes: list[str]) -> list[Row]:
     from gradus.plan.budget import budget
 
     seconds = (min(time.low, time.total), time.total, max(time.high, time.total))
-    steps = total_steps(recipe, task)
+    try:
+        steps = total_steps(recipe, task)
+    except UserError as e:
+        notes.append(str(e).replace("without", "how long in all: without", 1))
+        made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts, work=work)
+        return [row for row in made if row.name == "energy/step"]
     return budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, work=work)
 
 
@@ -335,17 +508,64 @@ def devices(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.on or request.days:
         raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
-    recipe, task, _ = open_recipe(request, [])
-    return ranked(recipe, task)
+    _positive(request)
+    recipe, task, _ = open_recipe(request, notes := [])
+    lines, rows = ranked(recipe, task, whole=request.tokens is not None)
+    return [*lines, *_notes(notes)], rows
 
 
 def search(request: Request) -> tuple[list[str], list[Row]]:
     """(lines, rows): the best layouts on this hardware. Raises UserError as `answer`."""
     from gradus.plan.search import search as of_layouts
 
+    if request.days:
+        raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
+    _positive(request)
     cluster, _ = _cluster(request)
     if cluster is None:
         raise UserError("--search: on which hardware? Say --on, e.g. --on 64xH100 (gradus hardware lists them).")
-    recipe, _, _ = open_recipe(request, [])
-    found = of_layouts(recipe, cluster)
-    return found.lines(), found.rows()
+    recipe, task, bare = open_recipe(request, notes := [])
+    recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    try:
+        steps = total_steps(recipe, task)
+    except UserError as e:
+        steps = None
+        notes.append(str(e))
+    found = of_layouts(recipe, cluster, steps=steps, confirm=True)
+    return [*found.lines(), *_notes(notes)], found.rows()
+
+
+def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None) -> tuple[list[str], list[Row]]:
+    """(lines, rows): what using the model takes: weights, cache by batch and length, time a token. Raises UserError as `answer`."""
+    from gradus.plan.serving import lines, serving
+
+    if request.days or request.tokens:
+        raise UserError("--serve: --tokens and --days are of training. Leave them out.")
+    recipe, _, bare = open_recipe(request, notes := [])
+    cluster, _ = _cluster(request)
+    if cluster and cluster.n > 1:
+        raise UserError(f"--serve --on {request.on}: of one device. Say --on {cluster.device.name}.")
+    if cluster:
+        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    precision = recipe.layout.precision.removeprefix("pure_")
+    rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, device=cluster and cluster.device)
+    return [*lines(request.recipe, rows, cluster and cluster.device), *_notes([n for n in notes if not n.startswith("training settings")])], rows
+
+
+def optimal(request: Request) -> tuple[list[str], list[Row]]:
+    """(lines, rows): how many tokens suit the model, or with tokens how large a model suits them. Raises UserError as `answer`."""
+    from gradus import models
+    from gradus.plan.serving import optimal as of
+    from gradus.plan.serving import optimal_lines
+
+    if request.on or request.days:
+        raise UserError("--optimal: of a model's size alone: --on and --days have no effect. Leave them out.")
+    _positive(request)
+    recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
+    total = models.count(recipe.model)["total"]
+    rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
+    return optimal_lines(request.recipe, total, request.tokens, rows), rows
+
+
+def _notes(notes: list[str]) -> list[str]:
+    return ["", *(f"note: {note}" for note in notes)] if notes else []

@@ -35,6 +35,11 @@ NODE: Cases = (1.4, 1.5, 1.8)
 NODE_SOURCE = "a node over its devices: 8.4 of 5.6 kW measured on 8 H100 (Latif et al. 2024, arXiv:2412.08602); DGX H100 rated 10.2 of 5.6 kW (1.82)"
 
 
+def usual_goodput(cluster: Cluster) -> float:
+    """The expected one: of a node all of the time, of several nodes less."""
+    return (GOODPUT_NODE if cluster.n <= cluster.device.node else GOODPUT)[1]
+
+
 def power(device: Device, busy: float = 1.0) -> Cases | None:
     """Watts of one device that computes for `busy` of the time; None where its limit is not known."""
     if device.power is None:

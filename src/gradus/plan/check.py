@@ -26,7 +26,7 @@ from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import alone, needed
 from gradus.plan.fit import loader_speed
-from gradus.plan.prove import case_of, predict
+from gradus.plan.prove import case_of, fix_of, predict, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer, total_steps
@@ -238,10 +238,11 @@ class Looked:
     def memory(self) -> str:
         """What the plan says of the largest batch."""
         session = open_for(self.asked) if needed(self.asked.layout) > 1 else self.session
-        found = predict(dataclasses.replace(case_of(session), step=None))
-        if found.refusal:
-            text, _, hint = found.refusal.partition(". ")
-            raise Wrong(text, hint.replace("; or go on with --force", ""))
+        case = dataclasses.replace(case_of(session), step=None)
+        with uninterrupted():
+            found = predict(case)
+        if found.lacking:
+            raise Wrong(found.refusal.partition(". ")[0], fix_of(case, found.lacking) + ".")
         return found.line.removeprefix("plan: ")
 
     def start(self) -> str:

@@ -49,8 +49,12 @@ def _candidates(path: str | Path | None, names: list[str] | None) -> list[Device
     return [d for d in known if d.kind != "tpu"]
 
 
-def epoch_of(recipe: Recipe, task: Task | None, work: Work) -> tuple[float, str]:
-    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples."""
+def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False) -> tuple[float, str]:
+    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples; whole: of the recipe's steps."""
+    if whole and recipe.train.steps:
+        return recipe.train.steps, "run"
+    if recipe.model.family == "vit" and task is None:
+        return 1e6 / work.samples, "1e6 images"
     if task is not None:
         return len(task.plan("train", recipe.batch.samples, recipe.batch.tokens).epoch(0)), "epoch"
     if work.tokens:
@@ -59,7 +63,13 @@ def epoch_of(recipe: Recipe, task: Task | None, work: Work) -> tuple[float, str]
 
 
 def rank_devices(
-    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None, precisions: list[str] | None = None
+    recipe: Recipe,
+    task: Task | None = None,
+    *,
+    path: str | Path | None = None,
+    names: list[str] | None = None,
+    precisions: list[str] | None = None,
+    whole: bool = False,
 ) -> list[dict[str, Any]]:
     """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, seconds (a step), hours and cost
     (low, expected, high; None without a price) per `per`, currency, missing (bytes).
@@ -92,7 +102,7 @@ def rank_devices(
             if numbers not in device.peaks:
                 continue
             memory, work = plan(numbers, "cpu" if device.kind == "cpu" else "cuda")
-            steps, per = epoch_of(recipe, task, work)
+            steps, per = epoch_of(recipe, task, work, whole)
             seconds = step_time(work, Cluster(device, 1)).total
             hours = steps * seconds / 3600
             capacity, taken = device.memory * device.usable, memory.reserved + memory.framework
@@ -164,10 +174,10 @@ def least(need: float, numbers: str, path: str | Path | None = None) -> Device |
 
 
 def devices(
-    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None
+    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None, whole: bool = False
 ) -> tuple[list[str], list[Row]]:
-    """(printed lines, rows) of `gradus plan RECIPE --devices`."""
-    ranked, served = rank_devices(recipe, task, path=path, names=names), serving(recipe.model)
+    """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: hours and money of the recipe's steps, not of an epoch."""
+    ranked, served = rank_devices(recipe, task, path=path, names=names, whole=whole), serving(recipe.model)
     return lines(ranked, served), rows(ranked, served)
 
 
@@ -204,11 +214,14 @@ def rows(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = Non
         at = {"device": one["device"], "precision": one["precision"]}
         given = {"memory": one["memory"], "capacity": one["capacity"]}
         answer.append(figure("device/memory", one["memory"], "bytes", "reserved + framework", given, fits=one["fits"], **at))
-        answer.append(figure("device/step", one["seconds"], "s", fits=one["fits"], **at))
-        answer.append(figure("device/hours", one["hours"], "h", "steps × seconds / 3600", per=one["per"], fits=one["fits"], **at))
+        text = "the parts of gradus plan --on this device"
+        answer.append(figure("device/step", one["seconds"], "s", text, source="plan/step.py", fits=one["fits"], **at))
+        given, per = {"seconds": one["seconds"]}, one["per"]
+        answer.append(figure("device/hours", one["hours"], "h", "steps × seconds / 3600", given, per=per, fits=one["fits"], **at))
         unit = SIGNS.get(one["currency"], one["currency"])
         for case, cost in zip(("low", "expected", "high"), one["cost"] or ()):
-            answer.append(figure("device/cost", cost, unit, "hours × price", case=case, per=one["per"], date=one["date"], **at))
+            given = {"hours": one["hours"]}
+            answer.append(figure("device/cost", cost, unit, "hours × price", given, case=case, per=per, date=one["date"], **at))
     for one in served or ():
         given = {"weights": one["weights"], "cache": one["cache"], "rule": one["rule"]}
         at = {k: one[k] for k in ("precision", "device", "rule_device", "batch", "tokens")}

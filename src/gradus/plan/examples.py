@@ -145,13 +145,18 @@ def cache_speedup(n: int) -> float:
     return (n + 1) / 2
 
 
+def rows() -> list[Row]:
+    """All of them."""
+    answer = [*gpt3_devices(), *layer_parameters(12_288), *gpt3_memory(), *llama2_serving(), *copy_task_energy(), bert_activations(), bert_cache()]
+    for link in ("NVLink 5", "InfiniBand NDR", "PCIe 5 x16"):
+        answer += gradient_seconds(link)
+    return answer
+
+
 def lines() -> list[str]:
     """All of them, printed."""
     answer = []
-    rows = [*gpt3_devices(), *layer_parameters(12_288), *gpt3_memory(), *llama2_serving(), *copy_task_energy(), bert_activations(), bert_cache()]
-    for link in ("NVLink 5", "InfiniBand NDR", "PCIe 5 x16"):
-        rows += gradient_seconds(link)
-    for row in rows:
+    for row in rows():
         how = row.conditions["how"]
         value = {"bytes": (row.value / GB, "GB"), "J": (row.value / 3600, "Wh") if row.unit == "J" else None}.get(row.unit, (row.value, row.unit))
         more = "".join(f"; {row.conditions[k]}" for k in ("link", "device", "why") if row.conditions.get(k))

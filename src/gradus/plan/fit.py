@@ -24,7 +24,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World
 from gradus.plan import batches
-from gradus.plan.prove import Case, capacity, device_of, memory_of_step, resident
+from gradus.plan.prove import Case, capacity, device_of, memory_of_step, resident, uninterrupted
 from gradus.plan.show import size
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -61,7 +61,8 @@ class Room:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
         from gradus.plan.memory import plan_memory
 
-        return total_need(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task), self.target, self.resident)
+        with uninterrupted():
+            return total_need(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task), self.target, self.resident)
 
 
 def total_need(memory: Any, target: str, resident: int) -> int:
@@ -360,7 +361,8 @@ def planned_step(recipe: Recipe, room: Room) -> float | None:
     from gradus.plan.memory import traced_work
     from gradus.plan.step import step_time
 
-    return step_time(traced_work(recipe, room.n, target=room.target, task=room.task), Cluster(room.device, room.n)).total
+    with uninterrupted():
+        return step_time(traced_work(recipe, room.n, target=room.target, task=room.task), Cluster(room.device, room.n)).total
 
 
 def workers(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:

@@ -21,7 +21,7 @@ from gradus.hardware import Device
 from gradus.parallel.mesh import sizes
 from gradus.parallel.pipeline import STACKS, stages_per_process
 from gradus.plan import batches as making
-from gradus.plan.trace import Target, Traced, trace_recipe
+from gradus.plan.trace import Target, Traced, collecting, trace_recipe
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -386,21 +386,28 @@ def extended(recipe: Recipe, case: Case, notes: list[str]) -> Steps:
 # ---------------------------------------------------------------- answers
 
 
-_kept: dict[tuple, tuple[Steps, list[str]]] = {}  # of the last recipes asked for: memory and work come from one trace
+_kept: dict[tuple, tuple[Steps, list[str], Any]] = {}  # of the last recipes asked for: memory and work come from one trace
 
 
-def _once(recipe: Recipe, n: int, case: Case, target: Target, task: Any, notes: list[str]) -> Steps:
-    if task is not None:
-        return extended(recipe, case, notes)
-    key = (making.complete(recipe).model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, case.rank, target)
-    if key not in _kept:
-        while len(_kept) >= 8:
-            _kept.pop(next(iter(_kept)))
-        told: list[str] = []
-        _kept[key] = extended(recipe, case, told), told
-    steps, told = _kept[key]
-    notes += told
-    return steps
+def _steps(recipe: Recipe, n: int, target: Target, task: Task | None, given: list[dict] | None, notes: list[str]) -> list[tuple[Case, Steps]]:
+    """The step of each case. given: micro-batches to trace with; None: the recipe's own."""
+    out = []
+    with collecting():
+        for case in cases(recipe, n, target, task, given):
+            if given is not None:
+                out.append((case, extended(recipe, case, notes)))
+                continue
+            text = making.complete(recipe).model_dump_json(exclude={"name", "log", "evaluate", "schedule"})
+            key = (text, n, case.rank, target, id(task))
+            if key not in _kept:
+                while len(_kept) >= 8:
+                    _kept.pop(next(iter(_kept)))
+                told: list[str] = []
+                _kept[key] = extended(recipe, case, told), told, task
+            steps, told, _ = _kept[key]
+            notes += (note for note in told if note not in notes)
+            out.append((case, steps))
+    return out
 
 
 def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
@@ -411,8 +418,7 @@ def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: D
     """
     found = []
     notes: list[str] = []
-    for case in cases(recipe, n, target, task):
-        steps = _once(recipe, n, case, target, task, notes)
+    for case, steps in _steps(recipe, n, target, task, None, notes):
         totals = steps.levels[:, : len(NAMES)].sum(1)
         top = int(totals.argmax())
         found.append((round(totals[top]), top, case, steps))
@@ -443,16 +449,15 @@ def traced_work(
     recipe = recipe if task is not None else making.complete(recipe)
     given = micro_batches or making.micro_batches(recipe, n, task=task)
     best = None
-    for case in cases(recipe, n, target, task, given):
-        steps = _once(recipe, n, case, target, task if micro_batches is None else given, [])
+    for case, steps in _steps(recipe, n, target, task, given if micro_batches is not None else None, []):
         operations = sum(key[5] * count for key, (count, _) in steps.ops.items())
         if best is None or operations > best[0]:
             best = operations, case, steps
     _, case, steps = best
-    return _work(recipe, n, case, steps, given, model_flops(recipe, n, given, task))
+    return work_of(recipe, n, case, steps, given, model_flops(recipe, n, given, task))
 
 
-def _work(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict], flops: float) -> Work:
+def work_of(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict], flops: float) -> Work:
     layout = recipe.layout
     micro, step = [], []
     for (scope, kind, name, dtype, phase, operations, _, shape), (count, total) in steps.ops.items():

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
+import multiprocessing
 import os
-import pickle
+import signal
 import statistics
-import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,7 @@ from gradus.hardware import Cluster, Device
 from gradus.measure.energy import Meter, total
 from gradus.measure.memory import Timeline
 from gradus.parallel import world as worlds
-from gradus.parallel.mesh import DATA
+from gradus.parallel.mesh import DATA, sizes
 from gradus.plan.figures import figure
 from gradus.plan.show import duration, size
 from gradus.plan.work import Work
@@ -43,7 +48,8 @@ from gradus.train.session import Session, open_for
 
 MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
 WARM_UP = 5  # steps of a start whose times are left out, where there are more
-PATIENCE = 120.0  # s that a plan made in a process of its own may take
+PATIENCE = 120.0  # s that a plan may take
+WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
 WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
 STATE = ("weights", "gradients", "optimizer")  # told by name; the others only together, since measuring cannot tell them apart
 Batch = dict[str, Any]
@@ -73,6 +79,7 @@ class Predicted:
     rows: list[Row]
     line: str
     refusal: str | None = None
+    lacking: tuple[int, int, int] | None = None  # where it does not fit, bytes a process: needed, there, needed without any activation
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -123,7 +130,7 @@ def capacity(device: torch.device) -> int:
     """Bytes: of a GPU as PyTorch sees it, else of this host, or of this container where it may use less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    memory, limit = machine._memory()
+    memory, limit = machine.memory_bytes()
     return limit or memory or 0
 
 
@@ -169,8 +176,19 @@ def predict(case: Case) -> Predicted:
         sent = next((row.value for row in rows if row.name == "traffic/sent"), 0)
         line += f"; {size(sent)} sent a step" if sent else ""
         line += f"; {duration(seconds)} a step" if seconds else "; no time (gradus calibrate)"
-    refusal = refuse(case, need, share, sum(held.values()) + need - allocated) if case.capacity and need > share else None
-    return Predicted(rows, line, refusal, list(notes))
+    notes = [*notes, *evaluation_note(case, largest)]
+    lacking = (need, share, sum(held.values()) + need - allocated) if case.capacity and need > share else None
+    return Predicted(rows, line, refuse(case, lacking, None) if lacking else None, lacking, notes)
+
+
+def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
+    """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples; not of many more."""
+    r = case.recipe
+    size_of = sizes(r.layout, case.n)
+    evaluated = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // math.prod(size_of[axis] for axis in DATA))
+    trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
+    if "valid" in case.task.splits and evaluated > 2 * trained:
+        yield f"an evaluation takes {evaluated} samples at a time (evaluate.batch), a step {trained}: what it needs is not in the plan"
 
 
 def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
@@ -198,11 +216,11 @@ def foresee(case: Case) -> Foreseen:
     if blocks * len(given) <= WHOLE or r.layout.pipeline > 1:
         steps = memory.steps_of(trace_recipe(r, case.n, 0, target=case.target, task=case.task, micro_batches=given))
     else:
-        steps = memory.extended(r, case.n, first, case.target, case.task, [])
+        steps = memory.extended(r, first, [])
     totals = steps.levels[:, : len(memory.NAMES)].sum(1)
     top = int(totals.argmax())
     components = {name: round(v) for name, v in zip(memory.NAMES, steps.levels[top])}
-    return Foreseen(components, round(totals[top]), steps.held, memory._work(r, case.n, first, steps, given, 0.0))
+    return Foreseen(components, round(totals[top]), steps.held, memory.work_of(r, case.n, first, steps, given, 0.0))
 
 
 def step_rows(case: Case, foreseen: Foreseen) -> list[Row]:
@@ -237,22 +255,123 @@ def step_rows(case: Case, foreseen: Foreseen) -> list[Row]:
     return rows
 
 
-def refuse(case: Case, need: int, share: int, state: int) -> str:
-    """One line: what does not fit, and what would. state: what is needed without any activation."""
+def refuse(case: Case, lacking: tuple[int, int, int], fix: str | None) -> str:
+    """One line: what does not fit, and what would."""
+    need, share, _ = lacking
+    device = "GPU" if case.target == "cuda" else "host" if case.local == 1 else f"host for each of its {case.local} processes"
+    fix = fix or "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full"
+    return f"the plan needs {size(need)} a process and the {device} has {size(share)}. {fix}, or go on with --force."
+
+
+def fix_of(case: Case, lacking: tuple[int, int, int]) -> str:
+    """The settings with which it fits. Takes some traces."""
     from gradus.plan.fit import Room, largest_micro_batch
 
-    layout = case.recipe.layout
-    device = "GPU" if case.target == "cuda" else "host" if case.local == 1 else f"host for each of its {case.local} processes"
-    text = f"the plan needs {size(need)} a process and the {device} has {size(share)}"
+    layout, (_, share, state) = case.recipe.layout, lacking
     for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):
         if state >= share or any(getattr(layout, k) == v for k, v in changes.items()):
             continue
         changed = case.recipe.model_copy(update={"layout": layout.model_copy(update=changes)})
         found = largest_micro_batch(changed, Room.of(case))
         if found:
-            keys = [f"layout.{k}={v}" for k, v in changes.items()] + [f"layout.micro_batch={found}"]
-            return f"{text}. Set {' '.join(keys)}, or go on with --force."
-    return f"{text}. Not one sample fits: set layout.shard=N over N processes or take a smaller model, or go on with --force."
+            return "Set " + " ".join([*(f"layout.{k}={v}" for k, v in changes.items()), f"layout.micro_batch={found}"])
+    return "Not one sample fits: set layout.shard=N over N processes or take a smaller model"
+
+
+# ---------------------------------------------------------------- a process of its own
+
+
+class NoPlan(Exception):
+    """There is none, and why."""
+
+
+class Planner:
+    """A process in which a case is predicted: a trace makes a world of its own, which a process that has joined others cannot; it may be
+    interrupted and given up at any moment; and what it takes of memory is not the run's.
+
+    Begun before the others are met, where Linux lets it be a copy of this process, which has imported all that it needs. It ends with
+    this process, however that ended.
+    """
+
+    def __init__(self):
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_plan, args=(theirs, self.pipe if sys.platform == "linux" else None), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that are there: none that is needed there
+            self.process.start()
+        theirs.close()
+
+    def ask(self, case: Case, seconds: float = PATIENCE) -> Predicted:
+        """Raises NoPlan where there is no answer in time."""
+        end = time.monotonic() + seconds
+        data = ForkingPickler.dumps(case)
+        threading.Thread(target=self._send, args=(data,), daemon=True).start()  # a pipe that nobody reads is soon full
+        try:
+            if not self.pipe.poll(max(0.0, end - time.monotonic())):
+                raise NoPlan(f"not ready within {seconds:.0f} s")
+            found = self.pipe.recv()
+            if isinstance(found, str):
+                raise NoPlan(found)
+            if found.lacking and self.pipe.poll(max(0.0, end - time.monotonic())):
+                fix = self.pipe.recv()
+                found.refusal = refuse(case, found.lacking, fix)
+        except EOFError:
+            raise NoPlan("the planning process ended") from None
+        return found
+
+    def _send(self, data: Any) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(data)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Around a trace in this process: Ctrl-C takes effect at its end. In the midst of it, it may come in a destructor or a hook, where
+    PyTorch drops it or aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+
+
+def _plan(pipe: connection.Connection, other_end: connection.Connection | None) -> None:
+    """In that process: a case comes, the prediction goes; where it does not fit, then the fix."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, whose end is this one's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if other_end is not None:
+        other_end.close()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    torch.set_num_threads(1)  # the threads of the process that this is a copy of are not here
+    try:
+        case = pipe.recv()
+        found = predict(case)
+        pipe.send(found)
+        if found.lacking:
+            pipe.send(fix_of(case, found.lacking))
+    except Exception as e:
+        with contextlib.suppress(OSError):
+            pipe.send(f"{type(e).__name__}: {first_line(e)}")
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 # ---------------------------------------------------------------- the plan of a run
@@ -263,6 +382,7 @@ class Proof:
 
     def __init__(self, force: bool = False):
         self.force = force
+        self.planner: Planner | None = None
         self.predicted: Predicted | None = None
         self.step: int | None = None
         self.measured: list[Row] = []
@@ -273,20 +393,41 @@ class Proof:
 
     # ------------------------------------------------------------ before
 
+    @contextlib.contextmanager
+    def ready(self, here: worlds.World) -> Iterator[None]:
+        try:
+            if here.first:
+                with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
+                    self.planner = Planner()
+            yield
+        finally:
+            self._end_planner()
+
+    def _end_planner(self) -> None:
+        if self.planner:
+            self.planner.end()
+            self.planner = None
+
     def before(self, session: Session, position: tuple[int, int]) -> None:
         here = session.mesh.world
         verdict: tuple[str | None, int | None] = (None, None)
         if here.first:
+            patience = PATIENCE if here.size == 1 else min(PATIENCE, WAIT * session.recipe.layout.timeout)
             try:
                 case = case_of(session, position)
                 verdict = None, case.step
-                self.predicted = predict(case) if here.size == 1 else predict_apart(case)
+                if self.planner is None:
+                    raise NoPlan("no process could be started for it")
+                self.predicted = self.planner.ask(case, patience)
                 verdict = self.predicted.refusal, case.step
                 print(self.predicted.line, flush=True)
                 for note in self.predicted.notes[:2]:
                     print(f"note: {note}")
+            except NoPlan as e:
+                print(f"note: no plan ({e})", flush=True)
             except Exception as e:
                 print(f"note: no plan ({type(e).__name__}: {first_line(e)})", flush=True)
+            self._end_planner()
         if here.size > 1:
             verdict = worlds.from_first(verdict)
         refusal, self.step = verdict
@@ -397,12 +538,17 @@ class Scaled:
     def before(self, by_processes: dict[int, Recipe], say: Callable[[str], None]) -> list[Row]:
         """The rows of the plans. Raises UserError where one will not fit."""
         for n, recipe in by_processes.items():
+            planner = None
             try:
-                session = open_for(recipe, n)
-                found = predict(dataclasses.replace(case_of(session), local=n))
+                planner = Planner()
+                found = planner.ask(dataclasses.replace(case_of(open_for(recipe, n)), local=n))
             except Exception as e:
-                say(f"note: no plan for {n} process{'es' * (n > 1)} ({type(e).__name__}: {first_line(e)})")
+                why = str(e) if isinstance(e, NoPlan) else f"{type(e).__name__}: {first_line(e)}"
+                say(f"note: no plan for {n} process{'es' * (n > 1)} ({why})")
                 continue
+            finally:
+                if planner:
+                    planner.end()
             if found.refusal and not self.force:
                 raise UserError(f"--processes {n}: {found.refusal}")
             say(f"{n} process{'es' * (n > 1)}, {found.line}")
@@ -601,34 +747,3 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if not (folder / name).exists():
             raise UserError(f"{folder}: no {name}: {what}. Train it again, or to its end with --resume.")
     return read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
-
-
-# ---------------------------------------------------------------- apart
-
-
-def predict_apart(case: Case) -> Predicted:
-    """`predict` in a process of its own: this one has joined others, and a traced world would be in their way."""
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("TORCHELASTIC", "OMPI_", "PMI", "SLURM_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "gradus.plan.prove"], input=pickle.dumps(case), capture_output=True, env=environment, timeout=PATIENCE
-    )
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"the planning process ended with {done.returncode}")
-    return pickle.loads(done.stdout)
-
-
-def _answer() -> None:
-    """In that process: a case on standard input, the prediction on standard output."""
-    out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not the answer
-    from gradus.plan import prove as this  # under its own name, as the pickle has it
-
-    answer = pickle.dumps(this.predict(pickle.load(sys.stdin.buffer)))
-    with open(out, "wb") as file:
-        file.write(answer)
-
-
-if __name__ == "__main__":
-    _answer()

@@ -1,7 +1,7 @@
 """The search over layouts: every way to split a step over the devices that parallel.check allows, priced in closed form.
 
 Memory first (plan.formulas.memory), for most layouts fall there; then time (plan.analytic and plan.step, with the exact traffic of
-plan.formulas.traffic). Nothing is traced unless it is asked for: `confirm=True` traces the winners' memory.
+plan.formulas.traffic). Nothing is traced unless it is asked for: `confirm=True` traces the memory of the fastest.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Candidate:
     seconds: float | None = None
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     money: float | None = None  # of a step
+    run: float | None = None  # seconds of the whole run, where its length is known
     reason: str = ""  # why it loses
     traced: float | None = None  # bytes of the traced step at its peak, where that was asked for
 
@@ -78,9 +79,13 @@ class Found:
     complete: bool  # False: the time was up before all were tried
     currency: str = ""
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
+    steps: float | None = None  # of the whole run
+    confirmed: str = ""  # what the trace of the fastest says
 
     def lines(self) -> list[str]:
-        on = f"{self.cluster.n} × {self.cluster.device.name}"
+        from gradus.plan.show import size
+
+        on = f"{self.cluster.n:,} × {self.cluster.device.name}"
         cut = "" if self.complete else "; the time was up before all were tried"
         out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts in {self.seconds:.1f} s{cut}"]
         if self.fastest is None:
@@ -93,14 +98,29 @@ class Found:
                 out.append(f"{name:15} the same as the {seen[id(best)]}")
                 continue
             seen[id(best)] = name
-            cost = f", {best.money * 1e3:.3g} {self.currency} for 1,000 steps" if best.money else ""
-            traced = f" (traced: {best.traced / 1e9:.1f})" if best.traced else ""
+            devices = f"{best.n:,} device{'s' * (best.n > 1)}: " * (best.n > 1)
             out.append(
-                f"{name:15} {best.n} devices: {best.describe()}; {_time(best.seconds)} a step{cost}, "
-                f"{best.needed / 1e9:.1f}{traced} of {best.capacity / 1e9:.1f} GB"
+                f"{name:15} {devices}{best.describe()}; {_time(best.seconds)} a step{self._cost(best)}; "
+                f"{size(best.needed)} of {size(best.capacity)} a device"
             )
-            out.append(f"{'':15} {best.keys}")
+            out.append(f"{'':15} {best.keys or 'no layout.* keys: the defaults'}")
+        if self.confirmed:
+            out.append(f"{'traced':15} {self.confirmed}")
         return [*out, "", *self._table()]
+
+    def _cost(self, c: Candidate) -> str:
+        from gradus.plan.show import duration, money
+
+        steps = self.steps or 1000
+        whole = f"; {duration(c.run)}" if c.run else ""
+        cost = f"{', ' if c.run else '; '}{money(self.charge(c, steps), self.currency)}" if c.money else ""
+        return f"{whole}{cost} {'in all' if self.steps else 'for 1,000 steps'}" if whole or cost else ""
+
+    def charge(self, c: Candidate, steps: float) -> float:
+        """Money of so many steps, and of the time that is lost beside them (`budget.goodput`)."""
+        from gradus.plan.budget import usual_goodput
+
+        return c.money * steps / usual_goodput(Cluster(self.cluster.device, c.n))
 
     def _table(self) -> list[str]:
         rows = [("", "devices", "layout", "micro-batch", "recompute", "step", "GB", "why not")]
@@ -115,23 +135,35 @@ class Found:
         return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[7]]).rstrip() for row in rows]
 
     def rows(self) -> list[Row]:
+        from gradus.plan.budget import SIGNS
         from gradus.plan.figures import figure
 
         out = []
         for rank, c in enumerate(self.table, 1):
             names = [name for name in ("fastest", "cheapest", "fewest") if getattr(self, name) is c]
             conditions = {"rank": rank, "devices": c.n, "layout": c.keys, "fits": c.fits, "reason": c.reason or None, "best": names or None}
-            source = "plan.formulas: closed forms, not traced"
+            source = "closed forms of plan/formulas.py" + ("" if c.traced is None else f"; traced: {c.traced:,.0f} bytes")
             out.append(figure("search/memory", c.needed, "bytes", "components × rounding + framework", c.memory, source, **conditions))
             if c.seconds is not None:
                 out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, "plan.step of plan.analytic", **conditions))
             if c.money is not None:
-                out.append(figure("search/money", c.money, f"{self.currency}/step", "price × devices × step", {"step": c.seconds}, **conditions))
+                given = {"devices": c.n, "seconds a step": c.seconds, f"{self.currency} a device-hour": c.money / c.n / c.seconds * 3600}
+                source = "the price file (gradus hardware NAME), the usual goodput (plan/budget.py)"
+                unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
+                text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
+                conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
+                out.append(figure("search/money", self.charge(c, steps), unit, text, {**given, "steps": steps}, source, **conditions))
+            if c.run is not None:
+                given = {"steps": self.steps, "seconds a step": c.seconds}
+                out.append(figure("search/time", c.run, "s", "steps × seconds / goodput", given, "plan/budget.py", **conditions))
         return out
 
 
 def _time(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+CONFIRM_S = 20.0  # a search that took longer is not traced besides
 
 
 # ---------------------------------------------------------------- one recipe on one kind of device
@@ -160,6 +192,7 @@ class _Space:
         """The recipe's own; where it says nothing also bf16, if the device has it. Sharded weights may be gathered in half instead of
         cast: the same numbers, without copies that autocast keeps."""
         own, device = self.recipe.layout.precision, self.cluster.device
+        has_bf16 = "bf16" in device.peaks or device.kind == "cpu"
         if own == "fp32" and self.recipe.layout.param_dtype:
             yield {"precision": "fp32", "param_dtype": self.recipe.layout.param_dtype}
             return
@@ -167,7 +200,7 @@ class _Space:
         free = own == "fp32" and "precision" not in self.recipe.layout.model_fields_set and "bf16" in device.peaks
         if free:
             yield {"precision": "bf16"}
-        if own == "bf16" or free:
+        if (own == "bf16" and has_bf16) or free:
             yield {"precision": "fp32", "param_dtype": "bf16"}
 
     def splits(self, n: int) -> Iterator[dict[str, Any]]:
@@ -300,10 +333,20 @@ def _seconds(space: _Space, layout: Layout, cluster: Cluster) -> tuple[float, di
 # ---------------------------------------------------------------- the search
 
 
-def search(recipe: Recipe, cluster: Cluster, *, limit_s: float = 30.0, top: int = 10, fewer: bool = True, confirm: bool = False) -> Found:
+def search(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    steps: float | None = None,
+    limit_s: float = 30.0,
+    top: int = 10,
+    fewer: bool = True,
+    confirm: bool = False,
+) -> Found:
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
-    fewer: also on 1, 2, 4, ... devices of the kind. confirm: the winners' memory is traced too (slow). The same question has the same
+    steps: of the whole run, where that is known: time and money are of it then. fewer: also on 1, 2, 4, ... devices of the kind. confirm:
+    the memory of the fastest is traced too, where the search left time; what then does not fit gives way to the next. The same question has the same
     answer, unless the time (`limit_s`) is up before all layouts are tried. Raises UserError where no layout is allowed at all.
     """
     from gradus.hardware import price
@@ -338,6 +381,12 @@ def search(recipe: Recipe, cluster: Cluster, *, limit_s: float = 30.0, top: int 
     for c in groups.values():
         c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
     ranked = sorted(groups.values(), key=lambda c: (c.seconds, c.n, c.keys))
+    confirmed = _confirm(recipe, ranked, misses, cluster) if confirm and time.perf_counter() - started < CONFIRM_S else ""
+    if steps:
+        from gradus.plan.budget import usual_goodput
+
+        for c in ranked:
+            c.run = steps * c.seconds / usual_goodput(Cluster(cluster.device, c.n))
     fastest = ranked[0] if ranked else None
     cheapest = min((c for c in ranked if c.money is not None), key=lambda c: (c.money, c.seconds, c.keys), default=None)
     fewest = min(ranked, key=lambda c: (c.n, c.seconds, c.keys), default=None)
@@ -350,20 +399,41 @@ def search(recipe: Recipe, cluster: Cluster, *, limit_s: float = 30.0, top: int 
     table = ranked[:top] + [c for i, c in enumerate(winners) if c not in ranked[:top] and c not in winners[:i]]
     table += nearest[: max(3, top - len(table))]
     found = Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, time.perf_counter() - started, complete)
-    found.currency = cost.currency if cost else ""
+    found.currency, found.steps, found.confirmed = cost.currency if cost else "", steps, confirmed
     if fastest is None:
+        space.quick = True
         found.advice = _advice(space, nearest[0])
-    if confirm:
-        for c in {id(c): c for c in (fastest, *winners) if c is not None}.values():
-            c.traced = _traced(recipe, c, cluster)
     return found
 
 
+def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candidate], cluster: Cluster) -> str:
+    """Traces the fastest; one that does not fit so is taken out of `ranked` into `misses`. Returns what to say."""
+    from gradus.plan.show import size
+
+    said = ""
+    for _ in range(3):
+        if not ranked:
+            return said
+        c = ranked[0]
+        try:
+            c.traced = _traced(recipe, c, cluster)
+        except UserError as e:
+            return f"{said}the fastest could not be traced ({str(e).rstrip('.')}); its memory is by closed forms"
+        if c.traced <= c.capacity:
+            return f"{said}the step of the fastest, traced, takes {size(c.traced)} a device; the closed form says {size(c.needed)}"
+        said += f"{c.keys} does not fit: {size(c.traced)} when traced, {size(c.needed)} by the closed form; "
+        ranked.pop(0)
+        c.needed, c.seconds, c.money = c.traced, None, None
+        misses[(c.n, c.keys)] = c
+    return said + "the rest was not traced"
+
+
 def _traced(recipe: Recipe, c: Candidate, cluster: Cluster) -> float:
+    """Bytes that the device shows as taken."""
     from gradus.plan.memory import plan_memory
 
     target = "cpu" if cluster.device.kind == "cpu" else "cuda"
-    return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device).allocated
+    return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device).device_total
 
 
 def _too_large(c: Candidate) -> str:
@@ -426,7 +496,7 @@ def _fits_on(space: _Space, n: int) -> bool:
     return False
 
 
-def best_layout(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Layout:
+def best_candidate(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Candidate:
     """The fastest layout that fits, of fewer kinds, in two seconds; where none fits the one that needs least. Raises UserError as `search`."""
     until = time.perf_counter() + limit_s
     space = _Space(recipe, cluster, quick=True)
@@ -444,7 +514,36 @@ def best_layout(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> La
     if found is None:
         check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)
         raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
-    return found.layout
+    return found
+
+
+def best_layout(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Layout:
+    """The layout of `best_candidate`."""
+    return best_candidate(recipe, cluster, limit_s=limit_s).layout
+
+
+def remedies(recipe: Recipe, cluster: Cluster) -> Iterator[Candidate]:
+    """What would fit instead of the recipe's layout, by closed form, nearest first: other checkpointing, a smaller micro-batch, both; the
+    best of all layouts on as many devices; then the fewest more of them."""
+    own, n = recipe.layout, cluster.n
+    space = _Space(recipe, cluster, quick=True)
+    share = space.share(own, n)
+    now = min(own.micro_batch or share, share)
+    stronger = ("none", "selective", "full")
+    ways = stronger[stronger.index(own.checkpointing) :] if own.schedule != "zero_bubble" else (own.checkpointing,)
+    smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
+    for micro, checkpointing in [(now, way) for way in ways[1:]] + [(micro, way) for way in ways for micro in smaller[1:]]:
+        layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
+        if space.allowed(layout, n) and (c := space.price_memory(layout, n)).fits:
+            yield c
+    for more in (n, *(n * 2**i for i in range(1, 11))):
+        try:
+            c = best_candidate(recipe, Cluster(cluster.device, more))
+        except UserError:
+            continue  # the batch cannot be split so far
+        if c.fits:
+            yield c
+            return
 
 
 def quick_time(recipe: Recipe, cluster: Cluster) -> float:

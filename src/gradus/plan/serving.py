@@ -9,6 +9,7 @@ from typing import Any
 from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Device
+from gradus.hardware.tables import table
 from gradus.plan.counts import matmul_weights, sizes
 from gradus.plan.figures import figure
 from gradus.recipe.schema import ModelConfig
@@ -214,6 +215,60 @@ def _times(
     rows.append(figure("serving/decode_time", decode, "s/token", text, given, POPE, limit=limit, **note, **where))
     rows.append(figure("serving/tokens_per_s", batch / decode, "tokens/s", "batch / decode_time, at most", {"batch": batch}, POPE, **where))
     return rows
+
+
+def lines(name: str, rows: list[Row], device: Device | None = None) -> list[str]:
+    """The rows of `serving` as a person reads them."""
+    from gradus.plan.show import duration, rate, size
+
+    found = {row.name.removeprefix("serving/"): row for row in rows}
+    total, rule, least = found["total"], found["rule"], found["device"]
+    c, need = total.conditions, total.value
+    parts = [f"{text} {size(found[k].value)}" for k, text in PARTS.items() if k in found]
+    held = f"{c['batch']} sequence{'s' * (c['batch'] > 1)} of {c['seq_len']:,} tokens" + (f" and {c['source_len']:,} of source" if c.get("source_len") else "")
+    answer = [f"{name}, to use it: {weights_of(found):,} parameters of {c['bits']} bits, {held} at a time"]
+    if device is not None:
+        capacity = device.memory * device.usable
+        over = f", {size(need - capacity)} too much" if need > capacity else ""
+        answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)} ({need / capacity:.0%}{over}): {', '.join(parts)}")
+    else:
+        answer.append(f"memory    {size(need)}: {', '.join(parts)}")
+    answer.append(f"device    {least.value} is the one with the least memory that holds it; by the 1.2 rule {least.conditions['by_rule']}")
+    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why']}"
+    until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
+    answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, {holds}{until}")
+    if "kv_per_token" in found:
+        answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence")
+    if "decode_time" in found:
+        decode, prefill = found["decode_time"], found["prefill_time"]
+        prompt = f"a prompt of {c.get('source_len') or c['seq_len']:,} tokens at least {duration(prefill.value)}"
+        said = f"{prompt}, then a token at least {duration(decode.value)}"
+        answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): at most {rate(found['tokens_per_s'].value)} tokens/s in all")
+    elif "forward_time" in found:
+        speed = rate(found["samples_per_s"].value)
+        answer.append(f"how fast  at least {duration(found['forward_time'].value)} a batch: at most {speed} samples/s")
+    else:
+        answer.append("how fast  say --on DEVICE")
+    return [*answer, f"not in it {c['without']}"]
+
+
+PARTS = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
+
+
+def weights_of(found: dict[str, Row]) -> int:
+    return found["weights"].conditions["how"]["inputs"]["P"]
+
+
+def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[Row]) -> list[str]:
+    """The rows of `optimal` as a table, a line a fit."""
+    what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
+    answer = [f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)", ""]
+    body = []
+    for fit in FITS:
+        of = {row.name.removeprefix("optimal/"): row.value for row in rows if row.conditions["fit"] == fit}
+        figures = (f"{of[k]:.3g}" for k in ("parameters", "tokens", "tokens_per_parameter", "flops", "loss"))
+        body.append([fit, *figures])
+    return [*answer, *table(["fit", "parameters", "tokens", "tokens a parameter", "FLOP", "loss, nats a token"], body, set(range(1, 6)))]
 
 
 # ---------------------------------------------------------------- compute-optimal sizes

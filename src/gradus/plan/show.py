@@ -52,6 +52,21 @@ def count(n: float) -> str:
     return f"{n:.3g} "
 
 
+def money(amount: float, currency: str) -> str:
+    """Cents where they matter: $0.0066, $13.44, $2,132, $1.85 million."""
+    sign = {"USD": "$", "EUR": "€"}.get(currency, currency if len(currency) == 1 else f"{currency} ")
+    if amount >= 1e6:
+        return f"{sign}{amount / 1e6:,.3g} million"
+    return f"{sign}{rate(amount)}" if amount >= 100 else f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
+
+
+def rate(n: float) -> str:
+    """Three digits: 22,700; 4.31 million."""
+    if n >= 1e6:
+        return f"{n / 1e6:,.3g} million"
+    return f"{float(f'{n:.3g}'):,.0f}" if n >= 100 else f"{n:.3g}"
+
+
 def value_text(row: Row) -> str:
     """A row's value in the unit that a person would take."""
     v, unit = row.value, row.unit
@@ -64,11 +79,13 @@ def value_text(row: Row) -> str:
     if unit == "kg":
         return weight(v)
     if unit == "h":
-        return f"{v:,.3g} device-hours" if v < 1000 else f"{v:,.0f} device-hours"
+        return f"{rate(v) if v >= 1 else f'{v:.3g}'} device-hours"
     if unit in ("parameters", "devices", "steps", "tokens") or (isinstance(v, int) and not unit):
         return f"{v:,.0f} {unit}".rstrip()
     if unit in ("$", "€"):
-        return f"{unit}{v:,.2f}" if v < 100 else f"{unit}{v:,.0f}"
+        return money(v, unit)
+    if unit.endswith("tokens/s") or unit.endswith("samples/s"):
+        return f"{rate(v)} {unit}"
     if unit.startswith(("operations", "FLOP")):
         return f"{count(v)}{unit}"
     if row.name in ("time/mfu", "time/hfu"):
@@ -83,16 +100,16 @@ def value_text(row: Row) -> str:
 
 def headline(answer: Answer, request: Request) -> list[str]:
     """What it is, does it fit, how long, how much: a line each."""
-    r, n = answer.recipe, answer.n
-    on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     from gradus.parallel.mesh import sizes
     from gradus.plan.answer import computed_in
 
+    r, n = answer.recipe, answer.n
+    on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     layout = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
     how = ", ".join(x for x in (layout, computed_in(r.layout), f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")) if x)
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
-    main = sorted((k for k in parts if k not in ("allocated", "reserved", "framework", "device", "capacity")), key=lambda k: -parts[k])
+    main = sorted((k for k in parts if k not in ("allocated", "reserved", "device", "capacity")), key=lambda k: -parts[k])
     most = ", ".join(f"{k} {size(parts[k])}" for k in main[:4] if parts[k])
     if answer.fits is None:
         lines.append(f"memory    {size(parts['device'])} a device at the peak: {most}")
@@ -101,7 +118,11 @@ def headline(answer: Answer, request: Request) -> list[str]:
         verdict = "fits     " if answer.fits else "NO FIT   "
         over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
         lines.append(f"{verdict} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}): {most}")
+    if answer.fits is False:
+        nothing = "nothing found by --search's rules up to 1,024 times as many devices: a smaller batch, shorter samples, a smaller model"
+        lines += [f"would fit {line}" for line in answer.advice or [nothing]]
     lines += _how_long(answer)
+    lines += _deadline(answer, request)
     lines += _how_much(answer)
     return lines
 
@@ -112,27 +133,62 @@ def _cases(answer: Answer, name: str) -> dict[str, Row]:
 
 def _interval(cases: dict[str, Row]) -> str:
     text = value_text(cases["expected"])
-    if "low" in cases and "high" in cases:
-        text += f" [{value_text(cases['low'])} .. {value_text(cases['high'])}]"
-    return text
+    return text + (_between(text, value_text(cases["low"]), value_text(cases["high"])) if "low" in cases and "high" in cases else "")
+
+
+def _between(text: str, low: str, high: str) -> str:
+    """' [30 .. 47]' where all three have one unit, else each with its own."""
+    unit = text.partition(" ")[2]
+    low, high = (x.removesuffix(f" {unit}") if unit and all(y.endswith(f" {unit}") for y in (low, high)) else x for x in (low, high))
+    return f" [{low} .. {high}]"
 
 
 def _how_long(answer: Answer) -> list[str]:
     step = next((row for row in answer.rows if row.name == "time/step"), None)
     if step is None:
         return ["how long  not known: say --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
-    speed = answer.value("time/tokens_per_s")
-    rate = f"{count(speed)}tokens/s" if speed else f"{count(answer.value('time/samples_per_s'))}samples/s"
+    images = answer.recipe.model.family == "vit"
+    speed = f"{rate(answer.value('time/samples_per_s'))} images/s" if images else None
+    if speed is None:
+        tokens = answer.value("time/tokens_per_s")
+        speed = f"{rate(tokens)} tokens/s" if tokens else f"{rate(answer.value('time/samples_per_s'))} samples/s"
     mfu = answer.value("time/mfu")
-    line = f"how long  {duration(step.value)} a step [{duration(step.conditions['low'])} .. {duration(step.conditions['high'])}], {rate}"
-    line += f", MFU {mfu:.0%}" if mfu else ""
     cases = _cases(answer, "budget/time")
-    return [line + (f"; {_interval(cases)} in all" if cases else "")]
+    steps = answer.value("budget/steps")
+    whole = f"{_interval(cases)} for {steps:,.0f} steps; " if cases else ""
+    text = duration(step.value)
+    line = f"how long  {whole}a step {text}{_between(text, duration(step.conditions['low']), duration(step.conditions['high']))}, {speed}"
+    return [line + (f", {mfu:.0%} of the peak rate (MFU)" if mfu else "")]
+
+
+def _deadline(answer: Answer, request: Request) -> list[str]:
+    cases, needed = _cases(answer, "budget/time"), _cases(answer, "budget/devices")
+    if not (request.days and cases and needed):
+        return []
+    limit = request.days * 86_400
+    made = {case: row.value <= limit for case, row in cases.items()}
+    n, device = answer.n, answer.cluster.device.name
+    if made["expected"]:
+        return [f"deadline  {request.days:g} days: made by {n:,} × {device}" + ("" if made["high"] else ", but not if all goes as badly as it may")]
+    more = needed["expected"].value
+    return [f"deadline  {request.days:g} days: NOT made by {n:,} × {device}; {more:,} or more would (leave the number out of --on to have it found)"]
 
 
 def _how_much(answer: Answer) -> list[str]:
-    found = [_interval(cases) for name in ("device_hours", "cost", "energy", "co2") if (cases := _cases(answer, f"budget/{name}"))]
+    found = []
+    for name, suffix in (("cost", ""), ("device_hours", ""), ("energy", ""), ("co2", " CO2")):
+        cases = _cases(answer, f"budget/{name}")
+        if cases:
+            found.append((value_text(cases["expected"]) if name == "device_hours" else _interval(cases)) + suffix)
+        elif name == "cost" and answer.cluster and _cases(answer, "budget/time"):
+            found.append(f"no price of {answer.cluster.device.name} is known (your prices: gradus hardware {answer.cluster.device.name})")
     return [f"how much  {'; '.join(found)}"] if found else []
+
+
+LEGEND = (
+    "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; totals: also time lost, prices, power, grid",
+    "--explain NAME: how a figure came about, e.g. --explain memory/activations, budget/time",
+)
 
 
 def screen(answer: Answer) -> Iterator[str]:
@@ -156,6 +212,9 @@ def screen(answer: Answer) -> Iterator[str]:
     if answer.notes:
         yield ""
         yield from (f"note: {note}" for note in answer.notes)
+    if any(row.name == "time/step" for row in answer.rows):
+        yield ""
+        yield from LEGEND
 
 
 def by_name(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -175,22 +234,32 @@ def _aside(row: Row) -> str:
 # ---------------------------------------------------------------- --explain
 
 
-def explain(answer: Answer, name: str) -> Iterator[str]:
+def named(rows: list[Row], name: str) -> list[Row]:
+    """Those called so, with or without their group. Raises UserError where there are none."""
+    found = [row for row in rows if row.name == name] or [row for row in rows if row.name.partition("/")[2] == name]
+    if not found:
+        raise UserError(f"--explain={name}: the plan has no such figure.{did_you_mean(name, sorted({r.name for r in rows}))}")
+    return found
+
+
+def plain(n: Any) -> str:
+    """Whole numbers in full, others to six digits."""
+    if not isinstance(n, (int, float)) or isinstance(n, bool):
+        return str(n)
+    return f"{n:,}" if isinstance(n, int) else f"{n:,.0f}" if abs(n) >= 1e6 and abs(n) < 1e15 else f"{n:,.6g}"
+
+
+def explain(rows: list[Row], name: str) -> Iterator[str]:
     """How a figure came about. Raises UserError for a name that the plan does not have."""
-    rows = [row for row in answer.rows if row.name == name]
-    if not rows:
-        rows = [row for row in answer.rows if row.name.partition("/")[2] == name]
-    if not rows:
-        raise UserError(f"--explain={name}: the plan has no such figure.{did_you_mean(name, sorted({r.name for r in answer.rows}))}")
-    for row in rows:
+    for row in named(rows, name):
         case = row.conditions.get("case")
-        exact = "" if isinstance(row.value, str) else f"   ({row.value:,} {row.unit})".replace(" )", ")")
+        exact = "" if isinstance(row.value, str) else f"   ({plain(row.value)} {row.unit})".replace(" )", ")")
         yield f"{row.name}{f' ({case})' if case else ''} = {value_text(row)}{exact}"
         how: dict[str, Any] = row.conditions.get("how", {})
         if "formula" in how:
             yield f"  formula: {how['formula']}"
         for key, put_in in how.get("inputs", {}).items():
-            yield f"  {key} = {f'{put_in:,}' if isinstance(put_in, (int, float)) else put_in}"
+            yield f"  {key} = {plain(put_in)}"
         if "source" in how:
             yield f"  source: {how['source']}"
         rest = {k: v for k, v in row.conditions.items() if k not in ("how", "kind", "case")}

@@ -18,13 +18,13 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +38,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import _replaced as replaced
 from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import _bytes as payload_of
 from gradus.parallel.traffic import collective
 from gradus.plan import batches as making
@@ -216,6 +217,17 @@ def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | No
     return None
 
 
+_TRAVELS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_COUNTED = ("aten", "gradus", "fsdp")  # others only ask (prim::device) or mark; FSDP's own copy what is gathered into place
+
+
+@functools.cache
+def _names(function: Any) -> tuple[str, str]:
+    """(namespace, name) of an operator."""
+    namespace, name = function._schema.name.split("::")
+    return namespace, name
+
+
 _FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "device"}
 
 
@@ -224,26 +236,120 @@ _FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new
 _COLLECTS = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
 
 
+_at_rest = False  # whether what was there before is set aside already
+
+
 @contextlib.contextmanager
-def _collecting() -> Iterator[None]:
-    was = gc.isenabled()
+def collecting() -> Iterator[None]:
+    """Around one trace, or several of them: what was there before is looked through once."""
+    global _at_rest
+    if _at_rest:
+        gc.collect()
+        yield
+        return
+    was, _at_rest = gc.isenabled(), True
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        _at_rest = False
         gc.unfreeze()
         if was:
             gc.enable()
 
 
+class _Unknown(Exception):
+    """An argument whose like cannot be told."""
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_RESULTS_KEPT = 50_000
+
+
+@dataclasses.dataclass
+class Result:
+    """What an operator makes of arguments of one kind: FakeTensorMode is asked once, as it takes most of a trace's time."""
+
+    tensors: list[tuple]  # each (shape, strides, dtype, which input's memory or None, offset), or which input it is itself: (i,)
+    kind: type  # of what is returned: Tensor, tuple, list or NoneType
+    counted: tuple | None = None  # (kind, name, dtype, flops, bytes, shape), once it was counted
+    known: bool = False  # whether it was counted
+
+    _all: ClassVar[dict[tuple, Result]] = {}  # (operator, its arguments' shapes) → result; of all traces
+
+    @staticmethod
+    def of(out: Any, inputs: list[Tensor], like: tuple, function: Any) -> Result | None:
+        """None where it cannot be made again from shapes alone."""
+        outputs = [out] if isinstance(out, Tensor) else list(out) if type(out) in (tuple, list) else [] if out is None else None
+        if outputs is None or any(type(t) is not FakeTensor or t.requires_grad or t.constant is not None for t in outputs):
+            return None
+        if any(_like(t) != before for t, before in zip(inputs, like)):
+            return None  # it changed an input's shape
+        memory = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs)}
+        tensors: list[tuple] = []
+        for t in outputs:
+            itself = next((i for i, x in enumerate(inputs) if x is t), None)
+            storage = t.untyped_storage()
+            of = memory.get(storage._cdata)
+            if itself is None and of is None:
+                size = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
+                if t.storage_offset() or storage.nbytes() != size * t.element_size() or t.device.type != "cpu":
+                    return None
+                memory[storage._cdata] = -1  # two that share new memory are not made again
+            if of == -1:
+                return None
+            tensors.append((itself,) if itself is not None else (t.shape, t.stride(), t.dtype, of, t.storage_offset()))
+        return Result(tensors, Tensor if isinstance(out, Tensor) else type(out))
+
+    def make(self, mode: FakeTensorMode, inputs: list[Tensor]) -> Any:
+        made: list[Tensor] = []
+        for t in self.tensors:
+            if len(t) == 1:
+                made.append(inputs[t[0]])
+                continue
+            shape, stride, dtype, of, offset = t
+            with torch._C._DisableTorchDispatch():
+                plain = torch.empty_strided(shape if of is None else (0,), stride if of is None else (1,), dtype=dtype, device="meta")
+                if of is not None:
+                    plain.set_(inputs[of].untyped_storage(), offset, shape, stride)
+            made.append(FakeTensor(mode, plain, _CPU))
+        return made[0] if self.kind is Tensor else None if self.kind is type(None) else self.kind(made)
+
+
+_CPU = torch.device("cpu")
+
+
+def _like(t: Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes()
+
+
+def _signature(values: Any, inputs: list[Tensor], like: list[tuple]) -> tuple:
+    """What tells arguments from others; collects the tensors among them. Raises _Unknown."""
+    out: list[Any] = []
+    for v in values:
+        kind = type(v)
+        if kind is FakeTensor:
+            of = v.shape, v.stride(), v.dtype, v.storage_offset(), v.untyped_storage().nbytes()
+            inputs.append(v)
+            like.append(of)
+            out.append(of)
+        elif kind in _PLAIN:
+            out.append((kind, v))
+        elif kind is list or kind is tuple or kind is torch.Size:
+            out.append(_signature(v, inputs, like))
+        else:
+            raise _Unknown
+    return tuple(out)
+
+
 class Recorder(TorchDispatchMode):
     """While active, keeps the time line of memory; and while `counting`, operations and collectives."""
 
-    def __init__(self, mesh: Mesh, chosen: dict[int, int]):
+    def __init__(self, mesh: Mesh, chosen: dict[int, int], fake: FakeTensorMode):
         super().__init__()
-        self.mesh, self.chosen = mesh, chosen
+        self.mesh, self.chosen, self.fake = mesh, chosen, fake
         self.timeline = Timeline()
         self.counting = False
         self.scope = "step"
@@ -264,28 +370,31 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ dispatch
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that hides a mode from the compiler takes its time at every operator
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].device  # asked for by every operator
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # what they make of it comes by here again
         kwargs = kwargs or {}
         phase = self._phase()
-        if phase in ("backward", "recompute"):
-            self.timeline.enter("backward")
-        else:
-            self.timeline.enter(phase)
-        namespace, name = function._schema.name.split("::")
+        self.timeline.enter("backward" if phase == "recompute" else phase)
+        namespace, name = _names(function)
         if name == "wait_tensor":
             return args[0]
         if function is torch.ops.aten.index.Tensor:
             args = self._selected(args)
-        out = function(*args, **kwargs)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        travels = namespace in _TRAVELS
+        kind = collective(name) if travels else None
+        out, result, inputs = self._result(function, args, kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        known = {t.untyped_storage()._cdata for t in inputs}
         tag = self._tag(name, inputs, outputs)
         if name in _COLLECTS:
             gc.collect(0)
-        kind = collective(name) if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") else None
+        known = {t.untyped_storage()._cdata for t in inputs}
         for t in outputs:
             stored = self.timeline.see(t, name)
             if t.untyped_storage()._cdata not in known:
@@ -295,10 +404,38 @@ class Recorder(TorchDispatchMode):
             if kind is not None:
                 payload = max(payload_of(args), payload_of((out,))) if kind != "all_reduce" else payload_of(args[:1])
                 self._transfer(kind, payload, phase, self._group(args, kwargs))
-            elif namespace in ("aten", "gradus"):  # others only ask (prim::device) or mark
-                plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
-                self._count(plain, function, args, inputs, outputs, phase)
+            elif namespace in _COUNTED:
+                if result is None or not result.known:
+                    plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
+                    counted = self._count(plain, function, args, inputs, outputs)
+                    if result is not None:
+                        result.counted, result.known = counted, True
+                else:
+                    counted = result.counted
+                if counted is not None:
+                    kind_of, label, dtype, flops, moved, shape = counted
+                    key = (self.scope, kind_of, label, dtype, phase, flops, moved, shape)
+                    self.ops[key] = self.ops.get(key, 0) + 1
         return out
+
+    def _result(self, function: Any, args: tuple, kwargs: dict) -> tuple[Any, Result | None, list[Tensor]]:
+        """(what the operator gives, the same as it is remembered, the tensors it is given)."""
+        inputs: list[Tensor] = []
+        like: list[tuple] = []
+        try:
+            key = (function, _signature(args, inputs, like), *kwargs, _signature(kwargs.values(), inputs, like) if kwargs else None)
+        except _Unknown:
+            return function(*args, **kwargs), None, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        result = Result._all.get(key)
+        if result is not None:
+            return result.make(self.fake, inputs), result, inputs
+        out = function(*args, **kwargs)
+        result = Result.of(out, inputs, like, function)
+        if result is not None:
+            if len(Result._all) >= _RESULTS_KEPT:
+                Result._all.clear()
+            Result._all[key] = result
+        return out, result, inputs
 
     def _selected(self, args: tuple) -> tuple:
         """Indexing by a boolean mask gives as many rows as it holds True: known from before, as fake tensors have no values."""
@@ -320,24 +457,22 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ what is counted
 
-    def _count(self, name: str, function: Any, args: tuple, inputs: list[Tensor], outputs: list[Tensor], phase: str) -> None:
+    def _count(self, name: str, function: Any, args: tuple, inputs: list[Tensor], outputs: list[Tensor]) -> tuple | None:
+        """(kind, name, dtype, flops, bytes, shape)."""
         if name in _FREE:
-            return
+            return None
         given = {t.untyped_storage()._cdata for t in inputs}
         if not function._schema.is_mutable and outputs and all(t.untyped_storage()._cdata in given for t in outputs):
-            return  # a view
+            return None  # a view
         moved = sum(_moved(t) for t in inputs) + sum(_moved(t) for t in outputs)
         found = _shape_of(name, args)
         first = next((t for t in inputs if t.is_floating_point()), None) if inputs else None
         dtype = DTYPES.get(first.dtype, "fp32") if first is not None else "fp32"
         if found is None:
-            key = ("memory", name.strip("_"), dtype, phase, 0.0, moved, ())
-        else:
-            kind, shape, flops = found
-            causal = kind == "attention" and any(a is True for a in args)
-            key = (kind, name.strip("_"), dtype, phase, flops / 2 if causal else float(flops), moved, shape)
-        key = (self.scope, *key)
-        self.ops[key] = self.ops.get(key, 0) + 1
+            return "memory", name.strip("_"), dtype, 0.0, moved, ()
+        kind, shape, flops = found
+        causal = kind == "attention" and any(a is True for a in args)
+        return kind, name.strip("_"), dtype, flops / 2 if causal else float(flops), moved, shape
 
     def _transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -478,18 +613,19 @@ def trace_recipe(
     world = fake_world(n, rank) if n > 1 else contextlib.nullcontext()
     with world as joined, contextlib.ExitStack() as stack:
         mesh = Mesh.make(recipe.layout, joined) if n > 1 else None
-        stack.enter_context(_collecting())
-        stack.enter_context(FakeTensorMode())
-        return _trace(recipe, task, mesh, given, target, notes, stack)
+        stack.enter_context(collecting())
+        fake = stack.enter_context(FakeTensorMode())
+        return _trace(recipe, task, mesh, given, target, notes, fake, stack)
 
 
 def _trace(
-    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], stack: contextlib.ExitStack
+    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], fake: FakeTensorMode,
+    stack: contextlib.ExitStack,
 ) -> Traced:
     chosen: dict[int, int] = {}
     batches = [_fake_batch(b, chosen) for b in given]
     device = torch.device("cpu")
-    recorder = Recorder(mesh or _alone(), chosen)
+    recorder = Recorder(mesh or _alone(), chosen, fake)
     timeline = recorder.timeline
     stack.enter_context(_resizes(timeline))
     if target == "cpu":  # a GPU's generator has its state, 16 bytes, on the host
@@ -517,7 +653,10 @@ def _trace(
             timeline.phases.append((len(timeline.events), "build"))
             start = len(timeline.events)
             recorder.counting = i == 1
-            stepper.step(batches, counts)
+            if i == 0:
+                _first_step(stepper, batches, counts)
+            else:
+                stepper.step(batches, counts)
             if parallel.apart:
                 parallel.apart.meet()
             stepper.progress.step += 1
@@ -591,6 +730,45 @@ def max_gradients(timeline: Timeline) -> int:
             now += change
             most = max(most, now)
     return most
+
+
+def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
+    """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
+    own. Of what makes itself ready while it computes one micro-batch is computed; else none, and the gradients are there at once."""
+    parallel, layout = stepper.parallel, stepper.recipe.layout
+    itself = layout.shard > 1 or layout.tensor > 1 or layout.schedule == "zero_bubble"
+    if parallel.pipeline and layout.shard > 1:
+        stepper.step(batches, counts)
+        return
+    if itself and not parallel.pipeline:
+        stepper.step(batches[:1], counts)
+        return
+    finish, compute = parallel._finish_gradients, Stage.forward
+    ready: set[int] = set()
+
+    def finish_with_gradients() -> None:
+        for held in parallel.held:
+            if held.parameter.grad is None:
+                held.parameter.grad = torch.zeros_like(held.parameter)
+        finish()
+
+    def little(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
+        pipeline = stage.pipeline
+        if itself and stage.index not in ready:
+            ready.add(stage.index)
+            return compute(stage, received, index=index)
+        if stage.last:
+            return received.sum().float().reshape(1)
+        if received is None:
+            received = torch.zeros(1, device=pipeline.device, dtype=pipeline.wire, requires_grad=True)
+        return received.sum().expand(pipeline.run.capacities[stage.index], pipeline.cutter.d_model).clone()
+
+    with replaced(parallel, "_finish_gradients", finish_with_gradients), replaced(Stage, "forward", little):
+        if parallel.pipeline:
+            stepper.step(batches, counts)
+        else:
+            with replaced(parallel, "forward_backward", lambda *_: finish_with_gradients() or torch.zeros(())):
+                stepper.step(batches, counts)
 
 
 def _instrument(recorder: Recorder, stepper: Stepper) -> None:

@@ -37,7 +37,7 @@ PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches", 30
 
 def describe() -> dict[str, Any]:
     """What this machine is, as plain values that JSON can hold. Bytes, °C, W and % (0..100), by the names that nvidia-smi has for them."""
-    memory, limit = _memory()
+    memory, limit = memory_bytes()
     found: dict[str, Any] = {
         "gradus": __version__,
         "python": platform.python_version(),
@@ -94,7 +94,7 @@ def _cpu_flags() -> list[str]:
     return []
 
 
-def _memory() -> tuple[int | None, int | None]:
+def memory_bytes() -> tuple[int | None, int | None]:
     """(bytes of memory, bytes that this container may use where that is less)."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -173,6 +174,9 @@ class Outcome:
 class Plan(Protocol):
     """What foresees a run and follows it; handed in from above. Every process has one and calls the same methods."""
 
+    def ready(self, here: world.World) -> AbstractContextManager:
+        """Around all of a run, from before the processes meet."""
+
     def before(self, session: Session, position: tuple[int, int]) -> None:
         """Before the model is built. position: (epoch, step within it) where the run begins. Raises UserError for what will not fit. Collective."""
 
@@ -200,16 +204,17 @@ def train(
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is `plan`.
     Raises UserError, and Stopped after a signal once everything is saved.
     """
-    check.validate(recipe, here.size)
-    folder = resume or new_run_folder(recipe.log, recipe.name)
-    if here.size > 1:
-        world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
-        folder = Path(world.from_first(str(folder)))  # its name may be the time
-    status = Status(folder, here)
-    with watched(folder, here):
-        outcome = _train(recipe, folder, resume is not None, flops, plan, here, status)
-    status.close()
-    return outcome
+    with plan.ready(here) if plan else contextlib.nullcontext():
+        check.validate(recipe, here.size)
+        folder = resume or new_run_folder(recipe.log, recipe.name)
+        if here.size > 1:
+            world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+            folder = Path(world.from_first(str(folder)))  # its name may be the time
+        status = Status(folder, here)
+        with watched(folder, here):
+            outcome = _train(recipe, folder, resume is not None, flops, plan, here, status)
+        status.close()
+        return outcome
 
 
 def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | None, here: world.World, status: Status) -> Outcome:
