@@ -140,7 +140,7 @@ def test_least_is_the_least_memory_then_the_least_money():
 def test_lines_and_rows(session):
     printed, rows = devices(session.recipe, session.task, names=["A100"])
     text = "\n".join(printed)
-    assert text.count("A100-80GB") == 4 and "h per epoch" in text and "One device to serve it on" in text
+    assert text.count("A100-80GB") == 3 and "bf16, fp16" in text and "time per epoch" in text and "One device to serve it on" in text
     at = {"device": "A100-80GB", "precision": "bf16"}
     found = {(r.name, r.conditions.get("case")): r for r in rows if all(r.conditions.get(k) == v for k, v in at.items())}
     assert set(found) == {(name, None) for name in ("device/memory", "device/step", "device/hours")} | {

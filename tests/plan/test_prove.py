@@ -228,7 +228,10 @@ def planner():
 
 def test_a_refusal_comes_out_of_the_planning_process(case, planner):
     found = planner.ask(case)
-    assert "host for each of its 2 processes has 1 MB. Not one sample fits: set layout.shard=N" in found.refusal
+    assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
+    assert prove.fix_of(case, (2, 1, 1)).endswith("start fewer on this host")
+    assert prove.fix_of(dataclasses.replace(case, resident=0), (2, 1, 1)).startswith("Not one sample fits: take a smaller model or")
+    assert prove.fix_of(dataclasses.replace(case, target="cuda"), (2, 1, 1)).startswith("Not one sample fits: set layout.shard=N over N GPUs")
 
 
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
@@ -296,9 +299,15 @@ DEEP = ["model.n_layers=12", "layout.micro_batch=1"]  # planned for some seconds
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("processes", "number", "group", "code"),
-    [(1, signal.SIGINT, True, 130), (1, signal.SIGTERM, False, -signal.SIGTERM), (1, signal.SIGKILL, False, -signal.SIGKILL),
-     (2, signal.SIGINT, True, 130), (2, signal.SIGTERM, False, 128 + signal.SIGTERM), (2, signal.SIGKILL, False, -signal.SIGKILL)],
-)  # fmt: skip
+    [
+        (1, signal.SIGINT, True, 130),
+        pytest.param(1, signal.SIGTERM, False, -signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, False, -signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, True, 130, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM, False, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+        (2, signal.SIGKILL, False, -signal.SIGKILL),
+    ],
+)
 def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes, number, group, code, tmp_path):
     more = ["--processes", "2"] if processes == 2 else []
     command = [sys.executable, "-m", "gradus", "train", *words(**{"log.dir": tmp_path / "run"}), *DEEP, *more]

@@ -316,6 +316,8 @@ def cluster(text: str, path: str | Path | None = None, network: str | None = Non
     number = (found[1] or "1").replace(",", "").replace("_", "")
     if not number.isdecimal() or int(number) < 1:
         raise UserError(f"{text}: {found[1]} is not a whole number of devices; write e.g. 8xA100-80GB.")
+    if re.fullmatch(r"[\d_,. ]+[x×*]?", found[2]):
+        raise UserError(f"{text}: so many of which device? Write e.g. {found[2].strip(' x×*')}xA100-80GB (gradus hardware lists them).")
     device = find(found[2], path)
     if network is not None:
         device = dataclasses.replace(device, network=link(network, path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from pathlib import Path
@@ -63,7 +64,7 @@ def answer(request: Request) -> Answer:
         made = _on(request, recipe, task, cluster, chosen, list(notes))
         late = made.value("budget/time", case="expected") > request.days * DAY
         if made.fits is not False and not late:
-            made.notes.append(f"{made.n:,} are the fewest of 1, 2, 3, 4, 6, 8, ... (whole nodes) that are done in {request.days:g} days")
+            made.notes.append(f"{made.n:,} is the fewest of 1, 2, 3, 4, 6, 8, ... (in whole nodes) that are done in {request.days:g} days")
             break
     return made
 
@@ -71,11 +72,37 @@ def answer(request: Request) -> Answer:
 def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, chosen: bool, notes: list[str]) -> Answer:
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     if chosen and n > 1:
-        recipe = _with_layout(recipe, cluster)
-        notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
-    _whole_replicas(recipe, n, request.on)
-    check.validate(recipe, n)
-    return _answer(request, recipe, task, cluster, n, notes)
+        made = _best(request, recipe, task, cluster, notes)
+    else:
+        _whole_replicas(recipe, n, request.on)
+        check.validate(recipe, n)
+        made = _answer(request, recipe, task, cluster, n, notes)
+    if made.fits is False:
+        made.advice = _advice(made.recipe, cluster, task, made.value("memory/device"))
+    from gradus.plan.show import headline
+
+    made.headline = headline(made, request)
+    return made
+
+
+def _best(request: Request, recipe: Recipe, task, cluster: Cluster, notes: list[str]) -> Answer:
+    """The fastest layout by closed forms that also fits when it is traced; of three, else the first that can be traced."""
+    from gradus.plan.search import best_candidates
+
+    notes = [*notes, "the layout is the plan's own choice: --search shows the others, layout.* keys set another"]
+    first, told = None, None
+    for c in best_candidates(recipe, cluster)[:3]:
+        try:
+            made = _answer(request, recipe.model_copy(update={"layout": c.layout}), task, cluster, cluster.n, list(notes))
+        except UserError as e:  # this one cannot be traced
+            told = told or e
+            continue
+        if made.fits or not c.fits:
+            return made
+        first = first or made
+    if first is None:
+        raise told
+    return first
 
 
 # ---------------------------------------------------------------- what is asked
@@ -114,8 +141,11 @@ def open_recipe(request: Request, notes: list[str]):
     if bare:
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
         recipe = recipes.load(bare, request.overrides, notes=notes, text=recipes.dump(base))
-        if request.tokens and not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
-            recipe = _for_tokens(recipe, request.tokens)  # an override may have changed the batch
+        if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
+            now, then = tokens_a_step(recipe), tokens_a_step(base)
+            if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
+                recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
+                notes.append(f"a step has {now:,.0f} places instead of {then:,.0f}: {recipe.train.steps:,} steps, for as many in the whole")
         return recipe, None, bare
     if not Path(name).expanduser().exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
@@ -210,17 +240,11 @@ def _numbers(request: Request, recipe: Recipe, cluster: Cluster, bare: bool, not
     return recipe
 
 
-def _with_layout(recipe: Recipe, cluster: Cluster) -> Recipe:
-    from gradus.plan.search import best_layout
-
-    return recipe.model_copy(update={"layout": best_layout(recipe, cluster)})
-
-
 def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: bool, more_than: int = 0) -> Cluster:
     """The fewest devices, in whole nodes where there are several, on which the step fits and that are done in time, by closed forms."""
     from gradus.plan.budget import usual_goodput
     from gradus.plan.counts import closed_form, shape_of, tokens_a_sample
-    from gradus.plan.search import best_candidate, quick_time
+    from gradus.plan.search import best_candidates, quick_time
 
     device, steps = cluster.device, total_steps(recipe)
     wanted = request.days * DAY
@@ -236,7 +260,7 @@ def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: boo
         tried = Cluster(device, k)
         try:
             if chosen and k > 1:
-                candidate = best_candidate(recipe, tried)
+                candidate = best_candidates(recipe, tried)[0]
                 if not candidate.fits:
                     continue
                 now = recipe.model_copy(update={"layout": candidate.layout})
@@ -297,26 +321,19 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
     if recipe.model.preset == "gpt3-175b" and request.tokens == 300e9:
         rows += _lecture(notes)
     keys = layout_keys(recipe.layout)
-    made = Answer(recipe, cluster, n, rows, [], notes, fits, keys)
-    if fits is False:
-        made.advice = _advice(request, recipe, cluster, task)
-    from gradus.plan.show import headline
-
-    made.headline = headline(made, request)
-    return made
+    return Answer(recipe, cluster, n, rows, [], notes, fits, keys)
 
 
-def _advice(request: Request, recipe: Recipe, cluster: Cluster, task) -> list[str]:
-    """What would fit, nearest first: found by closed form, the first one confirmed by a trace."""
+def _advice(recipe: Recipe, cluster: Cluster, task, now: float) -> list[str]:
+    """What would fit: the nearest other layout, found by closed forms and confirmed by a trace; and the device on which it would as it is."""
+    from gradus import hardware
     from gradus.plan.memory import plan_memory
     from gradus.plan.search import remedies
     from gradus.plan.show import size
 
-    device = cluster.device
+    device, out = cluster.device, []
     target, known = "cuda" if device.kind == "gpu" else "cpu", default_free(recipe.layout)
-    for tried, c in enumerate(remedies(recipe, cluster)):
-        if tried == 4:
-            break
+    for c in itertools.islice(remedies(recipe, cluster), 4):
         try:
             layout = recipe.model_copy(update={"layout": c.layout})
             needed = plan_memory(layout, c.n, target=target, device=device, task=task if c.n == 1 else None).device_total
@@ -328,8 +345,13 @@ def _advice(request: Request, recipe: Recipe, cluster: Cluster, task) -> list[st
         changed |= {k: getattr(Layout(), k) for k in known if k not in default_free(c.layout)}
         on = f"--on {c.n}x{device.name} " if c.n != cluster.n else ""
         keys = " ".join(f"layout.{k}={_text(v)}" for k, v in changed.items())
-        return [f"{on}{keys}: {size(needed)} a device, {needed / (device.memory * device.usable):.0%}"]
-    return []
+        out.append(f"{on}{keys}: {size(needed)} a device, {needed / (device.memory * device.usable):.0%}")
+        break
+    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.memory * d.usable >= now]
+    if larger and device.kind == "gpu":
+        least = min(larger, key=lambda d: d.memory * d.usable)
+        out.append(f"--on {cluster.n}x{least.name}, as it is")
+    return out
 
 
 def _lecture(notes: list[str]) -> list[Row]:
@@ -361,10 +383,17 @@ def _text(value) -> str:
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     at = {"rank": memory.rank, "at": memory.at}
-    rows = [
-        figure(f"memory/{name}", memory.components.get(name, 0), "bytes", text, source=TRACED, **at)
-        for name, text in COMPONENTS.items()
-    ]
+    layout = recipe.layout
+    common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "as it stands"}
+    common |= {"samples a step": recipe.batch.samples} if recipe.batch.samples else {"tokens a step": recipe.batch.tokens}
+    own = {
+        "optimizer": {"optimizer": recipe.optimizer.name},
+        "activations": {"micro-batch": layout.micro_batch or "a device's whole share", "checkpointing": layout.checkpointing},
+    }
+    rows = []
+    for name, text in COMPONENTS.items():
+        given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
+        rows.append(figure(f"memory/{name}", memory.components.get(name, 0), "bytes", f"Σ bytes alive at the peak: {text}", given, TRACED, **at))
     parts = {name: memory.components.get(name, 0) for name in COMPONENTS}
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, **at))
     given = {"allocated": memory.allocated}
@@ -496,7 +525,19 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
         notes.append(str(e).replace("without", "how long in all: without", 1))
         made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts, work=work)
         return [row for row in made if row.name == "energy/step"]
-    return budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, work=work)
+    made = budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, work=work)
+    made[0] = _steps_row(request, recipe, steps)
+    return made
+
+
+def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
+    if request.tokens:
+        given = {"tokens": request.tokens, "places a step": tokens_a_step(recipe)}
+        return figure("budget/steps", steps, "steps", "tokens / places a step, rounded up", given, "--tokens")
+    if recipe.train.steps is not None:
+        return figure("budget/steps", steps, "steps", "train.steps", {"train.steps": recipe.train.steps}, "the recipe; of a preset as published")
+    given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
+    return figure("budget/steps", steps, "steps", "epochs × batches of an epoch", {k: v for k, v in given.items() if v}, "counted from the data")
 
 
 # ---------------------------------------------------------------- other questions
@@ -549,7 +590,8 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
         recipe = _numbers(request, recipe, cluster, bool(bare), notes)
     precision = recipe.layout.precision.removeprefix("pure_")
     rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, device=cluster and cluster.device)
-    return [*lines(request.recipe, rows, cluster and cluster.device), *_notes([n for n in notes if not n.startswith("training settings")])], rows
+    text = lines(request.recipe, rows, cluster and cluster.device, images=recipe.model.family == "vit")
+    return [*text, *_notes([n for n in notes if not n.startswith("training settings") and "20 a parameter" not in n])], rows
 
 
 def optimal(request: Request) -> tuple[list[str], list[Row]]:

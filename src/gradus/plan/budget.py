@@ -106,7 +106,7 @@ def budget(
     good_source = "as given" if goodput else GOODPUT_NODE_SOURCE if one_node else GOODPUT_SOURCE
     assert 0 < good[0] <= good[1] <= good[2] <= 1, good
 
-    rows = [figure("budget/steps", steps, "steps")]
+    rows = [figure("budget/steps", steps, "steps", "as given, or units / units a step", source="the recipe")]
     time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):

@@ -37,6 +37,8 @@ READ = 64  # samples of a split that are read, evenly spread
 FEW = 4  # samples of the batch that is overfitted
 LEAST, STEPS, RAMP = 20, 100, 10  # optimizer steps for it, at least and at most, the first ones with a rising learning rate
 SECONDS = 8.0  # for it, beyond the least
+TOO_SLOW = 20.0  # s after which it is left, not judged
+LONG = 4.0  # s of a step that is not timed twice
 FALL = 2.0  # factor by which the loss, less what label smoothing leaves, must fall
 LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
@@ -375,10 +377,13 @@ class Looked:
                 group["lr"] = rate * min(1.0, (step + 1) / RAMP)
             losses.append(float(trainer.step([batch], batch["counts"])[0]))
             fell = (losses[0] - floor) / max(1e-12, losses[-1] - floor)
-            if not math.isfinite(losses[-1]) or fell >= FALL or (step + 1 >= LEAST and time.perf_counter() > end):
+            now = time.perf_counter()
+            if not math.isfinite(losses[-1]) or fell >= FALL or (step + 1 >= LEAST and now > end) or now > end - SECONDS + TOO_SLOW:
                 break
         text = f"{FEW} samples, {len(losses)} steps at rates up to {rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
         text += f" (label smoothing leaves {floor:.3f})" if floor else ""
+        if math.isfinite(losses[-1]) and fell < FALL and len(losses) < LEAST:
+            raise Skip(f"{text}; it should fall to 1/{FALL:g}, and steps take too long here to see it")
         if not (math.isfinite(losses[-1]) and fell >= FALL):
             if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
                 hint = "The rate is too high: try optimizer.lr ten times smaller."
@@ -401,7 +406,7 @@ class Looked:
         return text
 
     def step_seconds(self) -> tuple[float, int]:
-        """(measured seconds of a step of the recipe's batch, its samples); the second of two."""
+        """(measured seconds of a step of the recipe's batch, its samples); the second of two, but of long ones."""
         parallel = apply(self.session.build(), self.recipe.layout)
         parallel.bare.train()
         r = self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"workers": 0})})
@@ -412,6 +417,8 @@ class Looked:
             trainer.step(step.micro_batches)
             trainer.clock.synchronise()
             seconds = time.perf_counter() - began
+            if seconds > LONG:
+                break
         return seconds, step.samples
 
 

@@ -184,20 +184,25 @@ def devices(
 def lines(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[str]:
     """The ranking as a table, and for a decoder what serving it takes."""
     from gradus.hardware.tables import table
+    from gradus.plan.show import duration, money, size
 
     per = ranked[0]["per"] if ranked else "epoch"
-    header = ["device", "precision", "memory", "of", "", "a step", f"h per {per}", f"money per {per}: low expected high"]
+    header = ["device", "precision", "memory", "of", "", "a step", f"time per {per}", f"money per {per}", "low", "high"]
     body = []
-    for one in ranked:
-        fits = "fits" if one["fits"] else f"{one['missing'] / 1e9:.1f} GB too much"
-        money = "-" if one["cost"] is None else " ".join(f"{c:.3g}" for c in one["cost"]) + f" {one['currency']}"
-        memory, capacity = f"{one['memory'] / 1e9:.2f} GB", f"{one['capacity'] / 1e9:.1f} GB"
-        body.append([one["device"], one["precision"], memory, capacity, fits, f"{one['seconds']:.4g} s", f"{one['hours']:.3g}", money])
-    answer = ["One device to train on: what fits, cheapest first (expected price); then without a price, fastest first; then what does not fit", ""]
-    answer += table(header, body, {2, 3, 5, 6})
+    for one, precisions in _together(ranked):
+        fits = "fits" if one["fits"] else f"{size(one['missing'])} too much"
+        low, expected, high = ("-", "no price", "-") if one["cost"] is None else (money(c, one["currency"]) for c in one["cost"])
+        taken, long = size(one["memory"]), duration(one["hours"] * 3600)
+        body.append([one["device"], precisions, taken, size(one["capacity"]), fits, duration(one["seconds"]), long, expected, low, high])
+    answer = [
+        "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first (expected price);",
+        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. --json: all of them",
+        "",
+    ]
+    answer += table(header, body, {2, 3, 5, 6, 7, 8, 9})
     if served:
         first = served[0]
-        at = f"batch {first['batch']}, {first['tokens']} tokens, before activations and framework"
+        at = f"batch {first['batch']}, {first['tokens']:,} tokens, before activations and framework"
         answer += ["", f"One device to serve it on, {at}: the 1.2 rule knows no cache"]
         body = []
         for one in served:
@@ -205,6 +210,18 @@ def lines(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = No
             body.append([one["precision"], sizes[0], one["rule_device"] or "several", *sizes[1:], one["device"] or "several"])
         answer += table(["precision", "weights × 1.2", "least device", "weights", "cache", "together", "least device"], body, {1, 3, 4, 5})
     return answer
+
+
+def _together(ranked: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Precisions of a device that take as long and as much in one line; of what does not fit only the nearest of each device."""
+    found: dict[tuple, tuple[dict[str, Any], str]] = {}
+    for one in ranked:
+        key = (one["device"], one["seconds"], one["memory"]) if one["fits"] else (one["device"],)
+        if key not in found:
+            found[key] = one, one["precision"]
+        elif one["fits"] or one["seconds"] == found[key][0]["seconds"]:
+            found[key] = found[key][0], f"{found[key][1]}, {one['precision']}"
+    return list(found.values())
 
 
 def rows(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[Row]:

@@ -21,7 +21,7 @@ from gradus.hardware import Device
 from gradus.parallel.mesh import sizes
 from gradus.parallel.pipeline import STACKS, stages_per_process
 from gradus.plan import batches as making
-from gradus.plan.trace import Target, Traced, collecting, trace_recipe
+from gradus.plan.trace import Target, Traced, collecting, notes_of, trace_recipe
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -417,13 +417,19 @@ def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: D
     fragmentation adds is not in it. On a CPU it is what is allocated.
     """
     found = []
-    notes: list[str] = []
+    notes = notes_of(recipe)
     for case, steps in _steps(recipe, n, target, task, None, notes):
         totals = steps.levels[:, : len(NAMES)].sum(1)
         top = int(totals.argmax())
         found.append((round(totals[top]), top, case, steps))
     peak, top, case, steps = max(found, key=lambda f: f[0])
     components = {name: round(v) for name, v in zip(NAMES, steps.levels[top])}
+    layout = recipe.layout
+    if layout.shard > 1 and layout.pipeline == 1 and case.micro_batches > 1:
+        notes.append(
+            f"FSDP keeps gradients whole while {case.micro_batches} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "
+            "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
+        )
     reserved, framework = peak, 0
     if target == "cuda":
         small, middle, large = (float(x) for x in steps.levels[:, len(NAMES) :].max(0))

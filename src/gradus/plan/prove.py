@@ -275,7 +275,11 @@ def fix_of(case: Case, lacking: tuple[int, int, int]) -> str:
         found = largest_micro_batch(changed, Room.of(case))
         if found:
             return "Set " + " ".join([*(f"layout.{k}={v}" for k, v in changes.items()), f"layout.micro_batch={found}"])
-    return "Not one sample fits: set layout.shard=N over N processes or take a smaller model"
+    if case.target == "cuda":
+        return "Not one sample fits: set layout.shard=N over N GPUs or take a smaller model"
+    if case.resident >= share:
+        return f"Python and its libraries alone take {size(case.resident)} a process: start fewer on this host"
+    return "Not one sample fits: take a smaller model or layout.shard=N over N hosts"
 
 
 # ---------------------------------------------------------------- a process of its own
@@ -316,7 +320,7 @@ class Planner:
             if found.lacking and self.pipe.poll(max(0.0, end - time.monotonic())):
                 fix = self.pipe.recv()
                 found.refusal = refuse(case, found.lacking, fix)
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise NoPlan("the planning process ended") from None
         return found
 

@@ -93,6 +93,7 @@ class Found:
         seen: dict[int, str] = {}
         for name, best in (("fastest", self.fastest), ("cheapest", self.cheapest), ("fewest devices", self.fewest)):
             if best is None:
+                out.append(f"{name:15} no price of {self.cluster.device.name} is known (gradus hardware {self.cluster.device.name})")
                 continue
             if id(best) in seen:
                 out.append(f"{name:15} the same as the {seen[id(best)]}")
@@ -163,7 +164,7 @@ def _time(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-CONFIRM_S = 20.0  # a search that took longer is not traced besides
+CONFIRM_S = 15.0  # no further trace is begun after so long
 
 
 # ---------------------------------------------------------------- one recipe on one kind of device
@@ -346,7 +347,7 @@ def search(
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on 1, 2, 4, ... devices of the kind. confirm:
-    the memory of the fastest is traced too, where the search left time; what then does not fit gives way to the next. The same question has the same
+    the memory of the fastest is traced too; what then does not fit gives way to the next. The same question has the same
     answer, unless the time (`limit_s`) is up before all layouts are tried. Raises UserError where no layout is allowed at all.
     """
     from gradus.hardware import price
@@ -381,7 +382,8 @@ def search(
     for c in groups.values():
         c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
     ranked = sorted(groups.values(), key=lambda c: (c.seconds, c.n, c.keys))
-    confirmed = _confirm(recipe, ranked, misses, cluster) if confirm and time.perf_counter() - started < CONFIRM_S else ""
+    searched = time.perf_counter() - started
+    confirmed = _confirm(recipe, ranked, misses, cluster) if confirm else ""
     if steps:
         from gradus.plan.budget import usual_goodput
 
@@ -398,7 +400,7 @@ def search(
     winners = [c for c in (cheapest, fewest) if c is not None]
     table = ranked[:top] + [c for i, c in enumerate(winners) if c not in ranked[:top] and c not in winners[:i]]
     table += nearest[: max(3, top - len(table))]
-    found = Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, time.perf_counter() - started, complete)
+    found = Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, searched, complete)
     found.currency, found.steps, found.confirmed = cost.currency if cost else "", steps, confirmed
     if fastest is None:
         space.quick = True
@@ -410,22 +412,26 @@ def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candid
     """Traces the fastest; one that does not fit so is taken out of `ranked` into `misses`. Returns what to say."""
     from gradus.plan.show import size
 
-    said = ""
-    for _ in range(3):
-        if not ranked:
-            return said
+    said, more, started = "", 1.0, time.perf_counter()
+    while ranked and time.perf_counter() - started < CONFIRM_S:
         c = ranked[0]
+        if c.needed * more > c.capacity:  # by as much more as the trace of its like takes
+            ranked.pop(0)
+            c.needed, c.seconds, c.money = c.needed * more, None, None
+            misses[(c.n, c.keys)] = c
+            continue
         try:
             c.traced = _traced(recipe, c, cluster)
         except UserError as e:
             return f"{said}the fastest could not be traced ({str(e).rstrip('.')}); its memory is by closed forms"
         if c.traced <= c.capacity:
-            return f"{said}the step of the fastest, traced, takes {size(c.traced)} a device; the closed form says {size(c.needed)}"
-        said += f"{c.keys} does not fit: {size(c.traced)} when traced, {size(c.needed)} by the closed form; "
+            return f"{said}the fastest takes {size(c.traced)} a device; the closed form says {size(c.needed)}"
+        said += f"{c.describe()}, micro-batch {c.layout.micro_batch}, does not fit: {size(c.traced)}, {size(c.needed)} by the closed form; "
+        more = max(more, c.traced / c.needed)
         ranked.pop(0)
         c.needed, c.seconds, c.money = c.traced, None, None
         misses[(c.n, c.keys)] = c
-    return said + "the rest was not traced"
+    return f"{said}nothing else fits" if not ranked else f"{said}the rest was not traced: gradus plan with the keys does it"
 
 
 def _traced(recipe: Recipe, c: Candidate, cluster: Cluster) -> float:
@@ -445,7 +451,7 @@ def _too_large(c: Candidate) -> str:
 def _reason(c: Candidate, best: Candidate) -> str:
     """The part of the step that costs most more than the winner's."""
     if c.n != best.n:
-        return f"{c.n} devices: {c.seconds / best.seconds:.2f} × the time"
+        return f"{c.n} device{'s' * (c.n > 1)}: {c.seconds / best.seconds:.2f} × the time"
     behind = {name: c.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in {*c.parts, *best.parts}}
     if (c.seconds - best.seconds) / best.seconds < 0.005:
         return "as fast, within half a per cent"
@@ -496,30 +502,31 @@ def _fits_on(space: _Space, n: int) -> bool:
     return False
 
 
-def best_candidate(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Candidate:
-    """The fastest layout that fits, of fewer kinds, in two seconds; where none fits the one that needs least. Raises UserError as `search`."""
+def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> list[Candidate]:
+    """The best of each way to split that fits, of fewer kinds, fastest first, in two seconds; where none fits the one that needs least.
+    Raises UserError as `search`."""
     until = time.perf_counter() + limit_s
     space = _Space(recipe, cluster, quick=True)
-    best: Candidate | None = None
+    best: list[Candidate] = []
     nearest: Candidate | None = None
     for split in space.splits(cluster.n):
         fit, miss = space.best(split, cluster.n, until)
-        for c in fit:
-            best = c if best is None or (c.seconds, c.keys) < (best.seconds, best.keys) else best
+        if fit:
+            best.append(min(fit, key=lambda c: (c.seconds, c.keys)))
         if miss is not None and (nearest is None or miss.needed < nearest.needed):
             nearest = miss
         if time.perf_counter() > until and (best or nearest):
             break
-    found = best or nearest
-    if found is None:
+    found = sorted(best, key=lambda c: (c.seconds, c.keys)) or ([nearest] if nearest else [])
+    if not found:
         check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)
         raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
     return found
 
 
 def best_layout(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Layout:
-    """The layout of `best_candidate`."""
-    return best_candidate(recipe, cluster, limit_s=limit_s).layout
+    """That of the first of `best_candidates`."""
+    return best_candidates(recipe, cluster, limit_s=limit_s)[0].layout
 
 
 def remedies(recipe: Recipe, cluster: Cluster) -> Iterator[Candidate]:
@@ -538,7 +545,7 @@ def remedies(recipe: Recipe, cluster: Cluster) -> Iterator[Candidate]:
             yield c
     for more in (n, *(n * 2**i for i in range(1, 11))):
         try:
-            c = best_candidate(recipe, Cluster(cluster.device, more))
+            c = best_candidates(recipe, Cluster(cluster.device, more))[0]
         except UserError:
             continue  # the batch cannot be split so far
         if c.fits:

@@ -217,15 +217,16 @@ def _times(
     return rows
 
 
-def lines(name: str, rows: list[Row], device: Device | None = None) -> list[str]:
-    """The rows of `serving` as a person reads them."""
+def lines(name: str, rows: list[Row], device: Device | None = None, images: bool = False) -> list[str]:
+    """The rows of `serving` as a person reads them. images: what is put in are images."""
     from gradus.plan.show import duration, rate, size
 
     found = {row.name.removeprefix("serving/"): row for row in rows}
     total, rule, least = found["total"], found["rule"], found["device"]
     c, need = total.conditions, total.value
     parts = [f"{text} {size(found[k].value)}" for k, text in PARTS.items() if k in found]
-    held = f"{c['batch']} sequence{'s' * (c['batch'] > 1)} of {c['seq_len']:,} tokens" + (f" and {c['source_len']:,} of source" if c.get("source_len") else "")
+    held = f"{c['batch']} {'image' if images else 'sequence'}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {'patches' if images else 'tokens'}"
+    held += f" and {c['source_len']:,} of source" if c.get("source_len") else ""
     answer = [f"{name}, to use it: {weights_of(found):,} parameters of {c['bits']} bits, {held} at a time"]
     if device is not None:
         capacity = device.memory * device.usable
@@ -234,7 +235,8 @@ def lines(name: str, rows: list[Row], device: Device | None = None) -> list[str]
     else:
         answer.append(f"memory    {size(need)}: {', '.join(parts)}")
     answer.append(f"device    {least.value} is the one with the least memory that holds it; by the 1.2 rule {least.conditions['by_rule']}")
-    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why']}"
+    share = cache_of(found) / found["weights"].value
+    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: the cache alone is {share:.0%} of the weights"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
     answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, {holds}{until}")
     if "kv_per_token" in found:
@@ -246,13 +248,17 @@ def lines(name: str, rows: list[Row], device: Device | None = None) -> list[str]
         answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): at most {rate(found['tokens_per_s'].value)} tokens/s in all")
     elif "forward_time" in found:
         speed = rate(found["samples_per_s"].value)
-        answer.append(f"how fast  at least {duration(found['forward_time'].value)} a batch: at most {speed} samples/s")
+        answer.append(f"how fast  at least {duration(found['forward_time'].value)} a batch: at most {speed} {'images' if images else 'samples'}/s")
     else:
         answer.append("how fast  say --on DEVICE")
     return [*answer, f"not in it {c['without']}"]
 
 
 PARTS = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
+
+
+def cache_of(found: dict[str, Row]) -> float:
+    return sum(found[k].value for k in ("kv_cache", "cross_cache") if k in found)
 
 
 def weights_of(found: dict[str, Row]) -> int:

@@ -26,7 +26,7 @@ def size(n: float) -> str:
 def weight(kg: float) -> str:
     for unit, suffix in ((1e3, "t"), (1, "kg"), (1e-3, "g")):
         if kg >= unit or unit == 1e-3:
-            return f"{kg / unit:,.3g} {suffix}" if kg / unit < 1000 else f"{kg / unit:,.0f} {suffix}"
+            return f"{kg / unit:,.3g} {suffix}" if kg / unit < 1000 else f"{rate(kg / unit)} {suffix}"
     return f"{kg:.3g} kg"
 
 
@@ -34,7 +34,7 @@ def energy(joules: float) -> str:
     """From watt-hours on in those: money is counted so."""
     for unit, suffix in ((3.6e12, "GWh"), (3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh"), (1.0, "J")):
         if joules >= unit or unit == 1.0:
-            return f"{joules / unit:,.3g} {suffix}"
+            return f"{rate(joules / unit)} {suffix}"
     return f"{joules:.3g} J"
 
 

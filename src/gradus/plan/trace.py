@@ -37,7 +37,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import _replaced as replaced
 from gradus.parallel.fake import cast, fake_world
-from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import _bytes as payload_of
 from gradus.parallel.traffic import collective
@@ -65,8 +65,8 @@ class Traced:
     notes: list[str]
     timeline: Timeline
     start: int  # the event with which the step begins
-    ops: dict[tuple, int]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
-    transfers: dict[tuple, int]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
+    ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
+    transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
 
 
 # ---------------------------------------------------------------- memory
@@ -352,10 +352,11 @@ class Recorder(TorchDispatchMode):
         self.mesh, self.chosen, self.fake = mesh, chosen, fake
         self.timeline = Timeline()
         self.counting = False
+        self.share: float = 1  # of a step: of what is done every so many steps
         self.scope = "step"
         self.causal = False
-        self.ops: dict[tuple, int] = {}
-        self.transfers: dict[tuple, int] = {}
+        self.ops: dict[tuple, float] = {}
+        self.transfers: dict[tuple, float] = {}
         self.in_loss = False
         self.weights: set[int] = set()
 
@@ -415,7 +416,7 @@ class Recorder(TorchDispatchMode):
                 if counted is not None:
                     kind_of, label, dtype, flops, moved, shape = counted
                     key = (self.scope, kind_of, label, dtype, phase, flops, moved, shape)
-                    self.ops[key] = self.ops.get(key, 0) + 1
+                    self.ops[key] = self.ops.get(key, 0) + self.share
         return out
 
     def _result(self, function: Any, args: tuple, kwargs: dict) -> tuple[Any, Result | None, list[Tensor]]:
@@ -487,7 +488,7 @@ class Recorder(TorchDispatchMode):
             hidden = ""
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         key = (axis, kind, payload, len(ranks), stride, "optimizer" if phase == "build" else "forward" if phase == "loss" else phase, hidden)
-        self.transfers[key] = self.transfers.get(key, 0) + 1
+        self.transfers[key] = self.transfers.get(key, 0) + self.share
 
     @staticmethod
     def _group(args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
@@ -539,7 +540,8 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 def _cuda_rules() -> Iterator[None]:
     """What CUDA's autocast computes in fp32 and a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32), of what our models use; and
     CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one. Both keep the output and one
-    fp32 number a query, never the scores, also with dropout or a trained bias.
+    fp32 number a query, never the scores, also with dropout or a trained bias. Its dropout keeps which ones, a byte each, where a CPU's
+    keeps factors in the input's own dtype (ATen/native/Dropout.cpp).
 
     Functions are replaced, and no mode is entered: what a backward pass computes again goes by no mode of Python functions.
     """
@@ -558,8 +560,15 @@ def _cuda_rules() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name in places:
             stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
+        stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         yield
+
+
+def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not 0 < p < 1 or inplace or not x.numel():
+        return torch.dropout_(x, p, training) if inplace else torch.dropout(x, p, training)
+    return torch.native_dropout(x, p, True)[0]
 
 
 def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -583,6 +592,16 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 # ---------------------------------------------------------------- the trace
 
 
+def notes_of(recipe: Recipe) -> list[str]:
+    """In what the traced step is not the one that runs."""
+    layout, notes = recipe.layout, []
+    if layout.compile != "none":
+        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+    if layout.offload:
+        notes.append("layout.offload: what stays in the host's memory is counted as if on the device.")
+    return notes
+
+
 def trace_recipe(
     recipe: Recipe,
     n: int = 1,
@@ -600,13 +619,9 @@ def trace_recipe(
     recipe = recipe if task is not None else making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
-    notes: list[str] = []
+    notes = notes_of(recipe)
     if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
         raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
-    if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
-    if layout.offload:
-        notes.append("layout.offload: what stays in the host's memory is counted as if on the device.")
     given = micro_batches or making.micro_batches(recipe, n, task=task)
     task = task or making.task_without_data(recipe)
     recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"compile": "none", "offload": False})})
@@ -658,14 +673,16 @@ def _trace(
             else:
                 stepper.step(batches, counts)
             if parallel.apart:
+                recorder.share = 1 / parallel.apart.every
                 parallel.apart.meet()
+                recorder.share = 1
             stepper.progress.step += 1
             if i == 0:
                 _tag_state(timeline, stepper)
     peak, at = timeline.since(start)
     work = _work(recorder, recipe, parallel, given, stepper)
     return Traced(
-        memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline), work=work, parameters=parameters,
+        memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
         notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
     )  # fmt: skip
 
@@ -715,17 +732,18 @@ def _tag_state(timeline: Timeline, stepper: Stepper) -> None:
             timeline.see(anchor, "anchor", "optimizer")
 
 
-def _held(stepper: Stepper, timeline: Timeline) -> dict[str, int]:
+def _held(stepper: Stepper, timeline: Timeline, start: int) -> dict[str, int]:
     seen: dict[str, dict[int, int]] = {"weights": {}, "optimizer": {}}
     for s in timeline.stored.values():
         if s.tag in seen:
             seen[s.tag][id(s)] = s.nbytes
-    return {k: sum(v.values()) for k, v in seen.items()} | {"gradients": max_gradients(timeline)}
+    return {k: sum(v.values()) for k, v in seen.items()} | {"gradients": max_gradients(timeline, start)}
 
 
-def max_gradients(timeline: Timeline) -> int:
-    now = most = 0
-    for s, change in timeline.events:
+def max_gradients(timeline: Timeline, start: int) -> int:
+    """From an event on."""
+    now = most = sum(change for s, change in timeline.events[:start] if s.tag == "gradients")
+    for s, change in timeline.events[start:]:
         if s.tag == "gradients":
             now += change
             most = max(most, now)
@@ -734,17 +752,17 @@ def max_gradients(timeline: Timeline) -> int:
 
 def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
     """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
-    own. Of what makes itself ready while it computes one micro-batch is computed; else none, and the gradients are there at once."""
+    own. What makes itself ready while it computes is given two micro-batches (the second adds to the gradients); the others none."""
     parallel, layout = stepper.parallel, stepper.recipe.layout
-    itself = layout.shard > 1 or layout.tensor > 1 or layout.schedule == "zero_bubble"
+    computes = layout.shard > 1 or layout.tensor > 1 or layout.schedule == "zero_bubble"
     if parallel.pipeline and layout.shard > 1:
         stepper.step(batches, counts)
         return
-    if itself and not parallel.pipeline:
-        stepper.step(batches[:1], counts)
+    if computes and not parallel.pipeline:
+        stepper.step(batches[:2], counts)
         return
     finish, compute = parallel._finish_gradients, Stage.forward
-    ready: set[int] = set()
+    computed: dict[int, int] = {}  # stage → micro-batches
 
     def finish_with_gradients() -> None:
         for held in parallel.held:
@@ -752,10 +770,15 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
                 held.parameter.grad = torch.zeros_like(held.parameter)
         finish()
 
+    def without_computing(*_) -> Tensor:
+        finish_with_gradients()
+        loss = torch.zeros(())
+        return loss if parallel.apart else parallel.sum(loss, *DATA, "context", "pipeline")
+
     def little(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
         pipeline = stage.pipeline
-        if itself and stage.index not in ready:
-            ready.add(stage.index)
+        computed[stage.index] = computed.get(stage.index, 0) + 1
+        if computes and computed[stage.index] <= 2:
             return compute(stage, received, index=index)
         if stage.last:
             return received.sum().float().reshape(1)
@@ -767,7 +790,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
         if parallel.pipeline:
             stepper.step(batches, counts)
         else:
-            with replaced(parallel, "forward_backward", lambda *_: finish_with_gradients() or torch.zeros(())):
+            with replaced(parallel, "forward_backward", without_computing):
                 stepper.step(batches, counts)
 
 
@@ -789,7 +812,12 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
                     grad = grad.to_local() if isinstance(grad, DTensor) else grad
                     timeline.see(grad, "gradient", "gradients")
 
-    parallel.forward_backward, parallel._finish_gradients = forward_backward, finish
+    def sync_on(last: bool, inner=parallel.sync_on):
+        for grad in _unsharded_gradients(parallel.bare):
+            timeline.see(grad, "gradient", "gradients")
+        inner(last)
+
+    parallel.forward_backward, parallel._finish_gradients, parallel.sync_on = forward_backward, finish, sync_on
 
     def gone(_grad: Tensor) -> None:
         recorder.in_loss = False
@@ -808,6 +836,21 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
         heads = [parallel.bare]
     for head in heads:
         head.register_forward_hook(leaves)
+
+
+def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
+    """What FSDP2 keeps whole from one micro-batch to the next, to reduce it once."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, before
+            for p in itertools.chain.from_iterable(g.fsdp_params for g in groups if g):
+                whole = getattr(p, "_unsharded_param", None)  # after the first gathering
+                for grad in (p.unsharded_accumulated_grad, whole.grad if whole is not None else None):
+                    if grad is not None:
+                        yield grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 @contextlib.contextmanager
@@ -875,5 +918,3 @@ def _work(recorder: Recorder, recipe: Recipe, parallel: Parallel, given: list[di
 
 def _samples(batch: dict) -> int:
     return len(next(v for v in batch.values() if isinstance(v, Tensor)))
-
-

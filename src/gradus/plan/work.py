@@ -42,7 +42,7 @@ class Op:
     shape: tuple[int, ...] = ()
     count: float = 1
     launches: float = 1  # kernels one of them takes
-    layout: str = ""  # of a matmul: which operand lies transposed in memory, n or t each: nt forward, nn for the input, tn for the weight; "": not known
+    layout: str = ""  # of a matmul, which operand lies transposed, n or t each: nt forward, nn for the input, tn for the weight; "": not known
 
 
 @dataclasses.dataclass(frozen=True)
