@@ -93,6 +93,11 @@ def preset(name: str, samples: int, **layout) -> schema.Recipe:
     )  # fmt: skip
 
 
+def test_notes_say_what_was_not_traced():
+    m = plan_memory(recipe("gpt", samples=4, **SMALL, shard=2, micro_batch=1, offload=True), 2)
+    assert any("offload" in note for note in m.notes) and any("layout.micro_batch" in note for note in m.notes)
+
+
 def test_175b_on_1024():
     r = preset("gpt3-175b", 1024, shard=1024, micro_batch=1, param_dtype="bf16", checkpointing="full")
     began = time.process_time()

@@ -329,6 +329,27 @@ def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
+    begun: list[Planner] = []
+
+    def interrupted(self, case):
+        begun.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Planner, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prove.Scaled().before({2: recipes.load("copy-task", **TINY)}, print)
+    assert len(begun) == 1 and not begun[0].process.is_alive()
+
+
+def test_scale_refuses_what_will_not_fit_unless_forced(monkeypatch):
+    monkeypatch.setattr(prove, "capacity", lambda device: 1_000_000)
+    recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
+    with pytest.raises(UserError, match=r"^--processes 2: the plan needs .*start fewer on this host, or go on with --force"):
+        prove.Scaled().before({2: recipe}, said.append)
+    assert prove.Scaled(force=True).before({2: recipe}, said.append) and said[-1].startswith("2 processes, plan: ")
+
+
 def left(session: int) -> list[int]:
     """The processes of a session, and of those that torchrun's agent gave sessions of their own, that live."""
     found = []

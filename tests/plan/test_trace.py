@@ -210,6 +210,30 @@ def test_a_gpu_keeps_no_scores():
         assert trace_recipe(r, target="cuda").peak < 0.8 * trace_recipe(r, target="cpu").peak
 
 
+def test_a_gpu_keeps_one_byte_of_dropout():
+    """A CPU keeps the factors, four bytes each."""
+    shapes = {}
+    for target in ("cpu", "cuda"):
+        traced = trace_recipe(making.complete(recipe("bert", samples=1)), target=target)
+        shapes[target] = {(s.name, s.nbytes) for s in traced.timeline.all}
+    stream = 64 * 64
+    assert ("native_dropout", stream) in shapes["cuda"]
+    assert not any(name == "bernoulli_" or name == "native_dropout" for name, _ in shapes["cpu"])
+
+
+def test_workers_apart_meet_once_in_so_many_steps():
+    weights = 4 * models.count(recipe("gpt").model)["total"]
+    for every in (1, 4):
+        work = trace_recipe(recipe("gpt", local_sgd={"every": every}), 2).work
+        assert sum(t.payload * t.calls for t in work.transfers if t.axis == "replicate") == weights / every
+
+
+def test_gradients_that_stay_whole_are_gradients():
+    """FSDP2 reduces once a step: from one micro-batch to the next they are not cut."""
+    r = recipe("gpt", samples=4, shard=2, micro_batch=1)
+    assert trace_recipe(r, 2).memory["gradients"] >= 0.5 * 4 * models.count(r.model)["total"]
+
+
 def test_a_recipe_that_only_its_data_completes():
     r = recipe("gpt")
     r = r.model_copy(update={"model": r.model.model_copy(update={"vocab_size": None})})

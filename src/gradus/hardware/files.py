@@ -55,7 +55,7 @@ class Table:
         found = self.get(key)
         if found is None:
             if required:
-                raise UserError(f"{self.at()}: {key} is missing.")
+                raise UserError(f"{self.at()}: {key} is missing; it has {', '.join(map(str, self.found))}.")
             return None
         return quantity(found, what, self.at(key))
 

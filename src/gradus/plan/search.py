@@ -210,7 +210,7 @@ class _Space:
         divisors = [k for k in range(1, n + 1) if n % k == 0]
         experts = [k for k in divisors if k == 1 or (m_experts(m) and m_experts(m) % k == 0)]
         length = self.seq_len
-        methods = ("ring",) if self.quick else ("ring", "ulysses")
+        methods = ("ulysses",) if self.quick else ("ring", "ulysses")
         contexts = [k for k in divisors if k == 1 or (length // k >= THIN and k & (k - 1) == 0 and k <= 64)]
         n_blocks = formulas.anatomy(m).n_blocks
         for tensor in (k for k in divisors if k <= node and (k == 1 or k & (k - 1) == 0)):
@@ -328,7 +328,22 @@ def _seconds(space: _Space, layout: Layout, cluster: Cluster) -> tuple[float, di
         selected=space.selected,
     )  # fmt: skip
     found = step_time(dataclasses.replace(work, transfers=transfers), cluster)
+    if layout.context > 1 and layout.context_method == "ring":
+        found.parts["memory"] = found.parts.get("memory", 0.0) + _ring_seconds(space, layout, cluster)
     return found.total, found.parts
+
+
+RING_BYTES = 80  # that a score of the ring's attention, which no fused kernel computes, is read and written, forwards and backwards (traced)
+
+
+def _ring_seconds(space: _Space, layout: Layout, cluster: Cluster) -> float:
+    from gradus.plan.roofline import parameters
+
+    m = space.m
+    samples = space.samples / math.prod(formulas.sizes(layout, cluster.n)[axis] for axis in formulas.DATA)
+    layers = formulas.anatomy(m).n_blocks / layout.pipeline
+    scores = samples * layers * m.n_heads / layout.tensor * space.seq_len**2 / layout.context
+    return scores * RING_BYTES / (cluster.device.bandwidth * parameters(cluster.device)[0].bandwidth)
 
 
 # ---------------------------------------------------------------- the search

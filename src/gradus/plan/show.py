@@ -119,8 +119,8 @@ def headline(answer: Answer, request: Request) -> list[str]:
         over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
         lines.append(f"{verdict} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}): {most}")
     if answer.fits is False:
-        nothing = "nothing found by --search's rules up to 1,024 times as many devices: a smaller batch, shorter samples, a smaller model"
-        lines += [f"would fit {line}" for line in answer.advice or [nothing]]
+        nothing = "no layout of this model fits, on up to 1,024 times as many devices of the kind: shorter samples, or a smaller model"
+        lines += [f"try       {line}" for line in answer.advice or [nothing]]
     lines += _how_long(answer)
     lines += _deadline(answer, request)
     lines += _how_much(answer)

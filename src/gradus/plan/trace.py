@@ -41,6 +41,7 @@ from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import _bytes as payload_of
 from gradus.parallel.traffic import collective
+from gradus.parallel.world import World
 from gradus.plan import batches as making
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
 from gradus.recipe.schema import Recipe
@@ -236,12 +237,33 @@ _FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new
 _COLLECTS = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
 
 
+_entered: tuple[tuple[int, int], contextlib.ExitStack, World] | None = None  # (processes, rank) and their world
+_computed = False  # whether a step was computed in it
+
+
+def _enter_world(n: int, rank: int) -> World:
+    global _entered, _computed
+    if _entered is None or _entered[0] != (n, rank):
+        _leave_world()
+        stack = contextlib.ExitStack()
+        _entered, _computed = ((n, rank), stack, stack.enter_context(fake_world(n, rank))), False
+    return _entered[2]
+
+
+def _leave_world() -> None:
+    global _entered
+    if _entered is not None:
+        _entered[1].close()
+    _entered = None
+
+
 _at_rest = False  # whether what was there before is set aside already
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[None]:
-    """Around one trace, or several of them: what was there before is looked through once."""
+    """Around one trace, or several of one recipe with more or fewer layers: what was there before is looked through once, and a world
+    that the next trace has too stays, with what DTensor knows of it."""
     global _at_rest
     if _at_rest:
         gc.collect()
@@ -255,6 +277,7 @@ def collecting() -> Iterator[None]:
         yield
     finally:
         _at_rest = False
+        _leave_world()
         gc.unfreeze()
         if was:
             gc.enable()
@@ -625,10 +648,9 @@ def trace_recipe(
     given = micro_batches or making.micro_batches(recipe, n, task=task)
     task = task or making.task_without_data(recipe)
     recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"compile": "none", "offload": False})})
-    world = fake_world(n, rank) if n > 1 else contextlib.nullcontext()
-    with world as joined, contextlib.ExitStack() as stack:
-        mesh = Mesh.make(recipe.layout, joined) if n > 1 else None
+    with contextlib.ExitStack() as stack:
         stack.enter_context(collecting())
+        mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
         fake = stack.enter_context(FakeTensorMode())
         return _trace(recipe, task, mesh, given, target, notes, fake, stack)
 
@@ -688,8 +710,6 @@ def _trace(
 
 
 def _alone() -> Mesh:
-    from gradus.parallel.world import World
-
     return Mesh(World(), dict.fromkeys(AXES, 1))
 
 
@@ -754,13 +774,16 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
     """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
     own. What makes itself ready while it computes is given two micro-batches (the second adds to the gradients); the others none."""
     parallel, layout = stepper.parallel, stepper.recipe.layout
-    computes = layout.shard > 1 or layout.tensor > 1 or layout.schedule == "zero_bubble"
-    if parallel.pipeline and layout.shard > 1:
+    global _computed
+    computes = layout.shard > 1 or (layout.tensor > 1 and not _computed)
+    if parallel.pipeline and (layout.shard > 1 or layout.schedule == "zero_bubble"):
         stepper.step(batches, counts)
         return
     if computes and not parallel.pipeline:
+        _computed = True
         stepper.step(batches[:2], counts)
         return
+    _computed = _computed or computes
     finish, compute = parallel._finish_gradients, Stage.forward
     computed: dict[int, int] = {}  # stage → micro-batches
 

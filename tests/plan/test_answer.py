@@ -1,0 +1,113 @@
+"""What `gradus plan` answers to people: what does not fit says what would, a deadline is answered, nothing is silently ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradus import cli
+from gradus.errors import UserError
+from gradus.plan.answer import Request, answer, search, serve
+from gradus.plan.show import duration, energy, explain, money, rate
+
+TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return answer(Request("gpt2-small", (*TINY, "batch.samples=64", "layout.micro_batch=8"), "A100", 1e9, 1))
+
+
+def test_every_figure_says_how(tiny):
+    for row in tiny.rows:
+        how = row.conditions["how"]
+        assert how.get("formula") and (how.get("inputs") or how.get("source")), row.name
+        assert list(explain(tiny.rows, row.name))
+    assert tiny.value("energy/step", case="expected") > 0
+
+
+def test_the_first_lines_answer(tiny):
+    said = {line[:10].strip(): line for line in tiny.headline[1:]}
+    assert list(said) == ["fits", "how long", "deadline", "how much"]
+    assert "made by 1 × A100" in said["deadline"] and "$" in said["how much"] and "CO2" in said["how much"]
+
+
+def test_a_missed_deadline_says_how_many():
+    made = answer(Request("gpt2-small", (*TINY, "batch.samples=64"), "1xA100", 1e10, 0.01))
+    line = next(line for line in made.headline if line.startswith("deadline"))
+    assert "NOT made" in line and f"{made.value('budget/devices', case='expected'):,} or more" in line
+
+
+def test_what_does_not_fit_says_what_would():
+    keys = (*TINY, "batch.samples=2048", "layout.micro_batch=2048")
+    made = answer(Request("gpt2-small", keys, "T4"))
+    assert made.fits is False and made.advice
+    settings = [word for word in made.advice[0].split(":")[0].split() if word.startswith("layout.")]
+    assert answer(Request("gpt2-small", (*keys, *settings), "T4")).fits is True
+
+
+def test_a_device_without_bf16_is_planned_in_what_it_has():
+    made = answer(Request("gpt2-small", (*TINY, "batch.samples=64"), "V100"))
+    assert made.recipe.layout.precision == "fp16" and made.value("time/mfu") and any("no bf16" in note for note in made.notes)
+    kept = answer(Request("gpt2-small", (*TINY, "batch.samples=64", "layout.precision=bf16"), "V100"))
+    assert kept.recipe.layout.precision == "bf16" and kept.value("time/mfu") is None and any("without an MFU" in note for note in kept.notes)
+
+
+def test_another_batch_is_not_another_number_of_tokens():
+    one, two = (answer(Request("gpt2-small", (*TINY, f"batch.samples={n}"))).recipe for n in (64, 128))
+    assert one.train.steps == pytest.approx(2 * two.train.steps, abs=1)
+
+
+def test_a_search_prices_the_whole_run_and_traces_the_fastest():
+    lines, rows = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
+    text = "\n".join(lines)
+    assert "in all" in text and "\ntraced" in text
+    fastest = next(row for row in rows if row.name == "search/money" and "fastest" in (row.conditions["best"] or ()))
+    seconds = next(row.value for row in rows if row.name == "search/step" and row.conditions["rank"] == fastest.conditions["rank"])
+    given = fastest.conditions["how"]["inputs"]
+    assert fastest.value == pytest.approx(given["USD a device-hour"] * given["devices"] * seconds * given["steps"] / 3600)
+
+
+def test_serving_by_batch_and_length():
+    lines, rows = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
+    found = {row.name: row.value for row in rows}
+    assert found["serving/kv_cache"] == 2 * 32 * 32 * 128 * 2 * 8 * 4096 and found["serving/weights"] == 2 * 6_738_415_616
+    assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
+    with pytest.raises(UserError, match="of one device"):
+        serve(Request("llama2-7b", on="2xA100-40GB"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama2-7b", "--port", "80"], "--port is of --web"),
+        (["llama2-7b", "--batch", "4"], "--batch is of --serve"),
+        (["llama2-7b", "--serve", "--batch", "0"], "1 or more"),
+        (["llama2-7b", "--serve", "--search"], "different questions"),
+        (["--accuracy", "--json"], "--json has no effect"),
+        (["llama2-7b", "--examples"], "no effect"),
+        (["llama2-7b", "--search", "--days", "3", "--on", "H100"], "--days has no effect"),
+        (["llama2-7b", "--on", "8x"], "of which device"),
+        (["llama2-7b", "--on", "TPU-v4"], "TPUs"),
+        (["llama2-7b", "--days", "3"], "of which kind"),
+        (["llama2-7b", "--tokens", "nan", "--on", "H100"], "positive"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, words, said):
+    assert cli.run(["plan", *words]) == 2
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_optimal_and_examples_as_rows(capsys):
+    assert cli.run(["plan", "gpt2-small", "--optimal", "--json"]) == 0
+    assert {json.loads(line)["fit"] for line in capsys.readouterr().out.splitlines()} == {"Hoffmann 2022", "Besiroglu 2024"}
+    assert cli.run(["plan", "--examples", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["value"] == 760
+
+
+def test_numbers_for_people():
+    assert [money(x, "USD") for x in (0, 0.0066, 13.44, 2132, 1.85e6)] == ["$0.00", "$0.0066", "$13.44", "$2,130", "$1.85 million"]
+    assert [rate(x) for x in (0.781, 22_706, 4_310_000)] == ["0.781", "22,700", "4.31 million"]
+    assert energy(1230) == "1,230 J" and duration(0.02) == "20 ms" and duration(86_400 * 3) == "3 days"
