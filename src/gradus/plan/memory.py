@@ -10,6 +10,7 @@ layers of a decoder, the stages of a pipeline and the micro-batches, and for ope
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -365,14 +366,18 @@ WHOLE = 256  # blocks, times micro-batches, that are traced whole where nothing 
 
 def extended(recipe: Recipe, case: Case, notes: list[str]) -> Steps:
     """The case's step; whole where it cannot be extended. Raises UserError where that would take too long."""
-    try:
-        steps = extend(case.dimensions, case.trace)
-    except Unequal:
+    steps = None
+    for later in (0, 1, 2):  # what is repeated may show only after a few
+        dimensions = [dataclasses.replace(d, base=min(d.base + later, d.target)) for d in case.dimensions]
+        with contextlib.suppress(Unequal):
+            steps = extend(dimensions, case.trace)
+            break
+    if steps is None:
         targets = {d.name: d.target for d in case.dimensions}
         blocks = sum(v for k, v in targets.items() if k in ("encoder", "decoder", "blocks"))
         if blocks * case.micro_batches > WHOLE:
             layout = ", ".join(f"{k}={v}" for k, v in recipe.layout.model_dump(exclude_defaults=True).items())
-            raise UserError(f"layout ({layout}): a step of this model does not repeat layer by layer, and is too large to trace whole.") from None
+            raise UserError(f"layout ({layout}): a step of this model does not repeat layer by layer, and is too large to trace whole.")
         notes.append("The step does not repeat layer by layer: it was traced whole.")
         steps = case.trace(targets)
     if not case.more:
