@@ -112,7 +112,7 @@ def main() -> None:
                         rows += run(family, precision, checkpointing, layout, args.steps, Path(folder) / "run")
                         ((_, p, m),) = pairs(rows[-200:], "memory/allocated")[-1:]
                         print(f"{family:8} {precision} {checkpointing:5} {layout:7} {p / 1e6:9.1f} {m / 1e6:9.1f} MB {(p - m) / m:+.2%}", flush=True)
-    conditions = {**describe(), "threads": os.environ.get("OMP_NUM_THREADS", "default"), "steps": args.steps}
+    conditions = {**{k: v for k, v in describe().items() if k != "launchers"}, "threads": os.environ.get("OMP_NUM_THREADS", "default"), "steps": args.steps}
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in [{"name": "conditions", **conditions}, *rows]), encoding="utf-8")
     text = tables(rows)

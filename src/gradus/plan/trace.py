@@ -370,7 +370,7 @@ def _signature(values: Any, inputs: list[Tensor], like: list[tuple]) -> tuple:
 class Recorder(TorchDispatchMode):
     """While active, keeps the time line of memory; and while `counting`, operations and collectives."""
 
-    def __init__(self, mesh: Mesh, chosen: dict[int, int], fake: FakeTensorMode):
+    def __init__(self, mesh: Mesh, chosen: dict[int, int], fake: FakeTensorMode | None = None):
         super().__init__()
         self.mesh, self.chosen, self.fake = mesh, chosen, fake
         self.timeline = Timeline()
@@ -447,6 +447,8 @@ class Recorder(TorchDispatchMode):
         inputs: list[Tensor] = []
         like: list[tuple] = []
         try:
+            if self.fake is None:  # real tensors: nothing is remembered
+                raise _Unknown
             key = (function, _signature(args, inputs, like), *kwargs, _signature(kwargs.values(), inputs, like) if kwargs else None)
         except _Unknown:
             return function(*args, **kwargs), None, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
