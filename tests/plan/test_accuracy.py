@@ -166,7 +166,7 @@ def test_the_script_scores_any_file(tmp_path):
 
 @pytest.mark.shared_data
 def test_bars_with_the_model_left_out(points):
-    """Issue 4, shows 3, on the groups that are fitted in seconds; the others are in the kept table, below."""
+    """The bars of docs/accuracy.md on the groups that are fitted in seconds; the others are in the kept table, below."""
     wanted = [p for p in points if any(text in p["source"] for text in ("ground_truth_multi", "llm-foundry")) or (p["metric"] == "peak_memory" and "bigscience" in p["source"])]
     table = accuracy.grouped(accuracy.leave_one_out(wanted)[0])
     assert table["vtrain-multi"]["n"] == 62
