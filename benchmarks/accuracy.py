@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from layouts import fill
 
 from gradus.train.machine import describe
 
@@ -87,14 +88,6 @@ def tables(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def fill(page: Path, mark: str, text: str) -> None:
-    """Put text between `<!-- mark -->` and `<!-- end mark -->`."""
-    old = page.read_text(encoding="utf-8")
-    new, n = re.subn(rf"(<!-- {mark} -->\n).*?(<!-- end of {mark} -->)", lambda m: m[1] + text + "\n" + m[2], old, flags=re.DOTALL)
-    assert n == 1, f"{page}: one pair of marks {mark}, not {n}"
-    page.write_text(new, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
@@ -117,8 +110,7 @@ def main() -> None:
     args.rows.write_text("".join(json.dumps(row) + "\n" for row in [{"name": "conditions", **conditions}, *rows]), encoding="utf-8")
     text = tables(rows)
     print(text)
-    if args.to:
-        fill(args.to, "grid", text)
+    fill(args.to, "grid", text.splitlines())
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class Device:
     driver: str | None = None  # pattern of whole names as the driver gives them
     date: str = ""  # of the entry
 
+    @property
+    def capacity(self) -> float:
+        """Bytes that a program gets."""
+        return self.memory * self.usable
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:

@@ -358,7 +358,7 @@ def device_entry(device: Device) -> dict[str, Any]:
         "kind": device.kind,
         "peaks": {k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
         "memory": in_unit(device.memory, "bytes", "GiB"),
-        "usable": in_unit(device.memory * device.usable, "bytes", "GiB") if device.usable != 1 else None,
+        "usable": in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
         "memory_type": device.memory_type,
         "bandwidth": in_unit(device.bandwidth, "bytes/s", "GB/s"),
         "power": device.power and in_unit(device.power, "watts", "W"),

@@ -72,7 +72,7 @@ def one(name: str, known_links: dict[str, Link], path: str | Path | None, prices
     d = files.find(name, path)
     answer = [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else "")]
     answer += wrapped("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items()))
-    usable = f", of which a program gets {gib(d.memory * d.usable)}" if d.usable != 1 else ""
+    usable = f", of which a program gets {gib(d.capacity)}" if d.usable != 1 else ""
     of = f" of {d.memory_type}" if d.memory_type else ""
     answer += wrapped("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}")
     for label, value in (("power", d.power and f"{d.power:.0f} W"), ("year", d.year), ("node", f"{d.node} devices")):

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
 from gradus.parallel.engine import Parallel
-from gradus.parallel.mesh import AXES, Mesh
-from gradus.parallel.world import World
+from gradus.parallel.mesh import Mesh
 from gradus.recipe.schema import Layout
 
 
@@ -27,7 +26,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
 
     That it fits together was checked before (`parallel.check`). Without a mesh: one process.
     """
-    mesh = mesh or Mesh(World(), dict.fromkeys(AXES, 1))
+    mesh = mesh or Mesh.single()
     p = Parallel(model, layout, mesh)
     use_kernel(model, layout.attention, layout.chunk)
     if mesh.size("context") > 1:

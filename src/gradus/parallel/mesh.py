@@ -47,6 +47,11 @@ class Mesh:
     devices: DeviceMesh | None = None  # None: one process
 
     @classmethod
+    def single(cls) -> Mesh:
+        """Of one process."""
+        return cls(World(), dict.fromkeys(AXES, 1))
+
+    @classmethod
     def make(cls, layout: Layout, world: World, device: str = "cpu") -> Mesh:
         """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes it."""
         shape = sizes(layout, world.size)

@@ -148,10 +148,6 @@ def hardware_flops(layers: int, hidden: int, seq: int, batch: int, vocab: int = 
     return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
-def _throughput(point: Point, work_flops: float) -> Callable[[float], float]:
-    return lambda t: work_flops / t / point["n_devices"] / 1e12
-
-
 def _vtrain(point: Point) -> Case:
     single = "single" in point["source"]
     device = hardware.find("A100-80GB")

@@ -135,7 +135,7 @@ def open_recipe(request: Request, notes: list[str]):
     from gradus.train import resolve
 
     name = request.recipe
-    if name == "hf:" or name.startswith("hf:"):
+    if name.startswith("hf:"):
         _offline_without_a_network()
     bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
     if bare:
@@ -309,7 +309,7 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
     memory = plan_memory(recipe, n, target=target, device=device, task=task)
     notes += [note for note in memory.notes if note not in notes]
     rows += _memory_rows(recipe, memory, device)
-    capacity = device.memory * device.usable if device else None
+    capacity = device.capacity if device else None
     fits = None if capacity is None else memory.device_total <= capacity
     work = traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
@@ -339,18 +339,18 @@ def _advice(recipe: Recipe, cluster: Cluster, task, now: float) -> list[str]:
             needed = plan_memory(layout, c.n, target=target, device=device, task=task if c.n == 1 else None).device_total
         except UserError:
             continue
-        if needed > device.memory * device.usable:
+        if needed > device.capacity:
             continue
         changed = {k: v for k, v in default_free(c.layout).items() if known.get(k) != v}
         changed |= {k: getattr(Layout(), k) for k in known if k not in default_free(c.layout)}
         on = f"--on {c.n}x{device.name} " if c.n != cluster.n else ""
         keys = " ".join(f"layout.{k}={_text(v)}" for k, v in changed.items())
-        out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / (device.memory * device.usable):.0%})")
+        out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / (device.capacity):.0%})")
         break
-    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.memory * d.usable >= now]
+    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
-        least = min(larger, key=lambda d: d.memory * d.usable)
-        out.append(f"--on {cluster.n}x{least.name}: it fits as it is ({now / (least.memory * least.usable):.0%})")
+        least = min(larger, key=lambda d: d.capacity)
+        out.append(f"--on {cluster.n}x{least.name}: it fits as it is ({now / (least.capacity):.0%})")
     return out
 
 
@@ -411,7 +411,7 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", total))
     if device:
         given = {"memory": device.memory, "usable": device.usable}
-        rows.append(figure("memory/capacity", device.memory * device.usable, "bytes", "memory × usable part", given, device.source))
+        rows.append(figure("memory/capacity", device.capacity, "bytes", "memory × usable part", given, device.source))
     return rows
 
 

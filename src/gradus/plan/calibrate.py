@@ -316,9 +316,10 @@ class Timer:
 
 def key_of(point: Point) -> tuple[str, str, float] | None:
     """(name, dtype, bytes) of a memory-bound operation as the trace has them; None where the call is not one operation to it."""
-    from gradus.plan.trace import Recorder, _alone
+    from gradus.parallel.mesh import Mesh
+    from gradus.plan.trace import Recorder
 
-    recorder = Recorder(_alone(), {})
+    recorder = Recorder(Mesh.single(), {})
     recorder.counting, recorder.scope = True, "micro"
     operands = point.make()
     with recorder:

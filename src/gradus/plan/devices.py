@@ -105,7 +105,7 @@ def rank_devices(
             steps, per = epoch_of(recipe, task, work, whole)
             seconds = step_time(work, Cluster(device, 1)).total
             hours = steps * seconds / 3600
-            capacity, taken = device.memory * device.usable, memory.reserved + memory.framework
+            capacity, taken = device.capacity, memory.reserved + memory.framework
             found.append(
                 {
                     "device": device.name,
@@ -170,7 +170,7 @@ def least(need: float, numbers: str, path: str | Path | None = None) -> Device |
         price = hardware.price(d)
         return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
 
-    return min((d for d in _candidates(path, None) if numbers in d.peaks and d.kind == "gpu" and d.memory * d.usable >= need), key=key, default=None)
+    return min((d for d in _candidates(path, None) if numbers in d.peaks and d.kind == "gpu" and d.capacity >= need), key=key, default=None)
 
 
 def devices(

@@ -54,7 +54,7 @@ def smallest(
     need: float, numbers: str, names: tuple[str, ...] = ("T4", "L4", "A10G", "A100-40GB", "L40S", "A100-80GB", "H100", "H200", "B200")
 ) -> Device | None:
     """The device of the least memory that holds `need` bytes and computes in `numbers`, of those S3 chooses from; the first named of equals."""
-    fitting = [d for d in map(hardware.find, names) if numbers in d.peaks and d.memory * d.usable >= need]
+    fitting = [d for d in map(hardware.find, names) if numbers in d.peaks and d.capacity >= need]
     return min(fitting, key=lambda d: d.memory, default=None)
 
 

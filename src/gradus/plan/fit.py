@@ -154,25 +154,25 @@ def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any
     return trainer, batches.micro_batches(session.recipe, session.mesh.world.size, task=session.task)
 
 
-def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
-    """Bytes at the peak of one step of the largest batch, the optimizer's state there already."""
+def measured_step(recipe: Recipe, folder: str, here: World) -> tuple[Trainer, dict[str, float]]:
+    """(the trainer, bytes at the peak of one step of the largest batch), the optimizer's state there already."""
     session = open_session(recipe, None, here)
     before = resident()
     trainer, micro_batches = step_of(session, Path(folder))
     trainer.step(micro_batches)
     with memory_of_step(trainer, micro_batches) as found:
         trainer.step(micro_batches)
-    return {**found, "resident": before, "need": found.get("device", found["allocated"] + before)}
+    return trainer, {**found, "resident": before, "need": found.get("device", found["allocated"] + before)}
+
+
+def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
+    """Bytes at the peak of one step of the largest batch."""
+    return measured_step(recipe, folder, here)[1]
 
 
 def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
     """The same, with samples/s of the run's own steps, and how much of their time was spent waiting for data."""
-    session = open_session(recipe, None, here)
-    before = resident()
-    trainer, micro_batches = step_of(session, Path(folder))
-    trainer.step(micro_batches)
-    with memory_of_step(trainer, micro_batches) as found:
-        trainer.step(micro_batches)
+    trainer, found = measured_step(recipe, folder, here)
     loader, epoch, count, spent = trainer.loader, 0, 0, []
     waited = 0.0
     try:
@@ -194,8 +194,7 @@ def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
     second = statistics.median(spent)
     step_samples = trainer.progress.samples / trainer.progress.step
     return {
-        **found, "resident": before, "need": found.get("device", found["allocated"] + before), "samples_per_s": 1 / second,
-        "step": second * step_samples, "waited": waited / len(spent),
+        **found, "samples_per_s": 1 / second, "step": second * step_samples, "waited": waited / len(spent),
     }  # fmt: skip
 
 

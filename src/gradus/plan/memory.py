@@ -442,7 +442,7 @@ def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: D
         groups = {(key[0], key[3]) for key in steps.transfers}
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(groups))
     return Memory(
-        components, peak, reserved, framework, device.memory * device.usable if device else None, case.rank, steps.at[top], steps.held,
+        components, peak, reserved, framework, device.capacity if device else None, case.rank, steps.at[top], steps.held,
         parameters(recipe), notes,
     )  # fmt: skip
 

@@ -183,7 +183,7 @@ class _Space:
         self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // (shape.source + shape.target))
         device = cluster.device
         self.target = "cpu" if device.kind == "cpu" else "cuda"
-        self.capacity = device.memory * device.usable
+        self.capacity = device.capacity
         default = Layout()
         self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT})
         self.precisions = list(self._precisions())

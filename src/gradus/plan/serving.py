@@ -152,9 +152,9 @@ def _rule(total: int, bits: int, cache: int, each: int, where: dict) -> list[Row
 
 def _device(need: float, rule: float, known: dict[str, Device], left_out: str, where: dict) -> Row:
     """The GPU with the least memory that holds `need`; among equals the slowest memory, which costs least."""
-    gpus = sorted((d for d in known.values() if d.kind == "gpu"), key=lambda d: (d.memory * d.usable, d.bandwidth))
-    fits = [d.name for d in gpus if need <= d.memory * d.usable]
-    by_rule = [d.name for d in gpus if rule <= d.memory * d.usable]
+    gpus = sorted((d for d in known.values() if d.kind == "gpu"), key=lambda d: (d.capacity, d.bandwidth))
+    fits = [d.name for d in gpus if need <= d.capacity]
+    by_rule = [d.name for d in gpus if rule <= d.capacity]
     given = {"total": need, "fits": fits}
     text = "the least memory · usable part that is at least the total"
     more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": left_out}
@@ -229,7 +229,7 @@ def lines(name: str, rows: list[Row], device: Device | None = None, images: bool
     held += f" and {c['source_len']:,} of source" if c.get("source_len") else ""
     answer = [f"{name}, to use it: {weights_of(found):,} parameters of {c['bits']} bits, {held} at a time"]
     if device is not None:
-        capacity = device.memory * device.usable
+        capacity = device.capacity
         over = f", {size(need - capacity)} too much" if need > capacity else ""
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)} ({need / capacity:.0%}{over}): {', '.join(parts)}")
     else:

@@ -54,7 +54,9 @@ def count(n: float) -> str:
 
 def money(amount: float, currency: str) -> str:
     """Cents where they matter: $0.0066, $13.44, $2,132, $1.85 million."""
-    sign = {"USD": "$", "EUR": "€"}.get(currency, currency if len(currency) == 1 else f"{currency} ")
+    from gradus.plan.budget import SIGNS
+
+    sign = SIGNS.get(currency, currency if len(currency) == 1 else f"{currency} ")
     if amount >= 1e6:
         return f"{sign}{amount / 1e6:,.3g} million"
     return f"{sign}{rate(amount)}" if amount >= 100 else f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"

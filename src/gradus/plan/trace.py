@@ -664,7 +664,7 @@ def _trace(
     chosen: dict[int, int] = {}
     batches = [_fake_batch(b, chosen) for b in given]
     device = torch.device("cpu")
-    recorder = Recorder(mesh or _alone(), chosen, fake)
+    recorder = Recorder(mesh or Mesh.single(), chosen, fake)
     timeline = recorder.timeline
     stack.enter_context(_resizes(timeline))
     if target == "cpu":  # a GPU's generator has its state, 16 bytes, on the host
@@ -709,10 +709,6 @@ def _trace(
         memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
         notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
     )  # fmt: skip
-
-
-def _alone() -> Mesh:
-    return Mesh(World(), dict.fromkeys(AXES, 1))
 
 
 def _fake_batch(batch: dict[str, Any], chosen: dict[int, int]) -> dict[str, Any]:

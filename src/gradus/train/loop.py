@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from gradus.data.loader import Loader, Plan, Step
 from gradus.errors import UserError
 from gradus.parallel.engine import Parallel
-from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.mesh import DATA, Mesh
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.parallel.traffic import Traffic
-from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
@@ -68,7 +67,7 @@ class Stopped(Exception):
 
 def alone(model: nn.Module, recipe: Recipe) -> Parallel:
     """A model that one process has for itself."""
-    return Parallel(model, recipe.layout, Mesh(World(), dict.fromkeys(AXES, 1)))
+    return Parallel(model, recipe.layout, Mesh.single())
 
 
 @dataclasses.dataclass
