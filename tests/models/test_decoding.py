@@ -16,7 +16,7 @@ from gradus.recipe.schema import GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config
 VOCAB = 29
 CONFIGS = {
     "gpt": GPTConfig(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, seq_len=24),
-    "llama": LlamaConfig(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, multiple_of=8, seq_len=24),
+    "llama": LlamaConfig(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, multiple_of=8, seq_len=24, qkv_bias=True),
     "seq2seq": Seq2SeqConfig(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, d_ff=64, tie_output=False, seq_len=24),
     "t5": T5Config(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, d_head=8, d_ff=64, n_buckets=8, max_distance=12, seq_len=24),
 }

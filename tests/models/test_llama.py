@@ -1,6 +1,8 @@
-"""Llama against transformers' Llama. What it shares with GPT (caches, packing, tracing) is tested in test_gpt.py."""
+"""Llama against transformers' Llama and Qwen2. What it shares with GPT (caches, packing, tracing) is tested in test_gpt.py."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import transformers
 
 from gradus.errors import UserError
 from gradus.models import build, count, load, save
+from gradus.models.decoding import complete
 from gradus.models.weights.llama import config_from_hf, config_to_hf, rules
 from gradus.recipe.schema import LlamaConfig, RopeScaling
+from gradus.train.optim import decays
 
 VOCAB = 41
 TINY = {"vocab_size": VOCAB, "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 56, "seq_len": 64, "rope_theta": 500.0}
@@ -78,6 +82,36 @@ def test_theirs_in_ours(tmp_path, tied, rope, body):
     assert_same(model, hf.train())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen2_there_and_back(tmp_path, tied):
+    """Biases of queries, keys and values. Published configurations name a window that is not used, here one shorter than the text."""
+    config = transformers.Qwen2Config(**HF_TINY, num_key_value_heads=2, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
+    theirs = shake(transformers.Qwen2ForCausalLM(config))
+    theirs.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}))
+    model = load(tmp_path)
+    assert model.config.qkv_bias and (model.head.weight is model.token_embedding.weight) == tied
+    assert_same(model, theirs.train())
+    save(model, tmp_path / "back")
+    assert "gradus" not in json.loads((tmp_path / "back" / "config.json").read_text()), "nothing of it that Hugging Face has no words for"
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert isinstance(back, transformers.Qwen2ForCausalLM)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    ids = torch.randint(1, VOCAB, (1, 5))
+    found = back.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert complete(model.eval(), ids.tolist(), max_new=20)[0] == found[0, 5:].tolist()
+    assert config_from_hf(config_to_hf(model.config)) == model.config
+
+
+def test_a_window_that_is_used_is_refused():
+    with pytest.raises(UserError, match="sliding_window=8 is not supported"):
+        config_from_hf({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8})
+    with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one of them out"):
+        LlamaConfig(**TINY, qkv_bias=True, n_experts=4)
+
+
 def test_padding_as_transformers():
     """A mask with holes, in the middle and on the right, as their attention_mask."""
     config = transformers.LlamaConfig(**HF_TINY, num_key_value_heads=2)
@@ -141,10 +175,12 @@ def test_published_sizes(n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_siz
 
 
 def test_initialisation():
-    model = build(LlamaConfig(vocab_size=500, n_layers=2, d_model=128, n_heads=4))
+    model = build(LlamaConfig(vocab_size=500, n_layers=2, d_model=128, n_heads=4, qkv_bias=True))
     for name, p in model.named_parameters():
         if "norm" in name:
             assert (p == 1).all(), name
+        elif name.endswith("bias"):
+            assert (p == 0).all() and not decays(name, p), name
         else:
             assert p.std().item() == pytest.approx(0.02, rel=0.05), name
 

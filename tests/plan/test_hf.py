@@ -14,6 +14,7 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.plan.batches import complete
 from gradus.plan.counts import closed_form, flops, parameters, shape_of, tokens_a_sample
+from gradus.plan.formulas import parameters as formula
 from gradus.plan.hf import READERS, REFUSED, from_hf, read_hf, recipe_for
 from gradus.recipe.presets import PRESETS, config_of
 
@@ -29,6 +30,7 @@ THEIRS = {  # name → (configuration, class)
     "llama-linear-rope": (hf.LlamaConfig(**LLAMA, rope_scaling={"type": "linear", "factor": 2.0}), hf.LlamaForCausalLM),
     "mistral": (hf.MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, sliding_window=32), hf.MistralForCausalLM),
     "mixtral": (hf.MixtralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, num_local_experts=4), hf.MixtralForCausalLM),
+    "qwen2": (hf.Qwen2Config(**LLAMA, num_key_value_heads=2, sliding_window=32), hf.Qwen2ForCausalLM),
     "gemma": (hf.GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=20), hf.GemmaForCausalLM),
     "phi3": (hf.Phi3Config(**LLAMA, num_key_value_heads=2, pad_token_id=0), hf.Phi3ForCausalLM),
     "granite": (hf.GraniteConfig(**LLAMA, num_key_value_heads=2, logits_scaling=8.0), hf.GraniteForCausalLM),
@@ -176,13 +178,24 @@ def test_fields_that_do_not_map_are_named(name, more, text, tmp_path):
     assert "\n" not in str(e.value) and str(tmp_path) in str(e.value)
 
 
-def test_qwen2s_biases_are_parameters_of_theirs(tmp_path):
-    """Why it is refused: without them the count would be wrong by (a + 2k)·d a layer."""
-    config = hf.Qwen2Config(**LLAMA, num_key_value_heads=2)
-    plain = hf.LlamaConfig(**LLAMA, num_key_value_heads=2)
-    assert count_of(hf.Qwen2ForCausalLM, config) - count_of(hf.LlamaForCausalLM, plain) == 3 * (4 + 2 * 2) * 12
-    with pytest.raises(UserError, match="q, k and v have biases"):
-        from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM))
+@pytest.mark.parametrize(
+    ("width", "inner", "layers", "heads", "keys", "vocab", "tied", "published"),
+    [
+        (896, 4864, 24, 14, 2, 151_936, True, 494_032_768),
+        (1536, 8960, 28, 12, 2, 151_936, True, 1_543_714_304),
+        (3584, 18_944, 28, 28, 4, 152_064, False, 7_615_616_512),
+    ],
+)
+def test_qwen2_as_published(tmp_path, width, inner, layers, heads, keys, vocab, tied, published):
+    """Qwen2.5-0.5B, 1.5B and 7B: the biases of q, k and v are (a + 2k)·d a layer. The window that they name is not used."""
+    config = hf.Qwen2Config(vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+                            num_key_value_heads=keys, max_position_embeddings=32_768, tie_word_embeddings=tied)  # fmt: skip
+    name = written(tmp_path, config, hf.Qwen2ForCausalLM, use_sliding_window=False, sliding_window=4096)
+    ours, note = from_hf(name)
+    assert (ours.qkv_bias, ours.seq_len, ours.tie_output, note) == (True, 32_768, tied, "")
+    assert models.count(ours)["total"] == formula(ours)["total"] == count_of(hf.Qwen2ForCausalLM, config) == published
+    ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, use_sliding_window=True, sliding_window=4096))
+    assert ours.seq_len == 4096 and "sliding_window=4096: planned up to 4096 tokens" in note
 
 
 def test_a_hub_name_without_internet(monkeypatch):

@@ -269,6 +269,18 @@ def test_configure_gives_the_architecture(write):
     assert load(write(BERT), configure=lambda init: None).model.n_layers == 12
 
 
+SMALL = {"n_layers": 2, "d_model": 8, "n_heads": 2, "seq_len": 64}
+
+
+@pytest.mark.parametrize("config", [schema.LlamaConfig(**SMALL, qkv_bias=True), schema.GPTConfig(**SMALL, bias=False)])
+def test_defaults_of_a_configuration_are_asked_for_by_nobody(config):
+    """Its top_k and balance have no effect without experts, and are no mistake; what the command line asks for in vain is one."""
+    r = load("r", ["model.init=folder"], configure=lambda init: config.model_dump(), text=GPT)
+    assert r.model == config.model_copy(update={"init": "folder"})
+    with pytest.raises(UserError, match=r"model\.top_k: cannot take effect without experts"):
+        load("r", ["model.init=folder", "model.top_k=2"], configure=lambda init: config.model_dump(), text=GPT)
+
+
 def test_weights_that_are_not_there_are_one_problem_among_others(write):
     def configure(init):
         raise UserError(f"model.init={init}: no such file or folder.")

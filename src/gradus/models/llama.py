@@ -1,6 +1,6 @@
 """Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder, pre-norm with
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the feed-forward network it is Mixtral
-(Jiang et al. 2024)."""
+(Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class LlamaBlock(Block):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.attention = Attention(config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, bias=False, dropout=config.dropout)
+        self.attention = Attention(
+            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, bias=config.qkv_bias, out_bias=False, dropout=config.dropout
+        )
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         if config.n_experts is None:
             self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
@@ -59,10 +61,12 @@ class Llama(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every matrix from a normal of 0.02, norms 1. (The papers do not say; this is Hugging Face's.)"""
+        """Every matrix from a normal of 0.02, biases 0, norms 1. (The papers do not say; this is Hugging Face's.)"""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
 

@@ -100,8 +100,10 @@ def _architecture(hf: dict, known: dict[str, str], notes: list[str]) -> None:
 
 
 def _llama(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
+    from gradus.models.weights.llama import ARCHITECTURES
+
     kind = hf["model_type"]
-    biases = {"attention_bias": "biases of q, k, v and the output", "mlp_bias": "biases of the feed-forward network", "bias": "biases"}
+    biases = {"attention_bias": "bias of attention's output", "mlp_bias": "biases of the feed-forward network", "bias": "biases"}
     for field, what in biases.items():
         _is(hf, field, False, f"family llama has no {what}")
     if kind == "phi3":  # its one matrix for q, k, v and its one for gate and up are ours, side by side
@@ -115,13 +117,15 @@ def _llama(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
         _soft(hf, field, 1.0, notes)
     if kind != "llama":
         _has(hf, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    _architecture(hf, {"ForCausalLM": "MixtralForCausalLM" if kind == "mixtral" else "LlamaForCausalLM", "Model": "LlamaModel"}, notes)
-    if hf["architectures"] == ["LlamaModel"]:
+    known = kind if kind in ARCHITECTURES else "llama"
+    whole, body = ARCHITECTURES[known]
+    _architecture(hf, {"ForCausalLM": whole, "Model": body}, notes)
+    if hf["architectures"] == [body]:
         notes.append("planned with the output projection that training needs")
-        hf["architectures"] = ["MixtralForCausalLM" if kind == "mixtral" else "LlamaForCausalLM"]
+        hf["architectures"] = [whole]
     positions = hf.get("max_position_embeddings", 2048)
     window = hf.pop("sliding_window", None)
-    if window and window < positions:
+    if window and window < positions and hf.get("use_sliding_window", kind != "qwen2"):  # Qwen2 names a window that it may not use
         notes.append(f"sliding_window={window}: planned up to {window} tokens, where the window changes nothing")
         hf["max_position_embeddings"] = window
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
@@ -130,7 +134,7 @@ def _llama(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
         notes.append(f"rotary positions of type {kind_of_rope} planned as plain ones")
         hf.pop("rope_parameters", None)
         hf["rope_scaling"] = None
-    hf["model_type"] = "mixtral" if kind == "mixtral" else "llama"
+    hf["model_type"] = known
     return _family("llama", hf)
 
 
@@ -221,14 +225,13 @@ def _seq2seq(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
 
 READERS: dict[str, Callable[[dict, list[str]], tuple[ModelConfig, int | None]]] = {
     "gpt2": _gpt2, "opt": _opt,
-    "llama": _llama, "mistral": _llama, "mixtral": _llama, "gemma": _llama, "phi3": _llama, "granite": _llama,
+    "llama": _llama, "mistral": _llama, "mixtral": _llama, "qwen2": _llama, "gemma": _llama, "phi3": _llama, "granite": _llama,
     "bert": _bert, "roberta": _bert, "xlm-roberta": _bert, "camembert": _bert,
     "t5": _t5, "mt5": _t5, "vit": _vit, "marian": _seq2seq, "pegasus": _seq2seq,
 }  # fmt: skip
 
 REFUSED = {  # model_type → (field, why its parameters are not ours, the nearest family, a preset of it)
-    "qwen2": ("attention biases", "q, k and v have biases, (a+2k)·d a layer, and family llama has none", "llama", "llama3.1-8b"),
-    "qwen2_moe": ("shared_expert_intermediate_size", "family llama has no shared expert and no attention biases", "llama", "mixtral-8x7b"),
+    "qwen2_moe": ("shared_expert_intermediate_size", "an expert that every token takes, which family llama has not", "llama", "mixtral-8x7b"),
     "qwen3": ("q_norm, k_norm", "queries and keys have norms, which family llama has not", "llama", "llama3.1-8b"),
     "qwen3_moe": ("q_norm, k_norm", "queries and keys have norms, which family llama has not", "llama", "mixtral-8x7b"),
     "gemma2": ("post-norms", "a layer has four norms, and family llama's two", "llama", "llama3.1-8b"),

@@ -393,7 +393,9 @@ def _architecture(raw: dict[str, Any], given: Mapping[str, Any], configure: Call
         if other:
             notes.append(f"{', '.join(f'model.{k}={said(model[k])}' for k in other)} left out: the configuration of model.init={init} holds")
         misspelt = {k: v for k, v in model.items() if not fields_of(f"model.{k}")}
-        raw["model"] = {**misspelt, **adopt(raw, fields)["model"]}
+        adopted = adopt(raw, fields)["model"]
+        usual = {k: f.default for k, f in classes_of("model")[adopted["family"]].model_fields.items() if k != "family" and f"model.{k}" not in given}
+        raw["model"] = {**misspelt, **{k: v for k, v in adopted.items() if k not in usual or v != usual[k]}}  # a default is asked for by nobody
         return True, trouble
     if isinstance(model.get("preset"), str):
         try:

@@ -39,6 +39,7 @@ FAMILIES = {  # model_type → family, so that one module is imported and not si
     "gradus-gpt-moe": "gpt",
     "llama": "llama",
     "mixtral": "llama",
+    "qwen2": "llama",
     "t5": "t5",
     "vit": "vit",
     "gradus-vit": "vit",

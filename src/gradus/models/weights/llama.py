@@ -1,5 +1,6 @@
-"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, and with experts MixtralForCausalLM, under the names that
-lie in published files (transformers has other ones in memory). Its q and k rows are in the half-split rotary layout, as ours are."""
+"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with experts MixtralForCausalLM and with biases of q, k and v
+Qwen2ForCausalLM, under the names that lie in published files (of experts transformers has other ones in memory). Its q and k rows are in the
+half-split rotary layout, as ours are."""
 
 from __future__ import annotations
 
@@ -12,13 +13,18 @@ from gradus.recipe.schema import LlamaConfig, RopeScaling
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODEL_TYPES = ("llama", "mixtral")
+MODEL_TYPES = ("llama", "mixtral", "qwen2")
 
-ARCHITECTURES = {"llama": ("LlamaForCausalLM", "LlamaModel"), "mixtral": ("MixtralForCausalLM", "MixtralModel")}
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "mixtral": ("MixtralForCausalLM", "MixtralModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+}
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None, "router_jitter_noise": 0.0}
-MIXTRAL = {  # what its config.json means by a field that it lacks
-    "num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5,
-    "num_local_experts": 8, "num_experts_per_tok": 2,
+LACKING = {  # what a config.json means by a field that it lacks
+    "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
+                "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
 }  # fmt: skip
 SCALING = {  # theirs → ours
     "factor": "factor",
@@ -31,8 +37,9 @@ SCALING = {  # theirs → ours
 def config_from_hf(hf: dict) -> LlamaConfig:
     """Raises UserError naming the field of a feature that Gradus' Llama has not."""
     kind = hf.get("model_type", "llama")
-    if kind == "mixtral":
-        hf = {**MIXTRAL, **hf}
+    hf = {**LACKING.get(kind, {}), **hf}
+    if kind == "qwen2" and not hf.get("use_sliding_window", False):
+        hf["sliding_window"] = None  # published ones name a window that is not used
     for name, value in FIXED.items():
         if hf.get(name, value) != value:
             raise UserError(f"config.json: {name}={hf[name]} is not supported by family llama (only {value} is)")
@@ -58,6 +65,7 @@ def config_from_hf(hf: dict) -> LlamaConfig:
         tie_output=hf.get("tie_word_embeddings", False),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         dropout=hf.get("attention_dropout", 0.0),
+        qkv_bias=kind == "qwen2",
         **experts,
     )
 
@@ -78,10 +86,12 @@ def _scaling_from_hf(rope: dict) -> RopeScaling | None:
 
 def config_to_hf(config: LlamaConfig) -> dict:
     scaling = config.rope_scaling
-    if config.n_experts is None:
-        kind, only = "llama", {"attention_bias": False, "mlp_bias": False}
-    else:
+    if config.n_experts is not None:
         kind, only = "mixtral", {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
+    elif config.qkv_bias:
+        kind, only = "qwen2", {"use_sliding_window": False}
+    else:
+        kind, only = "llama", {"attention_bias": False, "mlp_bias": False}
     return {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind][0]],
@@ -126,6 +136,8 @@ def rules(config: LlamaConfig) -> list[Rule]:
         parts["feedforward.router"] = "block_sparse_moe.gate"
     for i in range(config.n_layers):
         table += [Rule(f"blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight") for ours, theirs in parts.items()]
+        if config.qkv_bias:
+            table += [Rule(f"blocks.{i}.attention.to_{x}.bias", f"model.layers.{i}.self_attn.{x}_proj.bias") for x in "qkv"]
         for n in range(config.n_experts or 0):
             for ours, theirs in experts.items():
                 ours, theirs = f"blocks.{i}.feedforward.experts.{ours}.weight", f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
