@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,14 +17,19 @@ sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1])])  #
 import common
 import distributed
 
+from gradus import models
 from gradus.layers import MixtureOfExperts, keep_balance
 from gradus.models.decoding import complete
-from gradus.parallel.apply import use_checkpointing
+from gradus.parallel.apply import apply, use_checkpointing
 from gradus.parallel.expert import expert_parallel, is_expert, problems
+from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import BertConfig, GPTConfig, Layout, LlamaConfig
+from gradus.train import sharded
+from gradus.train.optim import state_tensors
 
-STEPS, CLIP = 20, 1.0
+STEPS, FIRST, CLIP = 20, 8, 1.0  # FIRST: of the engine
 CHANGES = {"n_layers": 2, "n_experts": 4, "top_k": 2}
+FEW = {"n_layers": 2, "n_experts": 2, "top_k": 1}
 
 
 def shares(family: str, model: nn.Module, b: dict, tokens: int, sequences: int) -> torch.Tensor:
@@ -33,10 +39,12 @@ def shares(family: str, model: nn.Module, b: dict, tokens: int, sequences: int) 
     return sums["tokens"] / tokens + 0.5 * torch.stack(balance).mean(0).sum() / sequences
 
 
-def curve(family: str, mesh: DeviceMesh | None = None, checkpointing: str = "none", micro_batches: int = 1, idle: int | None = None) -> tuple:
+def curve(
+    family: str, mesh: DeviceMesh | None = None, checkpointing: str = "none", micro_batches: int = 1, idle: int | None = None, few: bool = False
+) -> tuple:
     """(loss, gradient norm) of every step, and the whole weights at the end. mesh: replicate × expert. idle: a rank without samples,
     which computes a batch of no weight."""
-    model = common.build(family, **CHANGES)
+    model = common.build(family, **(FEW if few else CHANGES))
     names = {name: tuple(p.shape) for name, p in model.named_parameters()}
     rank, n = (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
     if mesh is not None:
@@ -82,31 +90,93 @@ def curve(family: str, mesh: DeviceMesh | None = None, checkpointing: str = "non
     return found, {name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in named.items()}
 
 
-def several(world, checks: list) -> list:
-    shapes = {c[1] for c in checks}
+def engine(world, family: str, layout: dict, micro_batches: int = 1, few: bool = False, folder: str = "") -> tuple:
+    """As `curve`, through the engine that the trainer uses, which also shards by FSDP2. folder: for a checkpoint and an export of the end."""
+    layout = Layout(**layout)
+    mesh = Mesh.make(layout, world)
+    model = common.build(family, **(FEW if few else CHANGES))
+    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parallel = apply(model, layout, mesh)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == names
+    local = [p for _, p in parallel.trained()]
+    parts, whole = sum(p.numel() for p in local), sum(map(math.prod, names.values()))
+    assert parts == pytest.approx(whole / mesh.size("shard", "expert"), rel=0.01)  # every process holds as much
+    optimizer = torch.optim.AdamW(local, lr=1e-3)
+    n, place, found = mesh.size(*DATA) * micro_batches, mesh.rank(*DATA) * micro_batches, []
+    for step in range(FIRST):
+        b = common.batch(family, step, rows=12)
+        mine = [common.rows_of(family, b, 12 * i // n, 12 * (i + 1) // n) for i in range(place, place + micro_batches)]
+        tokens = b["counts"]["tokens"]
+        loss = parallel.forward_backward(mine, lambda model, part, t=tokens: shares(family, model, part, t, 12), lambda share: share)
+        norm = parallel.norm()
+        torch.nn.utils.clip_grads_with_norm_(local, CLIP, norm)
+        optimizer.step()
+        parallel.zero_grad()
+        found.append((float(loss), float(norm)))
+    if world.size == 4 and family == "llama":
+        held = {h.name: h.parameter for h in parallel.held}
+        tensors = {f"model.{name}": p for name, p in held.items()}
+        for key, value in state_tensors(parallel.trained(), optimizer).items():
+            tensors[key] = sharded.like(held[key.partition(".")[2]], value)
+        sharded.save(Path(folder, "step-00000008"), model.config, tensors, lambda aside: None).finish()
+        sharded.export(held, model.config, Path(folder, "export"))
+        moments = {name: tensors[f"exp_avg.{name}"].full_tensor() for name in held}
+        if world.first:
+            torch.save(moments, Path(folder, "moments.pt"))
+        dist.barrier()
+    return found, {}
+
+
+def several(world, checks: list, folder: str) -> list:
+    shapes = {c[1] for c in checks if not isinstance(c[1], dict)}
     meshes = {n: init_device_mesh("cpu", (world.size // n, n), mesh_dim_names=("replicate", "expert")) for n in sorted(shapes)}
-    return [curve(family, meshes[n], **more) for family, n, more in checks]
+    found = []
+    for family, n, more in checks:
+        split = isinstance(n, dict)
+        found.append(engine(world, family, n, **more, folder=folder) if split else curve(family, meshes[n], **more))
+    if world.size == 2:  # what four saved
+        for layout in (Layout(shard=2), Layout(expert=2)):
+            resume(world, layout, Path(folder))
+    return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict:
-    return {family: curve(family) for family in ("gpt", "llama")}
+def resume(world, layout: Layout, folder: Path) -> None:
+    """What four processes saved, read by two in another layout: equal to what they exported, the optimizer's state of the right part."""
+    parallel = apply(common.build("llama", **CHANGES), layout, Mesh.make(layout, world))
+    held = {h.name: h.parameter for h in parallel.held}
+    sharded.load(folder / "step-00000008", {f"model.{name}": p for name, p in held.items()})
+    state = sharded.load_state(folder / "step-00000008", held)
+    exported = models.load(folder / "export").state_dict()
+    moments = torch.load(folder / "moments.pt")
+    for name, whole in parallel.full_tensors(list(held)):
+        assert torch.equal(whole, exported[name]), name
+        moment = sharded.like(held[name], state[f"exp_avg.{name}"])
+        assert torch.equal(moment.full_tensor() if isinstance(moment, DTensor) else moment, moments[name]), name
 
 
-CHECKS = {  # processes -> (family, processes along expert, how)
-    2: [("gpt", 2, {}), ("llama", 2, {"checkpointing": "full", "micro_batches": 3}), ("gpt", 2, {"idle": 0})],
-    4: [("gpt", 2, {}), ("llama", 4, {})],  # the first: two replicas of split experts
-}
+CHECKS = {  # processes -> (family, processes along expert or the layout that the engine makes, how). The last of four saves.
+    4: [
+        ("gpt", 2, {}), ("llama", 4, {}),  # the first: two replicas of split experts
+        ("gpt", {"expert": 2, "shard": 2, "checkpointing": "full"}, {"micro_batches": 3}),
+        ("gpt", {"expert": 2, "shard": 2}, {"few": True}),  # each expert is cut
+        ("llama", {"expert": 2, "shard": 2, "reshard": False}, {}),
+    ],
+    2: [
+        ("gpt", 2, {}), ("llama", 2, {"checkpointing": "full", "micro_batches": 3}), ("gpt", 2, {"idle": 0}),
+        ("llama", {"shard": 2}, {"micro_batches": 2}),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("n", CHECKS)
-def test_experts_over_processes_as_on_one(n, alone):
-    for answers in distributed.run(n, several, CHECKS[n]):
-        for (family, *_), (steps, weights) in zip(CHECKS[n], answers, strict=True):
-            expected, expected_weights = alone[family]
-            assert steps == [pytest.approx(step, rel=1e-5) for step in expected]
-            for name, weight in expected_weights.items():
-                torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+def test_experts_over_processes_as_on_one(tmp_path):
+    alone = {(family, few): curve(family, few=few) for family, few in (("gpt", False), ("llama", False), ("gpt", True))}
+    for n, checks in CHECKS.items():
+        for answers in distributed.run(n, several, checks, str(tmp_path)):
+            for (family, _, how), (steps, weights) in zip(checks, answers, strict=True):
+                expected, expected_weights = alone[family, how.get("few", False)]
+                assert steps == [pytest.approx(step, rel=1e-5) for step in expected[: len(steps)]]
+                for name, weight in weights.items():
+                    torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
@@ -180,12 +250,10 @@ def test_what_is_refused_and_why():
     experts = GPTConfig(n_layers=1, d_model=16, n_heads=2, n_experts=6)
     plain = LlamaConfig(n_layers=1, d_model=16, n_heads=2)
     assert list(problems(experts, Layout(expert=3))) == list(problems(experts, Layout())) == list(problems(plain, Layout(tensor=2))) == []
-    assert list(problems(experts, Layout(shard=2))) == []
+    assert list(problems(experts, Layout(shard=2))) == list(problems(experts, Layout(shard=2, expert=3))) == []
     assert list(problems(plain, Layout(expert=2))) == ["layout.expert=2: the model has no experts. Set model.n_experts=8, say, or layout.expert=1."]
     assert "bert has no experts; gpt and llama can" in next(problems(BertConfig(n_layers=1, d_model=16, n_heads=2, d_ff=32), Layout(expert=2)))
     assert list(problems(experts, Layout(expert=4))) == ["layout.expert=4 does not divide model.n_experts=6. Use 1, 2, 3 or 6."]
     for axis, reason in (("tensor", "rows and columns"), ("pipeline", "in every stage"), ("context", "whole sequences")):
         (line,) = problems(experts, Layout(**{axis: 2}))
         assert line.startswith(f"layout.{axis}=2 with model.n_experts=6: ") and reason in line
-    (line,) = problems(experts, Layout(expert=2, shard=2))
-    assert line.startswith("layout.shard=2 with layout.expert=2: FSDP2 would split the experts again")

@@ -148,7 +148,7 @@ def test_variants_of_the_families():
         ("t5", "interleaved", {"tie_output": False, "gated": True, "n_decoder_layers": 1}, 5),  # memory goes straight to the last stage
         ("gpt", "interleaved", {"tie_output": False, "n_layers": 7, "stages": 3}, 5),
         ("gpt", "zero_bubble", {"stages": 1}, 5),
-        ("llama", "zero_bubble", {"n_layers": 6, "stages": 3}, 5),
+        ("llama", "zero_bubble", {"n_layers": 6, "stages": 3, "qkv_bias": True}, 5),
         ("vit", "zero_bubble", {"pool": "mean"}, 5),
     ]
     check(2, short)

@@ -25,7 +25,7 @@ import distributed
 from gradus.errors import UserError
 from gradus.parallel import status
 from gradus.parallel.status import LOST, Status, diagnose, lost, read
-from gradus.parallel.world import World
+from gradus.parallel.world import World, free_port
 
 HOST = re.escape(socket.gethostname())
 
@@ -198,7 +198,7 @@ def _meet(world: World, folder: str, who: int):
                 time.sleep(4.5)
                 return None
             here.at("the gradient all-reduce")
-            dist.all_reduce(torch.ones(3), group=group)
+            dist.all_reduce(torch.ones(3), group=group if step == 3 else None)  # before it, a slow machine may take its time
     except RuntimeError as e:
         error = lost(folder, e, world, patience=1.0)
         return str(error), error.quiet
@@ -209,7 +209,7 @@ def test_without_a_parent_the_others_name_the_rank_that_hangs(tmp_path, who):
     answers = distributed.run(3, _meet, str(tmp_path), who)
     found = [a for rank, a in enumerate(answers) if rank != who]
     for text, _ in found:
-        assert re.match(rf"rank {who} on {HOST} did not reach the gradient all-reduce of step 3: it was last seen [1-9] s ago at step 3 reading data", text)
+        assert re.match(rf"rank {who} on {HOST} did not reach the gradient all-reduce of step 3: it was last seen [1-9]\d? s ago at step 3 reading data", text)
     assert sorted(quiet for _, quiet in found) == [False, True], "one of them tells the user"
 
 
@@ -233,7 +233,7 @@ with watched(sys.argv[1], here):
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_without_a_parent_the_others_name_the_rank_that_died(tmp_path, who):
-    port, processes = str(distributed.free_port()), []
+    port, processes = str(free_port()), []
     for rank in range(3):
         told = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -35,7 +35,7 @@ VARIANTS = [  # what the six of `common` leave out
     ("t5", {"gated": True, "tie_output": False}),
     ("gpt", {"tie_output": False, "bias": False}),
     ("gpt", {**UNEVEN}),
-    ("llama", {"tie_output": True, **UNEVEN}),
+    ("llama", {"tie_output": True, "qkv_bias": True, **UNEVEN}),
     ("vit", {"pool": "mean", "patches": "rearrange"}),
 ]
 

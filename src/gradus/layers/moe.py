@@ -66,7 +66,12 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out)."""
+    """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out).
+
+    `held(parameter)` is what this process has of it; it may be replaced (parallel.expert).
+    """
+
+    held: Callable[[Tensor], Tensor] = staticmethod(lambda parameter: parameter)
 
     def __init__(self, n_experts: int, d_in: int, d_out: int, bias: bool):
         super().__init__()
@@ -82,7 +87,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
-        weight, kind = self.weight, x.device.type
+        weight, kind = self.held(self.weight), x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -90,7 +95,7 @@ class ExpertLinear(nn.Module):
         if self.bias is None:
             return x
         expert = torch.repeat_interleave(counts, output_size=x.shape[0])  # (rows,)
-        return x + self.bias.to(x.dtype)[expert]
+        return x + self.held(self.bias).to(x.dtype)[expert]
 
 
 class Experts(nn.Module):

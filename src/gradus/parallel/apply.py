@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
 from gradus.parallel.engine import Parallel
-from gradus.parallel.mesh import Mesh
+from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
@@ -49,7 +53,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
         p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, next(model.parameters()).device)
         model = p.pipeline.model
     use_checkpointing(model, layout.checkpointing)
-    use_compile(model, layout.compile)
+    use_compile(model, layout.compile, in_turn=p.pipeline is None)
     if mesh.size("shard") > 1:
         use_shard(p, model)
     elif p.several or layout.replicate == "data_parallel":
@@ -63,14 +67,16 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
 
 
 def use_shard(p: Parallel, model: nn.Module) -> None:
-    """FSDP2 over shard × context (ranks that split the sequence share the weights too), replicated if there are replicas."""
+    """FSDP2 over shard × expert × context (ranks that split experts or the sequence share the other weights), of experts that are split
+    over shard alone; replicated if there are replicas."""
     from gradus.parallel.shard import shard, sync_on
 
-    mesh = p.mesh.sub("shard", "context")
-    if p.mesh.size("replicate") > 1:
-        mesh = p.mesh.devices["replicate", mesh.mesh_dim_names[0]]
-    shard(model, mesh, p.layout)
-    p.summed_by_engine = ("replicate", "shard", "context")
+    def over(*axes: str) -> DeviceMesh:
+        mesh = p.mesh.sub(*axes)
+        return p.mesh.devices["replicate", mesh.mesh_dim_names[0]] if p.mesh.size("replicate") > 1 else mesh
+
+    shard(model, over("shard", "expert", "context"), p.layout, over("shard") if p.mesh.size("expert") > 1 else None)
+    p.summed_by_engine = (*DATA, "context")
     p.sync_on = functools.partial(sync_on, model)
 
 
@@ -147,13 +153,18 @@ def _checkpointed(forward, context: dict):
     return recomputing
 
 
-def use_compile(model: nn.Module, mode: str) -> None:
-    """Compile every block, in place: one graph serves all blocks of a kind, and heads and losses stay eager."""
+def use_compile(model: nn.Module, mode: str, in_turn: bool = True) -> None:
+    """Compile every block, in place: one graph serves all blocks of a kind, and heads and losses stay eager.
+
+    in_turn: a micro-batch's backward pass comes before the next one's forward pass (not so in a pipeline).
+    """
     if mode == "none":
         return
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         raise UserError(f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. Install g++ or set layout.compile=none.")
+    if mode in ("reduce-overhead", "max-autotune") and in_turn and not on_cpu:  # CUDA graphs: what one call of the model gave is free at the next
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for module in model.modules():
         if isinstance(module, Block):
             module.compile(mode=None if mode == "default" else mode)

@@ -11,7 +11,6 @@ from gradus.recipe.schema import Layout, ModelConfig, Recipe
 
 # pairs that do not compose, with the reason; each is a key of the layout that is more than 1, or set
 APART = {
-    ("expert", "shard"): "experts are split already, and FSDP2 would split them again. Use replicas beside the experts",
     ("expert", "tensor"): "a token would have to be sent to several processes of two axes. Use expert alone",
     ("expert", "pipeline"): "the load-balancing loss arises in middle stages, which have no loss. Use expert alone",
     ("expert", "context"): "the load-balancing loss is of whole sequences. Use expert alone",
@@ -32,7 +31,8 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
     product = " × ".join(f"{axis} {k}" for axis, k in named.items())
     if n % taken:
         started = f"{n} {'was' if n == 1 else 'were'} started"
-        yield f"layout: {product} = {taken} processes, and {started}. Start {taken}, or a multiple: --processes {taken}."
+        keys = " or ".join(f"layout.{axis}" for axis in named)
+        yield f"layout: {product} = {taken} processes, and {started}. Start {taken}, or a multiple: --processes {taken}; or change {keys}."
         return
     left = n // taken
     if left > 1 and layout.replicate == "none":
@@ -107,6 +107,8 @@ def combinations(layout: Layout) -> Iterator[str]:
             yield f"layout.{key} cannot take effect without layout.{axis}. Set layout.{axis}=2, say, or leave it out."
     if layout.param_dtype and layout.precision != "fp32":
         yield f"layout.param_dtype={layout.param_dtype} with layout.precision={layout.precision}: both say what is computed in. Set precision=fp32."
+    if layout.offload and layout.precision == "fp16":
+        yield "layout.offload with layout.precision=fp16: the loss scale lies on the GPU and the gradients on the host. Use bf16."
     if layout.precision == "fp16" and layout.param_dtype:
         return
     if layout.param_dtype == "fp16":

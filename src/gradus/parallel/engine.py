@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -53,6 +52,12 @@ class Parallel:
         return self.replicas.model
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes: with layout.offload weights lie on the host between two uses."""
+        on_gpu = self.layout.offload and self.mesh.devices is not None and self.mesh.devices.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else next(self.bare.parameters()).device
+
+    @property
     def several(self) -> bool:
         return self.mesh.world.size > 1
 
@@ -87,8 +92,7 @@ class Parallel:
                     with self.replicas.micro_batch(last):
                         self.backward(share(self.model, batch))
         self._finish_gradients()
-        device = next(self.bare.parameters()).device
-        loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=device)
+        loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=self.device)
         return self.sum(loss, *DATA, "context", "pipeline") if not self.apart else loss
 
     def backward(self, loss: Tensor) -> None:
@@ -160,7 +164,7 @@ class Parallel:
             names = p.device_mesh.mesh_dim_names
             split = [name for name, placement in zip(names, p.placements) if not placement.is_replicate() and not placement.is_partial()]
             cut = tuple(axis for axis in AXES if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1)
-        unsummed = [a for a in ("replicate", "expert", "shard", "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
+        unsummed = [a for a in (*DATA, "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
         if self.is_expert(p):
             unsummed = [a for a in unsummed if a != "expert"]
         return Held(name, p, local, cut, tuple(unsummed))
@@ -182,7 +186,7 @@ class Parallel:
             return
         from gradus import models
 
-        device = next(self.bare.parameters()).device
+        device = self.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             replica = models.build(self.bare.config).to(device, self.held[0].local.dtype)
         full = dict(replica.named_parameters())
@@ -245,14 +249,11 @@ class Parallel:
         that was resumed must sum in the order of one that was not."""
         if not isinstance(self.model, nn.parallel.DistributedDataParallel):
             return
-        state = torch.get_rng_state(), copy.deepcopy(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else None
         batch = self.context.prepare(micro_batch) if self.context else micro_batch
-        with self.around():
+        # Of its own device alone: asked for their state, the other GPUs would each make a context for this process.
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), self.around():
             (loss_of(self.model, batch) * 0.0).backward()
         self.zero_grad()
-        torch.set_rng_state(state[0])
-        if state[1]:
-            torch.cuda.set_rng_state_all(state[1])
 
 
 def _local_gradient(p: nn.Parameter) -> Tensor | None:

@@ -11,9 +11,8 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.func import functional_call
 
-from gradus.layers import MixtureOfExperts
+from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
 from gradus.recipe.schema import Layout, ModelConfig
 
@@ -42,8 +41,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     for axis, reason in APART.items():
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)} with model.n_experts={n_experts}: {reason}."
-    if n > 1 and layout.shard > 1:
-        yield f"layout.shard={layout.shard} with layout.expert={n}: FSDP2 would split the experts again. Use one of them; replicas go with both."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -58,7 +55,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     n, rank = mesh.size(), mesh.get_local_rank()
     for mixture in [m for m in model.modules() if isinstance(m, MixtureOfExperts)]:
         assert mixture.n_experts % n == 0, f"{n} does not divide n_experts={mixture.n_experts}"
-        for module in mixture.experts.modules():
+        for module in [m for m in mixture.experts.modules() if isinstance(m, ExpertLinear)]:
+            module.held = DTensor.to_local
             for name, p in list(module.named_parameters(recurse=False)):
                 local = p.detach().chunk(n)[rank].clone()  # so that the whole one can be freed
                 placed = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -90,8 +88,7 @@ class Exchange:
         expert = torch.arange(received.shape[1], device=x.device).repeat(self.n)
         expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # (rows here,)
         order = expert.argsort(stable=True)
-        parts = {name: p.to_local() for name, p in experts.named_parameters()}
-        rows = functional_call(experts, parts, (rows[order], received.sum(0)))
+        rows = experts(rows[order], received.sum(0))
         return self._travel(rows[order.argsort()], back, to)
 
     def _travel(self, x: Tensor, to: list[int], back: list[int]) -> Tensor:

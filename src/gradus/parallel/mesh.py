@@ -10,26 +10,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from gradus.parallel.world import World
+from gradus.recipe.axes import AXES, DATA, needed, sizes  # noqa: F401  (needed and DATA are here for those who use a mesh)
 from gradus.recipe.schema import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-AXES = ("pipeline", "replicate", "expert", "shard", "context", "tensor")  # from the farthest apart to the nearest
-DATA = ("replicate", "expert", "shard")  # along these, processes see different samples
-
-
-def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
-    """Axis → processes along it. What the named axes leave over is `replicate`. The product is n_processes (parallel.check says why not)."""
-    named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
-    taken = needed(layout)
-    assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"
-    return {axis: n_processes // taken if axis == "replicate" else named[axis] for axis in AXES}
-
-
-def needed(layout: Layout) -> int:
-    """The fewest processes that the layout can have: one replica."""
-    return math.prod(getattr(layout, axis) for axis in AXES if axis != "replicate")
 
 
 def alone(layout: Layout) -> Layout:

@@ -39,6 +39,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus.errors import UserError
+from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 
 T = TypeVar("T")
@@ -105,10 +106,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         yield f"layout.compile={layout.compile}: {SPLIT_BACKWARD}, and compiled blocks have one. Use layout.schedule=1f1b."
     if schedule in ("interleaved", "zero_bubble") and layout.shard > 1:
         yield f"layout.shard={layout.shard}: FSDP2 shards one stage a process, and layout.schedule={schedule} has more. Use 1f1b or gpipe."
-
-
-def stages_per_process(layout: Layout) -> int:
-    return layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") else 1)
 
 
 # ---------------------------------------------------------------- what stands in the place of other stages' parts

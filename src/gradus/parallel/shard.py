@@ -9,16 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import Block
+from gradus.layers.moe import Experts
 from gradus.recipe.schema import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMesh | None = None) -> None:
     """FSDP2 in place: every block, then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
-    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP.
+    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the experts' weights, each
+    layer's a unit of its own, where expert parallelism has split them; their gradients have all its processes' contributions already.
 
     Gradients are summed, since the loss's shares are already divided by global counts.
     """
@@ -37,6 +40,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     }
     if layout.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+    layers = [m for m in model.modules() if isinstance(m, Experts)]
+    parts = {p for layer in layers for p in layer.parameters()}
+    n = (mesh if experts is None else experts).size(-1)
+    options["shard_placement_fn"] = lambda p: _across(p, n) if p in parts else None
+    for layer in layers if experts is not None else ():
+        fully_shard(layer, **{**options, "mesh": experts})
     for block in [m for m in model.modules() if isinstance(m, Block)]:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -44,6 +53,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _across(parameter: Tensor, n: int) -> Shard:
+    """Where n processes cut a parameter of experts: between experts, or along the first dimension that n divides. FSDP2 pads the first:
+    8 experts cut into 64 parts would be no smaller than in 8."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(next((i for i, size in enumerate(local.shape) if size % n == 0), 0))
 
 
 def sync_on(model: nn.Module, last: bool) -> None:
