@@ -7,16 +7,9 @@ import multiprocessing
 import os
 import pickle
 import queue
-import socket
 import sys
 import time
 import traceback
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _context():
@@ -57,6 +50,8 @@ def run(n: int, function, *args, timeout: float = 300.0, environment: dict | Non
 
     `function` is a plain function of a module's top level. Raises AssertionError with the traceback of the first process that failed.
     """
+    from gradus.parallel.world import free_port
+
     context = _context()
     results, port = context.Queue(), free_port()
     file, name = function.__code__.co_filename, function.__name__

@@ -162,13 +162,13 @@ def load_recipe(args, extra: dict | None = None, quiet: bool = False):
 def train(args) -> int:
     if args.max_restarts and args.processes is None:
         raise UserError("--max-restarts has no effect without --processes: another launcher restarts by its own rules. Leave it out.")
+    if args.resume and args.auto_resume:
+        raise UserError("--resume and --auto-resume: the second starts where there is nothing to resume. Give one of them.")
     if args.processes is not None:
         from gradus.launch import local
 
         found = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return local.train(args.processes, args.recipe, args.overrides, **found)
-    from gradus.train import resolve
-
     extra, notes = {}, []
     if args.json_file:
         from gradus.recipe.training_args import from_training_args
@@ -177,10 +177,16 @@ def train(args) -> int:
         for note in notes:
             print(f"{args.json_file}: {note}", file=sys.stderr)
     from gradus.parallel import world
+    from gradus.plan.prove import Proof
 
-    here = world.find()
-    if args.resume and args.auto_resume:
-        raise UserError("--resume and --auto-resume: the second starts where there is nothing to resume. Give one of them.")
+    here, proof = world.find(), Proof(args.force)
+    with proof.ready(here):  # before the processes meet, which they do to find the run too
+        return _train(args, extra, here, proof)
+
+
+def _train(args, extra: dict, here, proof) -> int:
+    from gradus.train import resolve
+
     if args.resume:
         folder = resolve.run_to_resume(args.recipe, args.overrides, extra)
     else:
@@ -189,15 +195,18 @@ def train(args) -> int:
         args.recipe = str(folder)
     recipe = load_recipe(args, extra, quiet=not here.first)
     from gradus.measure.flops import for_run
-    from gradus.plan.prove import Proof
     from gradus.train.loop import Stopped
     from gradus.train.session import train as run
 
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, plan=Proof(args.force), here=here)
+        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, here=here)
     except Stopped as stop:
         if here.first:
-            print(f"\nstopped; saved {stop.checkpoint}. Go on with: gradus train {stop.checkpoint.parent.parent} --resume", flush=True)
+            from gradus.parallel import status
+
+            run_folder = stop.checkpoint.parent.parent
+            how = status.command(run_folder, here.size) if status.supervised() else f"gradus train {run_folder} --resume"
+            print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
         return 128 + stop.signal_number
     if recipe.task.name == "copy" and here.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")

@@ -72,7 +72,10 @@ if what == "raise":
 import torch, torch.distributed as dist
 from gradus.parallel import world as worlds
 here = worlds.find()
-worlds.join(here, timeout=2)
+(folder / f"here-{rank}-{restart}").write_text("")
+while len(list(folder.glob(f"here-*-{restart}"))) < size:  # one may import far longer than the other: not what is waited for here
+    time.sleep(0.01)
+worlds.join(here, timeout=3 if what == "stop" else 60)
 status = Status(folder, here)
 with watched(folder, here):
     for step in range(1, 100):
@@ -161,8 +164,8 @@ def test_a_rank_hangs(case, rank):
     code, _, error = case("stop", str(rank))
     assert code == 1
     assert re.match(
-        rf"error: rank {rank} on {HOST} did not reach the gradient all-reduce of step 37: it was last seen [2-9] s ago at step 37 reading data "
-        rf"\(the other ranks waited 2 s; its process \d+ is stopped\)\.\n$",
+        rf"error: rank {rank} on {HOST} did not reach the gradient all-reduce of step 37: it was last seen (?:[3-9]|\d\d) s ago at step 37 reading data "
+        rf"\(the other ranks waited 3 s; its process \d+ is stopped\)\.\n$",
         error,
     ), error
 
@@ -202,7 +205,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
         f"command=(sys.executable, {str(tmp_path / 'worker.py')!r})))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while len(list(tmp_path.glob("ready-*"))) < 2:
         assert time.monotonic() < end and parent.poll() is None, parent.communicate()
         time.sleep(0.02)
@@ -213,7 +216,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
 def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     parent = start(tmp_path, "wait")
     parent.send_signal(number)
-    _, error = parent.communicate(timeout=20)
+    _, error = parent.communicate(timeout=60)
     assert parent.returncode == 128 + number and error == ""
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
     assert not alive(tmp_path)
@@ -225,7 +228,7 @@ def test_a_second_ctrl_c_ends_workers_that_do_not_listen(tmp_path):
     time.sleep(0.8)
     assert parent.poll() is None and len(alive(tmp_path)) == 2, "they have their time to save"
     parent.send_signal(signal.SIGINT)
-    parent.communicate(timeout=20)
+    parent.communicate(timeout=60)
     assert parent.returncode == 130 and not alive(tmp_path)
 
 
@@ -234,7 +237,7 @@ def test_workers_do_not_outlive_a_parent_that_was_killed(tmp_path):
     assert len(alive(tmp_path)) == 2
     parent.kill()
     parent.communicate()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while alive(tmp_path) and time.monotonic() < end:
         time.sleep(0.02)
     assert not alive(tmp_path)
@@ -257,5 +260,19 @@ def test_the_command_line(capsys):
 
     assert main(["train", "copy-task", "--max-restarts", "2"]) == 2
     assert "--max-restarts has no effect without --processes" in capsys.readouterr().err
+    assert main(["train", "copy-task", "--resume", "--auto-resume", "--processes", "2"]) == 2
+    assert "Give one of them." in capsys.readouterr().err
+    assert main(["train", "copy-task", "--processes", "2", "layout.timeout=1e30"]) == 2
+    assert "layout.timeout: expected a number > 0 and ≤ 1e+07, got 1e30." in capsys.readouterr().err
     assert main(["train", "copy-task", "--processes", "2", "optimizer.lrr=1"]) == 2
     assert json.dumps(capsys.readouterr().err).count("error:") == 1
+
+
+def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(local, "run", lambda *_, **__: 1)
+    for saved in (False, True):
+        if saved:
+            (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+        assert local.train(2, "copy-task", [f"log.dir={tmp_path}"]) == 1
+        told = f"Go on from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
+        assert capsys.readouterr().err == (told if saved else "")

@@ -20,7 +20,7 @@ import pytest
 
 from gradus.cli import main
 from gradus.launch import slurm
-from gradus.parallel.world import World, find
+from gradus.parallel.world import World, find, free_port
 
 TINY = [
     "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.n_layers=1", "data.n_train=2000", "data.n_valid=32", "evaluate.every=100", "batch.samples=16",
@@ -207,14 +207,6 @@ def _of_cluster(conf: Path) -> list[int]:
     return found
 
 
-def _free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A controller and two nodes on this machine, named by addresses that every machine has. Nothing of the system's own Slurm is touched."""
@@ -223,7 +215,7 @@ def cluster(tmp_path_factory):
         pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
     here = tmp_path_factory.mktemp("slurm")
     host, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.getuid()).pw_name
-    controller, first, second = _free_ports(3)
+    controller, first, second = (free_port() for _ in range(3))
     (here / "key").write_bytes(os.urandom(128))
     (here / "key").chmod(0o600)
     (here / "state").mkdir()
@@ -273,7 +265,7 @@ PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             if number == 0:
                 _until(lambda: (here / "munge.sock").exists() or running[0].poll() is not None, 10)
         try:
-            _until(lambda: _ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], 30)
+            _until(lambda: _ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], 90)
         except AssertionError:
             last = {f.name: f.read_text(errors="replace").strip()[-300:] for f in [*here.glob("*.log"), *here.glob("*.out")]}
             pytest.skip(f"Slurm does not start here: {last}")
@@ -325,7 +317,7 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     steps = 150
     recipe = ["copy-task", *TINY, f"train.steps={steps}"]
     limited = _submit(capsys, "copy-task", *TINY, "train.steps=1000000", "log.dir=limited", "--time", "10", "--signal", "USR1@115")
-    job = _submit(capsys, *recipe, "layout.replicate=ddp", "log.dir=run", "--nodes", "2", "--ntasks-per-node", "2", "--time", "5", "--job-name", "a 'b' #c")
+    job = _submit(capsys, *recipe, "layout.replicate=ddp", "log.dir=run", "--nodes", "2", "--ntasks-per-node", "2", "--time", "20", "--job-name", "a 'b' #c")
     log = tmp_path / "run" / f"slurm-{job}.out"
     assert "JobName=a 'b' #c" in _ask("scontrol", "show", "job", job)
 
@@ -337,8 +329,8 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     _until(lambda: log.is_file() and "step 20/" in log.read_text(), 240)
     _ask("scancel", "--signal=USR1", job)
     _until(lambda: slurm.Job(job).restarts == 1, 120)
+    _until(lambda: "COMPLETING" not in _ask("scontrol", "show", "nodes") + _ask("scontrol", "show", "job", job), 120)
     assert slurm.Job(job).state in ("PENDING", "RUNNING")
-    _until(lambda: "COMPLETING" not in _ask("scontrol", "show", "nodes") + _ask("scontrol", "show", "job", job), 60)
     time.sleep(5)  # the nodes put away what the first start left; Slurm would wait for two minutes
     _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     assert main(["launch", "slurm", "--status", job, "--follow"]) == 0

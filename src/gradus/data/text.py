@@ -412,8 +412,8 @@ class Corpus:
         return cls.column(path, column)
 
     @classmethod
-    def column(cls, path: str | Path, column: str) -> Corpus:
-        """One column of a table; each row is a document."""
+    def column(cls, path: str | Path, column: str | None) -> Corpus:
+        """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document."""
         kind = "hf" if _is_hub(path) else _kind(Path(path))
         return cls(functools.partial(_column, path, column), _digest("column", kind, column, identity(path)), str(path), True)
 
@@ -460,12 +460,13 @@ class Corpus:
             raise UserError(f"{self.name}: too little text to take {fraction:.0%} of it for validation. Set data.valid=NAME.")
 
 
-def _column(path: str | Path, column: str) -> Iterator[str]:
+def _column(path: str | Path, column: str | None) -> Iterator[str]:
     for number, row in enumerate(read_rows(path), 1):
         if isinstance(row, str):
-            raise UserError(f"{path}: a text file has no columns, so no {column}. Use .jsonl, .csv, .tsv or .parquet.")
+            raise UserError(f"{path}: a text file has no columns, so no {column or 'text'}. Use .jsonl, .csv, .tsv or .parquet.")
         if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
             row = row["translation"]
+        column = column or _first(str(path), row, TEXT_COLUMNS, "text")
         yield _text(path, number, row, column)
 
 

@@ -52,6 +52,7 @@ def train(
     from gradus.recipe.training_args import from_training_args
     from gradus.train import resolve
     from gradus.train.log import new_run_folder
+    from gradus.train.precision import enough_devices
 
     world = find()
     if world.size > 1:
@@ -64,16 +65,22 @@ def train(
     config = resolve.load(str(folder) if folder else recipe, overrides, extra)[0]
     _check_counts(n, max_restarts)
     validate(config, n)
+    if config.layout.transport == "mpi":
+        raise UserError(f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: mpirun -n {n} gradus train ...")
+    enough_devices(config.layout.device, n)
     if auto_resume and config.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     if folder is None:
         folder = new_run_folder(config.log, config.name)
         if not auto_resume and (folder / "metrics.jsonl").exists():
-            raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
+            raise UserError(f"{folder}: there is a run already. Go on with it: {status.command(folder, n)}; or set another log.dir.")
         if config.log.dir is None:
             argv.append(f"log.dir={folder}")
     again = () if resume or auto_resume else ("--auto-resume",)
-    return run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
+    code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
+    if code == 1 and any((folder / "checkpoints").glob("step-*")):
+        print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr)
+    return code
 
 
 def run(

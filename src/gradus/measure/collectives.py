@@ -333,9 +333,7 @@ def _start(n: int, backend: str, sizes: tuple[int, ...], seconds: float) -> list
 
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     multiprocessing.set_forkserver_preload(["gradus.measure.collectives"])  # torch is imported once, not n times
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = worlds.free_port()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         start_processes(_work, (n, port, backend, sizes, seconds, str(file)), n, daemon=True, start_method=method)

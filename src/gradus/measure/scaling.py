@@ -56,7 +56,7 @@ from gradus.rows import Row, RowFile
 from gradus.train.clock import peak_memory
 from gradus.train.loop import COUNTED_STEP, Trainer
 from gradus.train.machine import cpu_name
-from gradus.train.precision import pick_device
+from gradus.train.precision import enough_devices, pick_device
 from gradus.train.session import dropout_seed, open_session
 from gradus.train.session import train as train_session
 
@@ -230,9 +230,7 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["gradus.measure.scaling"])  # torch is imported once, not once a process
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = worlds.free_port()
     processes, pipes = [], {}
     try:
         for rank in range(n):
@@ -651,8 +649,7 @@ def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool
             raise UserError(f"--processes {n}: {keys} needs a multiple of {taken}, since replicas vary here. Use --processes {taken},{2 * taken}")
     if layout.transport == "mpi":
         raise UserError("layout.transport=mpi: processes are started here without mpirun. Leave it out, or use mpirun -n N gradus train.")
-    if pick_device(layout.device).type == "cuda" and counts[-1] > torch.cuda.device_count():
-        raise UserError(f"--processes {counts[-1]}: there are {torch.cuda.device_count()} GPUs, one for each. Use fewer, or layout.device=cpu.")
+    enough_devices(layout.device, counts[-1])
     found = []
     for n in counts:
         found.append(recipe_for(recipe, n, weak=weak, scale_lr=scale_lr))

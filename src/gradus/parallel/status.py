@@ -283,6 +283,11 @@ def supervised() -> bool:
     return os.environ.get(PARENT) == str(os.getppid())
 
 
+def command(folder: Path, processes: int) -> str:
+    """What goes on with a run of so many workers that this program starts."""
+    return f"gradus train {folder} --resume --processes {processes}"
+
+
 def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
     """What an error of gloo, NCCL or the store means: which rank is gone or late, where. None where it means no such thing.
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -61,6 +62,9 @@ LAUNCHERS = (
 )
 
 
+PORTS = range(20_000, 32_768)  # below those that Linux gives out by itself, to any connection at any moment
+
+
 def find(environment: Mapping[str, str] = os.environ) -> World:
     """The world that the environment tells of; without any, this process alone.
 
@@ -108,8 +112,8 @@ def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int
     elif not address:
         how = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}.get(launcher.name, "MASTER_ADDR=HOST")
         raise UserError(f"{launcher.name}: {size} processes on several hosts, and which has rank 0 is not told. Add {how}, with that host's name.")
-    # below 32768, where Linux begins to give out ports by itself, and the same for all processes of a job
-    return address, int(port or 20_000 + zlib.crc32(_job(environment, launcher, local_size == size).encode()) % 12_768)
+    # the same for all processes of a job
+    return address, int(port or PORTS[zlib.crc32(_job(environment, launcher, local_size == size).encode()) % len(PORTS)])
 
 
 def _job(environment: Mapping[str, str], launcher: Launcher, one_host: bool) -> str:
@@ -133,6 +137,15 @@ def _hydra() -> str:
             return str(pid)
         pid = int(rest.split()[1])
     return str(os.getppid())
+
+
+def free_port() -> int:
+    """A port where nothing listens on this host. Other programs may take it, but no mere connection."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
+    raise UserError(f"{socket.gethostname()}: of 100 ports from {PORTS[0]} to {PORTS[-1]} none is free. End what listens there.")
 
 
 def first_host(nodes: str) -> str:

@@ -125,6 +125,8 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
             bounds.append(f"≥ {m.ge:g}")
         elif isinstance(m, annotated_types.Lt):
             bounds.append(f"< {m.lt:g}")
+        elif isinstance(m, annotated_types.Le):
+            bounds.append(f"≤ {m.le:g}")
     return " ".join(["a whole number" if annotation is int else "a number", *([" and ".join(bounds)] if bounds else [])])
 
 

@@ -146,7 +146,8 @@ class RopeScaling(Section):
 
 
 class LlamaConfig(ExpertsConfig):
-    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024)."""
+    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024); with qkv_bias, Qwen2 and
+    Qwen2.5 (Yang et al. 2024)."""
 
     family: Literal["llama"] = "llama"
     n_kv_heads: PositiveInt | None = None  # None: n_heads
@@ -157,6 +158,7 @@ class LlamaConfig(ExpertsConfig):
     seq_len: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # in the projections to queries, keys and values, not in the output's
     tie_output: bool = False
     norm_eps: PositiveFloat = 1e-5
 
@@ -169,6 +171,8 @@ class LlamaConfig(ExpertsConfig):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.qkv_bias and self.n_experts is not None:
+            raise ValueError("qkv_bias=true with n_experts: no weights layout of ours holds both; leave one of them out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
@@ -518,7 +522,7 @@ class Layout(Section):
     expert: PositiveInt = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
     local_sgd: LocalSGD | None = None
     diloco: DiLoCo | None = None
-    timeout: PositiveFloat = 600.0  # seconds after which a process that does not reach a collective is given up
+    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds after which a process that does not reach a collective is given up
 
 
 class Log(Section):

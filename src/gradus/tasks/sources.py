@@ -142,8 +142,7 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
-    column = data.text or "text"
-    tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], column)])}
+    tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], data.text)])}
     options = {"text": data.text, "label": data.label, "cache": data.cache}
     train = LabelledDataset.open(files["train"], tokenizers[""], room, n_classes=recipe.model.n_classes, **options)
     splits = {"train": train}

@@ -66,10 +66,12 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, here: world.Wor
     if layout.threads:
         torch.set_num_threads(layout.threads)
     elif here.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_size))
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # srun and mpirun may bind each process
+        torch.set_num_threads(max(1, min(allowed, (os.cpu_count() or 1) // here.local_size)))
     device = pick_device(layout.device)
     if device.type == "cuda":
-        device = torch.device("cuda", here.local_rank)
+        device = torch.device("cuda", here.local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU only
+        torch.backends.cudnn.allow_tf32 = layout.tf32  # true by default: ViT's patches would not be fp32
     if layout.tf32:
         torch.set_float32_matmul_precision("high")
     world.join(here, device.type, layout.timeout)
