@@ -43,11 +43,10 @@ from gradus.rows import Row, RowFile, read_rows
 from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.clock import begin_peak
-from gradus.train.loop import Trainer
+from gradus.train.loop import SETTLED, Trainer
 from gradus.train.session import Session, open_for
 
 MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
-WARM_UP = 5  # steps of a start whose times are left out, where there are more
 PATIENCE = 120.0  # s that a plan may take
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
 WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
@@ -400,7 +399,7 @@ class Proof:
     @contextlib.contextmanager
     def ready(self, here: worlds.World) -> Iterator[None]:
         try:
-            if here.first:
+            if here.first and self.planner is None:
                 with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
                     self.planner = Planner()
             yield
@@ -519,7 +518,7 @@ def step_seconds(times: Iterable[tuple[int, float, int]], start: int, measured: 
     times = [(step - start, seconds, tokens) for step, seconds, tokens in times]
     at = next((tokens for number, _, tokens in times if number == measured), None)
     kept = [t for t in times if t[0] != measured]
-    kept = [t for t in kept if t[0] > WARM_UP] or kept[len(kept) // 2 :]
+    kept = [t for t in kept if t[0] > SETTLED] or kept[len(kept) // 2 :]
     like = [t for t in kept if at is not None and abs(t[2] - at) <= 0.1 * at]
     chosen = [seconds for _, seconds, _ in (like if len(like) >= 3 else kept)]
     return (statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None

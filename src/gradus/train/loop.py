@@ -36,6 +36,7 @@ from gradus.train.schedule import learning_rate
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # ask for a stop; Slurm sends the last before a time limit
 COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the first one may set things up
+SETTLED = 5  # steps of a start whose times are kept apart from those of the others
 TIMED = 4096  # latest steps whose times are kept
 
 
@@ -119,7 +120,7 @@ class Stepper:
         if optimizer is not None:
             self.precision.unscale(optimizer, parallel)
         self.at("the gradient norm", self.progress.step + 1)
-        norm = parallel.norm()
+        norm = parallel.norm().to(self.device)  # with layout.offload gradients lie on the host
         if optimizer is not None:
             if self.recipe.train.clip_norm is not None:
                 parameters = [p for _, p in parallel.trained() if p.grad is not None]
@@ -171,6 +172,7 @@ class Trainer(Stepper):
         self.plan = plan  # train.session.Plan
         self.times: collections.deque[tuple[int, float, int]] = collections.deque(maxlen=TIMED)  # (step, seconds, tokens); the latest is last
         self.start_step = 0  # where this start began
+        self.waited = (0, 0.0)  # (step, seconds of training) when the device was last known to have done all
         self.sampler = Sampler(device)
         self.in_a_row = 0  # steps that were not finite, up to now
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # (step, learning rate, loss, gradient norm) not read yet
@@ -207,6 +209,7 @@ class Trainer(Stepper):
             if self._stop_signal(asked):
                 raise Stopped(self.signal, self.save(log, wait=True))
             self.start, self.start_step = self._mark(), p.step
+            self.waited = p.step, self.start[0]
             self.mark = mark = self.start
             while p.step < self.last_step:
                 n_steps = len(self.loader.plan.epoch(p.epoch))
@@ -216,6 +219,11 @@ class Trainer(Stepper):
                     before, mark = mark, self._mark()
                     self.times.append((p.step, mark[0] - before[0], mark[2] - before[2]))
                     self.pending.append((p.step, rate, loss, norm))
+                    if p.step - self.start_step == SETTLED and self.device.type != "cpu":
+                        with self.clock.count("train", wait=True):
+                            pass
+                        mark = self._mark()
+                        self._share_time(mark[0])
                     last = p.step == self.last_step
                     if p.step % recipe.log.every == 0 or last:
                         self._flush(log)
@@ -321,9 +329,8 @@ class Trainer(Stepper):
         self.pending.clear()
         before, self.mark = self.mark, self._mark()
         elapsed, n_samples, n_tokens = (now - then for now, then in zip(self.mark, before))
-        if self.device.type != "cpu":  # where steps run by themselves, only their mean over a stretch between two waits is known
-            latest = [self.times.pop() for _ in values[:TIMED]][::-1]
-            self.times.extend((at, elapsed / len(latest), tokens) for at, _, tokens in latest)
+        if self.device.type != "cpu":
+            self._share_time(self.mark[0])
         if self.plan:
             self.plan.flushed(self)
         loss, norm = values[-1]
@@ -361,6 +368,13 @@ class Trainer(Stepper):
             f"  {peak_memory(self.device) / 1e9:.2f} GB  ETA {int(left) // 60}:{int(left) % 60:02d}",
             passing=p.step < self.last_step,
         )
+
+    def _share_time(self, now: float) -> None:
+        """Where steps run by themselves, only their mean over a stretch between two waits is known. Call after a wait, at `now` s of training."""
+        (step, then), self.waited = self.waited, (self.progress.step, now)
+        n = self.progress.step - step
+        latest = [self.times.pop() for _ in range(min(n, len(self.times)))][::-1]
+        self.times.extend((at, (now - then) / n, tokens) for at, _, tokens in latest)
 
     def _mark(self) -> tuple[float, int, int]:
         """(seconds of training and waiting for data, samples, tokens) so far."""

@@ -23,9 +23,10 @@ class Precision:
         self.pure = name.startswith("pure_")
         self.dtype = HALF.get(name, torch.float32)
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-        self.scaled(torch.zeros((), device=device))  # makes the scale, also where this process never sees the loss (stages of a pipeline)
-        if name.endswith("bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise UserError("layout.precision=bf16: this GPU has no bf16. Use layout.precision=fp16.")
+        if self.scaler:  # makes the scale, also where this process never sees the loss (stages of a pipeline)
+            self.scaled(torch.zeros((), device=device))
+        if name.endswith("bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError(f"layout.precision={name}: this GPU has no bf16. Use layout.precision={name.replace('bf16', 'fp16')}.")
 
     def cast(self, model: nn.Module) -> nn.Module:
         return model.to(self.dtype) if self.pure else model
@@ -62,7 +63,8 @@ class Precision:
             self.scaler.step(optimizer)  # skips by its own count of infinities
             self.scaler.update()
             return
-        optimizer.found_inf = bad
+        # Of weights that FSDP keeps on the host: PyTorch would copy it there without waiting, and step by what is not there yet.
+        optimizer.found_inf = bad.to(optimizer.param_groups[0]["params"][0].device)
         try:
             optimizer.step()
         finally:
@@ -74,6 +76,13 @@ class Precision:
     def load_state(self, state: dict) -> None:
         if self.scaler and state:
             self.scaler.load_state_dict(state)
+
+
+def enough_devices(name: str, n: int) -> None:
+    """Raises UserError where this machine has fewer GPUs than one for each of n processes started here. name: layout.device."""
+    if pick_device(name).type == "cuda" and n > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise UserError(f"--processes {n}: GPUs here: {there}, and each process needs its own. Use --processes {there}, or layout.device=cpu.")
 
 
 def pick_device(name: str) -> torch.device:
