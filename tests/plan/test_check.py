@@ -18,7 +18,6 @@ from gradus.train.session import open_session
 
 COPY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
         "schedule.warmup_steps": 2, "batch.samples": 16, "train.steps": 100, "layout.device": "cpu", "evaluate.samples": 0}  # fmt: skip
-NAMES = ["data", "shapes", "vocabulary", "memory", "start", "gradients", "attention", "lengths", "overfit", "loader"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def test_a_right_recipe_passes_every_line(capsys):
     arguments = ["check", "copy-task", *(f"{k}={v}" for k, v in COPY.items())]
     assert main([*arguments, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [r["name"] for r in rows] == [f"check/{name}" for name in NAMES]
+    assert [r["name"] for r in rows] == [f"check/{name}" for name in checking.NAMES]
     assert {r["value"] for r in rows} == {"pass"} and all(r["found"] and r["recipe"] == "copy-task" for r in rows)
 
 

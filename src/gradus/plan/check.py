@@ -1,16 +1,18 @@
 """Before spending: what usually goes wrong, looked at in half a minute on the real data, the real model and the real step.
 
-Every line passes, fails with a hint, or is skipped with the reason. A layout of several processes is looked at by one, but for its memory.
+Every line passes, fails with a hint, or is skipped with the reason: also where its time was up before it could tell. One model and one
+batch of a few samples serve all lines. A layout of several processes is looked at by one, but for its memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,18 @@ from gradus.plan.fit import loader_speed
 from gradus.plan.prove import case_of, fix_of, predict, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
-from gradus.train.loop import Trainer, total_steps
+from gradus.train.loop import Trainer
 from gradus.train.schedule import learning_rate
 from gradus.train.session import Session, open_for, open_session
 
-READ = 64  # samples of a split that are read, evenly spread
-FEW = 4  # samples of the batch that is overfitted
-LEAST, STEPS, RAMP = 20, 100, 10  # optimizer steps for it, at least and at most, the first ones with a rising learning rate
-SECONDS = 8.0  # for it, beyond the least
-TOO_SLOW = 20.0  # s after which it is left, not judged
-LONG = 4.0  # s of a step that is not timed twice
-FALL = 2.0  # factor by which the loss, less what label smoothing leaves, must fall
+NAMES = ("data", "vocabulary", "memory", "shapes", "start", "gradients", "attention", "lengths", "overfit", "loader")
+READ, READING = 64, 3.0  # samples of a split that are read, evenly spread; s for them
+FEW, FEWEST = 4, 2  # samples of the batch that is looked at and overfitted; where its steps are slow
+STEPS, RAMP = 100, 10  # optimizer steps for that at most, the first ones with a rising learning rate
+LEAST, SECONDS = 20, 8.0  # steps from which one that learns is known from one that does not; s for all
+FALL, STILL = 2.0, 1.05  # factor by which the loss, less what label smoothing leaves, must fall; by which it has hardly fallen
+SLOW = 1.5  # s of a forward pass of the few samples, beyond which fewer are looked at
+STEP = 2.0  # s of a step that is timed for the loader: of a longer one a part is
 LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
 NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
@@ -62,7 +65,7 @@ class Line:
 
     def __str__(self) -> str:
         word = "skip" if self.ok is None else "pass" if self.ok else "FAIL"
-        return f"{word}  {self.name:12} {self.text}" + (f"\n      {'':12} {self.hint}" if self.hint and self.ok is False else "")
+        return f"{word}  {self.name:12} {self.text}" + (f"\n      {'':12} {self.hint}" if self.hint else "")
 
 
 class Wrong(Exception):
@@ -70,7 +73,7 @@ class Wrong(Exception):
 
 
 class Skip(Exception):
-    """A check that does not apply: why."""
+    """A check that does not apply, or came to no end in its time: (why, the hint if there is one)."""
 
 
 def check(recipe: Recipe, as_json: bool = False) -> int:
@@ -96,7 +99,7 @@ def checks(recipe: Recipe) -> Iterator[Line]:
         yield Line("recipe", False, str(e))
         return
     looked = Looked(session, recipe)
-    for name in ("data", "shapes", "vocabulary", "memory", "start", "gradients", "attention", "lengths", "overfit", "loader"):
+    for name in NAMES:
         yield run(name, getattr(looked, name))
 
 
@@ -105,7 +108,7 @@ def run(name: str, function: Callable[[], str]) -> Line:
     try:
         return Line(name, True, function())
     except Skip as e:
-        return Line(name, None, str(e))
+        return Line(name, None, *e.args)
     except Wrong as e:
         return Line(name, False, *e.args)
     except UserError as e:
@@ -121,37 +124,80 @@ class Looked:
     def __init__(self, session: Session, asked: Recipe):
         self.session, self.asked = session, asked
         self.recipe, self.task = session.recipe, session.task
-        self.model_: nn.Module | None = None
+        self.few = FEW
+        self.too_large = False
+        self.losses: list[float] = []  # of the steps on these few samples
+        self.seconds = 0.0  # of the latest one
 
     # ------------------------------------------------------------ pieces
 
+    @functools.cached_property
+    def trainer(self) -> Trainer:
+        """The model and its optimizer, in one piece, without dropout: what is learnt from must stay the same."""
+        if self.too_large:
+            raise Skip("the model alone does not fit here")
+        r = self.recipe
+        layout = r.layout.model_copy(update={"micro_batch": None, "compile": "none"})
+        r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
+        parallel = apply(self.session.build(), layout)
+        parallel.bare.eval()
+        return Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
+
     @property
     def model(self) -> nn.Module:
-        """Freshly built, without dropout; built once."""
-        if self.model_ is None:
-            self.model_ = self.session.build().eval()
-        return self.model_
+        return self.trainer.model
 
-    def batch(self, n: int) -> dict[str, Any]:
-        """`collated`, on the device and in the weights' own type."""
-        return self.placed(self.collated(n))
+    @functools.cached_property
+    def collated(self) -> dict[str, Any]:
+        """The first few training samples, without augmentation."""
+        return self.task.collate([sample for _, sample in self.prepared("train", range(self.few))])
 
-    def collated(self, n: int) -> dict[str, Any]:
-        """The first n training samples, without augmentation."""
-        data, prepare = self.task.splits["train"], self.task.prepare_evaluation
-        samples = []
-        for i in range(min(n, len(data))):
-            samples.append(data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i)))
-        return self.task.collate(samples)
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The same on the device and in the weights' own type."""
+        return self.placed(self.collated)
 
     def placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.session.precision.cast_batch(self.task.to_device(batch, self.session.device))
 
-    @property
-    def size(self) -> int:
-        """Samples of the batches that are looked at: the micro-batch, if it is small."""
-        r = self.recipe
-        return min(r.layout.micro_batch or r.batch.samples or 16, 16)
+    def prepared(self, split: str, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        data, prepare = self.task.splits[split], self.task.prepare_evaluation
+        for i in places:
+            if i < len(data):
+                yield i, data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i))
+
+    def spread(self, split: str) -> Iterator[int]:
+        """Places of samples, evenly spread and in no order, so that those read in the time that there is are spread too."""
+        places = np.unique(np.linspace(0, len(self.task.splits[split]) - 1, READ).astype(int))
+        end = time.perf_counter() + READING
+        for i in np.random.default_rng(0).permutation(places).tolist():
+            yield i
+            if time.perf_counter() > end:
+                return
+
+    def learn(self) -> None:
+        """One step on the few samples, with the recipe's optimizer, highest learning rate and clipping."""
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = self.rate * min(1.0, (len(self.losses) + 1) / RAMP)
+        began = time.perf_counter()
+        self.losses.append(float(self.trainer.step([self.collated], self.collated["counts"])[0]))
+        self.trainer.clock.synchronise()
+        self.seconds = time.perf_counter() - began
+
+    def fewer(self, slow: bool) -> bool:
+        """From now on fewer samples, where that is slow and possible. Returns whether it is so from now on."""
+        slow = slow and self.few > FEWEST
+        if slow:
+            self.few = FEWEST
+            del self.collated
+        return slow
+
+    @functools.cached_property
+    def rate(self) -> float:
+        """The highest learning rate of the run."""
+        r, last = self.recipe, self.trainer.last_step
+        steps = np.unique(np.linspace(1, last, 200).astype(int)).tolist()
+        return max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The loss as in training: every kind of target by its own count."""
@@ -174,9 +220,9 @@ class Looked:
         for split, data in self.task.splits.items():
             if len(data) == 0:
                 raise Wrong(f"{split} is empty", "Look at data.path and the names of its files.")
-            places = np.unique(np.linspace(0, len(data) - 1, READ).astype(int))
-            prepare = self.task.prepare if split == "train" else self.task.prepare_evaluation
-            for i in places.tolist():
+            prepare, read = self.task.prepare if split == "train" else self.task.prepare_evaluation, 0
+            for i in self.spread(split):
+                read += 1
                 try:
                     sample = data[i]
                     if is_empty(sample):
@@ -185,35 +231,16 @@ class Looked:
                     self.task.collate([sample if prepare is None else prepare(sample, sample_rng(self.recipe.train.seed, 0, i))])
                 except Exception as e:
                     raise Wrong(f"{split}, sample {i}: {type(e).__name__}: {e}"[:200], "Remove or repair that sample.") from None
-            told.append(f"{split} {len(places):,} of {len(data):,}")
+            told.append(f"{split} {read:,} of {len(data):,}")
         if empty:
             raise Wrong(f"{len(empty)} samples are empty or blank: {', '.join(empty[:5])}", "Remove them: they teach nothing.")
         return f"read {', '.join(told)}; none empty, none corrupt"
-
-    def shapes(self) -> str:
-        """One batch through the model: logits with the right last dimension, and one finite loss."""
-        batch, seen = self.batch(self.size), []
-        handle = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
-        try:
-            with torch.no_grad():
-                loss = self.loss(self.model, batch)
-        finally:
-            handle.remove()
-        given = ", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
-        text = f"{given} → logits {tuple(seen[-1].shape)}"
-        if seen[-1].shape[-1] != self.classes():
-            raise Wrong(f"{text}, but there are {self.classes()} classes", "The head and the task do not agree: look at model.head and task.name.")
-        if loss.dim() or not torch.isfinite(loss):
-            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Look at the data for values that are not finite, or use layout.precision=fp32.")
-        return text
 
     def vocabulary(self) -> str:
         """Every id that goes in has an embedding; every target has a logit."""
         m, inside, top = self.recipe.model, {}, -1
         sizes = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.family != "vit" else {}
-        data, prepare = self.task.splits["train"], self.task.prepare_evaluation
-        for i in np.unique(np.linspace(0, len(data) - 1, READ).astype(int)).tolist():
-            sample = data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i))
+        for i, sample in self.prepared("train", self.spread("train")):
             batch = self.task.collate([sample])
             for key, value in batch.items():
                 if key in sizes:
@@ -244,18 +271,45 @@ class Looked:
         with uninterrupted():
             found = predict(case)
         if found.lacking:
+            _, share, without_activations = found.lacking
+            self.too_large = without_activations > share
             raise Wrong(found.refusal.partition(". ")[0], fix_of(case, found.lacking) + ".")
         return found.line.removeprefix("plan: ")
+
+    @functools.cached_property
+    def first(self) -> tuple[tuple[int, ...], dict[str, Tensor], dict[str, int]]:
+        """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the model as it was built."""
+        seen: list[Tensor] = []
+        began = time.perf_counter()
+        handle = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        try:
+            with torch.no_grad(), self.session.precision.autocast():
+                sums = self.task.losses(self.model, self.batch)
+        finally:
+            handle.remove()
+        counts = self.collated["counts"]
+        self.fewer(time.perf_counter() - began > SLOW)
+        return tuple(seen[-1].shape), sums, counts
+
+    def shapes(self) -> str:
+        """One batch through the model: logits with the right last dimension, and one finite loss."""
+        given = ", ".join(f"{k} {tuple(v.shape)}" for k, v in self.collated.items() if isinstance(v, Tensor))
+        logits, sums, _ = self.first
+        loss = sum(sums.values())
+        text = f"{given} → logits {logits}"
+        if logits[-1] != self.classes():
+            raise Wrong(f"{text}, but there are {self.classes()} classes", "The head and the task do not agree: look at model.head and task.name.")
+        if loss.dim() or not torch.isfinite(loss):
+            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Look at the data for values that are not finite, or use layout.precision=fp32.")
+        return text
 
     def start(self) -> str:
         """Random weights know nothing: their loss is about that of even odds."""
         if self.recipe.model.init is not None:
             raise Skip(f"the loss at the start is not known beforehand: the weights are {self.recipe.model.init}'s")
-        batch = self.batch(self.size)
-        with torch.no_grad(), self.session.precision.autocast():
-            sums = self.task.losses(self.model, batch)
+        _, sums, counts = self.first
         kind = next(kind for kind in sums if kind in ("tokens", "samples"))
-        loss, even = float(sums[kind]) / max(1, batch["counts"][kind]), math.log(self.classes())
+        loss, even = float(sums[kind]) / max(1, counts[kind]), math.log(self.classes())
         text = f"loss {loss:.3f}, ln({self.classes():,}) is {even:.3f}"
         if not abs(loss - even) <= max(NEAR[0] * even, NEAR[1]):
             raise Wrong(text, "The initialisation is too large, or targets leak: the model must not see what it is to predict.")
@@ -266,14 +320,12 @@ class Looked:
 
         A head of zeros, as ViT's, lets nothing through at first: what is zero then is looked at again after two steps of the optimizer.
         """
-        norms, without, frozen = self.norms(self.model)
+        norms, without, frozen = self.norms()
         after = ""
         if any(norm == 0 for norm in norms.values()):
-            trainer = self.trainer()
-            batch = self.collated(self.size)
-            for _ in range(2):
-                trainer.step([batch], batch["counts"])
-            norms, after = self.norms(trainer.model)[0], ", after two steps"
+            self.learn()
+            self.learn()
+            norms, after = self.norms()[0], ", after two steps"
         finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
         told = {
             "not finite": [n for n in norms if n not in finite],
@@ -294,24 +346,14 @@ class Looked:
         ends = " to ".join(f"{norms[n]:.2g} ({n})" for n in (ranked[0], ranked[-1]))
         return f"{len(norms)} parameters, norms {ends}, median {middle:.2g}{after}"
 
-    def norms(self, model: nn.Module) -> tuple[dict[str, float], list[str], list[str]]:
+    def norms(self) -> tuple[dict[str, float], list[str], list[str]]:
         """(norm of each gradient, parameters without one, parameters that are not trained) of one backward pass."""
-        model.zero_grad(set_to_none=True)
-        self.loss(model, self.batch(self.size)).backward()
-        named = list(model.named_parameters())
+        self.loss(self.model, self.batch).backward()
+        named = list(self.model.named_parameters())
         norms = {name: float(p.grad.float().norm()) for name, p in named if p.grad is not None}
         without = [name for name, p in named if p.requires_grad and p.grad is None]
-        model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         return norms, without, [name for name, p in named if not p.requires_grad]
-
-    def trainer(self) -> Trainer:
-        """A new model and its optimizer, in one piece, without dropout: what is learnt from must stay the same."""
-        r = self.recipe
-        layout = r.layout.model_copy(update={"micro_batch": None, "compile": "none"})
-        r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
-        parallel = apply(self.session.build(), layout)
-        parallel.bare.eval()
-        return Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
 
     def attention(self) -> str:
         """The weights of every query sum to one, by the textbook's kernel on a real batch; of one that may look nowhere, to zero."""
@@ -332,7 +374,7 @@ class Looked:
             for module in kept:
                 module.kernel = kernel
             with torch.no_grad():
-                self.loss(self.model, self.batch(self.size))
+                self.loss(self.model, self.batch)
         finally:
             for module, own in kept.items():
                 module.kernel = own
@@ -364,62 +406,64 @@ class Looked:
         return f"{', '.join(map(str, tried))} tokens"
 
     def overfit(self) -> str:
-        """A few samples by heart: with the recipe's optimizer, highest learning rate and clipping, the loss must fall by FALL."""
-        r, trainer = self.recipe, self.trainer()
-        batch = self.collated(FEW)
-        last = total_steps(r, trainer.loader.plan)
-        steps = np.unique(np.linspace(1, last, 200).astype(int)).tolist()
-        rate = max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
-        floor, end = smoothed_floor(getattr(r.task, "label_smoothing", 0.0), self.classes()), time.perf_counter() + SECONDS
-        losses: list[float] = []
-        for step in range(STEPS):
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / RAMP)
-            losses.append(float(trainer.step([batch], batch["counts"])[0]))
+        """A few samples by heart: the loss must fall by FALL."""
+        floor, losses = smoothed_floor(getattr(self.recipe.task, "label_smoothing", 0.0), self.classes()), self.losses
+        end = time.perf_counter() + SECONDS
+        while True:
+            self.learn()
             fell = (losses[0] - floor) / max(1e-12, losses[-1] - floor)
-            now = time.perf_counter()
-            if not math.isfinite(losses[-1]) or fell >= FALL or (step + 1 >= LEAST and now > end) or now > end - SECONDS + TOO_SLOW:
+            if not math.isfinite(losses[-1]) or fell >= FALL or len(losses) >= STEPS or time.perf_counter() > end:
                 break
-        text = f"{FEW} samples, {len(losses)} steps at rates up to {rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
+            if len(losses) == 2 and self.fewer(LEAST * self.seconds > SECONDS):
+                losses.clear()
+        text = f"{self.few} samples, {len(losses)} steps at rates up to {self.rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
         text += f" (label smoothing leaves {floor:.3f})" if floor else ""
-        if math.isfinite(losses[-1]) and fell < FALL and len(losses) < LEAST:
-            raise Skip(f"{text}; it should fall to 1/{FALL:g}, and steps take too long here to see it")
-        if not (math.isfinite(losses[-1]) and fell >= FALL):
-            if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
-                hint = "The rate is too high: try optimizer.lr ten times smaller."
-            else:
-                hint = "It hardly learns: optimizer.lr is too small, or targets do not belong to their inputs."
-            raise Wrong(f"{text}; it should fall to 1/{FALL:g}", hint)
-        return text
+        if math.isfinite(losses[-1]) and fell >= FALL:
+            return text
+        text += f"; it should fall to 1/{FALL:g}"
+        if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
+            raise Wrong(text, "The rate is too high: try optimizer.lr ten times smaller.")
+        if len(losses) >= STEPS or (len(losses) >= LEAST and fell < STILL):
+            raise Wrong(text, "It hardly learns: optimizer.lr is too small, or targets do not belong to their inputs.")
+        raise Skip(f"{text}; not judged in {SECONDS:g} s", "Steps are slow here: watch the loss of the run's first steps.")
 
     def loader(self) -> str:
         """Batches come as fast as steps take them."""
         r = self.recipe
+        step, samples, how = self.step_seconds()
         speed, workers = loader_speed(self.session, LOADER), r.data.workers
-        step, samples = self.step_seconds()
         data = samples / speed
         waits = data / (step + data) if workers == 0 else max(0.0, 1 - step / data)
-        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step that takes {1e3 * step:,.0f}"
+        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
+        text += f" that takes {1e3 * step:,.0f}{how}"
         if waits > WAIT:
             hint = f"Set data.workers={max(2, 2 * workers)}, or prepare the data once."
             raise Wrong(f"{text}; {waits:.0%} of the time is waiting", hint)
         return text
 
-    def step_seconds(self) -> tuple[float, int]:
-        """(measured seconds of a step of the recipe's batch, its samples); the second of two, but of long ones."""
-        parallel = apply(self.session.build(), self.recipe.layout)
-        parallel.bare.train()
-        r = self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"workers": 0})})
-        trainer = Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
-        step = next(trainer.loader.steps(0))
-        for _ in range(2):
+    def step_seconds(self) -> tuple[float, int, str]:
+        """(seconds of a step of the recipe's batch, its samples, how that is known where it was not measured whole)."""
+        trainer, layout, data = self.trainer, self.recipe.layout, self.task.splits["train"]
+        indices = trainer.loader.plan.epoch(0)[0].tolist()
+        if not self.losses:
+            self.learn()
+        if self.seconds > STEP:
+            return self.seconds * len(indices) / self.few, len(indices), f" (by {self.few} of them, without dropout)"
+        part = min(len(indices), layout.micro_batch or len(indices), max(self.few, int(STEP * self.few / self.seconds)))
+        chosen = [data[i] for i in indices[:part]]
+        if self.task.prepare is not None:
+            chosen = [self.task.prepare(sample, sample_rng(self.recipe.train.seed, 0, i)) for i, sample in zip(indices, chosen)]
+        batch = self.task.collate(chosen)
+        trainer.parallel.bare.train()
+        for _ in range(2):  # the first may set things up
             began = time.perf_counter()
-            trainer.step(step.micro_batches)
+            trainer.step([batch], batch["counts"])
             trainer.clock.synchronise()
             seconds = time.perf_counter() - began
-            if seconds > LONG:
+            if seconds > STEP:
                 break
-        return seconds, step.samples
+        how = [f"by {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
+        return seconds * len(indices) / part, len(indices), f" ({', '.join(how)})" if how else ""
 
 
 def is_empty(sample: dict[str, Any]) -> bool:
@@ -441,5 +485,3 @@ def smoothed_floor(smoothing: float, classes: int) -> float:
     rest = smoothing / classes
     right = 1 - smoothing + rest
     return -right * math.log(right) - (classes - 1) * rest * math.log(rest)
-
-
