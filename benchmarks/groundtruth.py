@@ -1,7 +1,7 @@
 """Published measurements against the plan, with the committed parameters (nothing is fitted on what is scored).
 
     python benchmarks/groundtruth.py POINTS.json                     # a table: per group and overall
-    python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row
+    python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
     python benchmarks/groundtruth.py POINTS.json --leave-one-out     # fitted on the file itself, each point's model left out
     python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file
 
@@ -41,18 +41,18 @@ def main() -> None:
         print("\n".join(accuracy.table_lines(file["accuracy"])))
         return
     results, reasons = accuracy.leave_one_out(points, progress) if arguments.leave_one_out else accuracy.score(points)
-    print(f"{len(points)} points, {len(results)} predicted, {sum(reasons.values())} not")
+    print(f"{len(points)} points, {len(results)} predicted, {sum(map(len, reasons.values()))} not")
     print("\n".join(accuracy.table_lines(accuracy.grouped(results) | ({"all": accuracy.summary(results)} if results else {}))))
-    for remark in accuracy.remarks(points):
-        print(remark)
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        print(f"not predicted: {count:4d}  {reason}")
+    print("\n".join([*accuracy.remarks(points, results), *accuracy.not_predicted(reasons)]))
     if arguments.to:
         with open(arguments.to, "w", encoding="utf-8") as file:
             for r in results:
                 p = r.case.point
                 file.write(json.dumps({"id": p.get("id"), "group": r.case.group, "model": p.get("model"), "metric": p.get("metric"), "unit": p.get("unit"),
                                        "measured": r.case.measured, "predicted": r.predicted, "error": r.error, "constant": r.baseline}) + "\n")  # fmt: skip
+            for reason, missed in reasons.items():
+                for p in missed:
+                    file.write(json.dumps({"id": p.get("id"), "model": p.get("model"), "metric": p.get("metric"), "not_predicted": reason}) + "\n")
 
 
 if __name__ == "__main__":

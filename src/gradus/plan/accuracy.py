@@ -10,6 +10,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gradus.hardware import Cluster, Device, Link
 from gradus.plan import analytic, collectives, roofline
 from gradus.plan.roofline import Parameters
 from gradus.plan.step import step_time
-from gradus.plan.work import Work
+from gradus.plan.work import Op, Work
 from gradus.recipe.schema import GPTConfig, Layout, LlamaConfig, ModelConfig, ViTConfig
 
 Point = dict[str, Any]
@@ -74,7 +75,7 @@ def load(path: str | Path) -> list[Point]:
         points = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as points ({error}). Give a JSON list of {{id, model, config, metric, value, ...}}") from None
-    if not isinstance(points, list) or not all(isinstance(p, dict) and "metric" in p for p in points):
+    if not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
         raise UserError(f"{path}: not a list of points, each {{id, model, config, hardware, n_devices, batch, seq, metric, value, unit, source}}")
     return points
 
@@ -83,6 +84,8 @@ def load(path: str | Path) -> list[Point]:
 
 
 def gpt(layers: int, d_model: int, heads: int, seq: int, vocab: int) -> GPTConfig:
+    if not (0 < layers < 1e4 and 0 < d_model < 1e6 and 0 < vocab < 1e7):
+        raise NotCovered(f"{layers} layers of width {d_model} over {vocab} words are no model")
     return GPTConfig(n_layers=layers, d_model=d_model, n_heads=heads, seq_len=seq, vocab_size=vocab)
 
 
@@ -107,6 +110,70 @@ def _divisor(total: int, limit: int) -> int:
     return max(d for d in range(1, max(1, min(total, limit)) + 1) if total % d == 0)
 
 
+RATES = ("step_time", "tokens_per_s", "samples_per_s", "train_samples_per_s", "images_per_s", "mfu", "hfu", "model_tflops", "hardware_tflops",
+         "aggregate_pflops")  # and each by _per_gpu; and days_for_300B_tokens, gpu_hours_for_300B_tokens  # fmt: skip
+FOR_TOKENS = re.compile(r"(days|gpu_hours)_for_([\d.]+)([BT])_tokens")
+
+
+def timed(metric: str) -> bool:
+    """Whether a metric is a step's time in other words."""
+    return metric.removesuffix("_per_gpu") in RATES or bool(FOR_TOKENS.fullmatch(metric))
+
+
+def in_metric(point: Point, work: Work, device: Device, n: int, recompute: str = "none") -> Callable[[float], float]:
+    """Seconds of a step → what the point's metric and unit make of them. Hardware FLOPs add what `recompute` ("full", "selective": attention's
+    inner part) does again (Korthikanti et al. 2022, section 4). Raises NotCovered for a metric that is no step's time."""
+    metric, unit = point["metric"], (point.get("unit") or "").lower()
+    if not timed(metric):
+        raise NotCovered(f"metric {metric} of this source: nothing predicts it")
+    if found := FOR_TOKENS.fullmatch(metric):
+        steps = float(found[2]) * {"B": 1e9, "T": 1e12}[found[3]] / work.tokens
+        each = n / 3600 if found[1] == "gpu_hours" else 1 / 86400
+        return lambda t: steps * t * each
+    flops, name = work.model_flops, metric.removesuffix("_per_gpu")
+    if name in ("hfu", "hardware_tflops", "aggregate_pflops"):
+        core = sum(op.flops * op.count for op in work.micro
+                   if op.phase == "forward" and (op.kind == "attention" or op.name in ("attention_scores", "attention_values")))  # fmt: skip
+        flops *= {"full": 4 / 3, "selective": 1 + core * work.micro_batches * n / flops}.get(recompute, 1.0)
+    share = 1 if unit in ("fraction", "ratio", "share") else 100
+    among = n if metric.endswith("_per_gpu") else 1
+    peak = n * roofline.peak(device, "bf16")
+    return {"step_time": lambda t: t * (1e3 if unit == "ms" else 1), "tokens_per_s": lambda t: work.tokens / t / among,
+            "mfu": lambda t: share * flops / t / peak, "hfu": lambda t: share * flops / t / peak, "aggregate_pflops": lambda t: flops / t / 1e15,
+            "model_tflops": lambda t: flops / t / among / 1e12, "hardware_tflops": lambda t: flops / t / among / 1e12,
+            }.get(name, lambda t: work.samples / t / among)  # fmt: skip
+
+
+def _device(point: Point, known: str = "") -> Device:
+    """The device that the point's text names: `known` (which of its kind the source has) where it is one of those, or not said."""
+    text = str(point.get("hardware") or known)
+    if known and roofline.family(text) == roofline.family(known):
+        return hardware.find(known)
+    words = re.sub(r"\(.*|,.*|NVIDIA|DGX[- ]|HGX[- ]", "", text).split()
+    for name in (*(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.family(text)):
+        try:
+            return hardware.find(name)
+        except UserError:
+            continue
+    raise NotCovered(f"device {text or 'not given'}: not in the hardware file")
+
+
+def _model(point: Point) -> ModelConfig:
+    """A model by its stated sizes, else by its name."""
+    from gradus.recipe.presets import PRESETS, config_of
+
+    c, name = point["config"], str(point["model"])
+    key = re.sub(r"[\s_-]+", "", name.lower())
+    if c.get("hidden") and c.get("layers"):
+        return gpt(c["layers"], c["hidden"], c.get("heads") or max(1, c["hidden"] // 128), point["seq"] or 2048, c.get("vocab") or 50304)
+    for names in (GPT, MPT):
+        for known, size in names.items():
+            if key in (known.lower().replace("-", ""), "mpt" + known):
+                return gpt(*size, point["seq"] or 2048, 50304)
+    preset = next((p for p in PRESETS if re.sub(r"[\s_-]+", "", p) == key), None)
+    return config_of(preset) if preset else llama(llama_name(name), point["seq"] or 2048)
+
+
 def _site(device: Device, network: str | float | None) -> Device:
     if network is None:
         return device
@@ -114,7 +181,7 @@ def _site(device: Device, network: str | float | None) -> Device:
     return dataclasses.replace(device, network=link)
 
 
-def megatron(point: Point, device: Device, site: str, group: str, value: Callable, *, network=None, vocab=51200, virtual=1, sequence=None,
+def megatron(point: Point, device: Device, site: str, group: str, *, network=None, vocab=51200, virtual=1, sequence=None,
              precision="fp16", shard=1, pad=True) -> Case:  # fmt: skip
     """A run of Megatron-LM or Megatron-DeepSpeed."""
     c = point["config"]
@@ -133,14 +200,14 @@ def megatron(point: Point, device: Device, site: str, group: str, value: Callabl
     interleave = c.get("interleave") or virtual
     micro = c.get("micro_batch") or (1 if pp > 1 else _divisor(batch // dp, 8))
     recompute = {"full": "full", "selective": "selective"}.get(c.get("recompute"), "none")
-    layout = Layout(precision=precision, tensor=tp, pipeline=pp, shard=shard, checkpointing=recompute, micro_batch=micro, attention="naive",
-                    schedule="interleaved" if interleave > 1 and pp > 1 else "1f1b", stages=interleave if pp > 1 else None,
-                    sequence_parallel=bool(c.get("sequence_parallel", sequence)))  # fmt: skip
+    layout = Layout(precision=precision, tensor=tp, pipeline=pp, shard=shard, reduce_dtype=precision if shard > 1 else None, checkpointing=recompute,
+                    micro_batch=micro, attention="naive", schedule="interleaved" if interleave > 1 and pp > 1 else "1f1b",
+                    stages=interleave if pp > 1 else None, sequence_parallel=bool(c.get("sequence_parallel", sequence)))  # fmt: skip
     model = gpt(layers, hidden, heads, seq, vocab)
     work = analytic.analytic_work(model, layout, n, samples=batch, seq_len=seq, micro_batch=micro, style="megatron", pad=pad)
     work.software = f"megatron@{site}"
     return Case(point, group, point["model"], float(point["value"]), f"{roofline.family(device)}/{work.software}", work,
-                Cluster(_site(device, network), n), value)  # fmt: skip
+                Cluster(_site(device, network), n), in_metric(point, work, device, n, recompute))  # fmt: skip
 
 
 def hardware_flops(layers: int, hidden: int, seq: int, batch: int, vocab: int = 51200) -> float:
@@ -150,30 +217,36 @@ def hardware_flops(layers: int, hidden: int, seq: int, batch: int, vocab: int = 
 
 def _vtrain(point: Point) -> Case:
     single = "single" in point["source"]
-    device = hardware.find("A100-80GB")
+    device = _device(point, "A100-80GB")
     name = "vtrain-single" if single else "vtrain-multi"
-    return megatron(point, device, name, name, float, network=None if single else 12.5e9,
+    return megatron(point, device, name, name, network=None if single else 12.5e9,
                     vocab=point["config"].get("vocab") or 50257, pad=not single or point["config"].get("tp", 1) > 1)  # fmt: skip
 
 
 def _on_one_node(point: Point) -> bool:
     """BLOOM's step times on one node: their own TFLOP/s and seconds agree with 512 samples a step, not with the 2,048 that are published."""
-    return point.get("n_devices") == 8 and point.get("metric") == "step_time" and "bigscience" in point.get("source", "")
+    return point.get("n_devices") == 8 and point.get("metric") == "step_time" and "bigscience" in str(point.get("source"))
 
 
-def remarks(points: list[Point]) -> list[str]:
-    """What a reader of the table must know of how the points were read."""
+def remarks(points: list[Point], results: list[Result] = ()) -> list[str]:
+    """What a reader of the table must know of how the points were read, and whose parameters were taken."""
     n = sum(map(_on_one_node, points))
     text = "points of bloom time are read as 512 samples a step, not 2,048 as published: their own TFLOP/s and seconds say so; else off fourfold"
-    return [f"note: {n} {text}"] if n else []
+    notes = Counter(note for r in results for note in (r.case.note, *_foreign(r.case)) if note)
+    return ([f"note: {n} {text}"] if n else []) + [f"note: {count} points: {note}" for note, count in notes.most_common()]
+
+
+def _foreign(c: Case) -> tuple[str, ...]:
+    software = c.profile.partition("/")[2]
+    return roofline.parameters(c.cluster.device, software)[1] if c.direct is None and software else ()
 
 
 def _bloom(point: Point) -> Case:
-    if point["metric"] == "step_time":
+    if timed(point["metric"]):
         if _on_one_node(point):
             point = {**point, "batch": 512}
         bf16 = "bf16 +" in (point["config"].get("precision") or "")
-        return megatron(point, hardware.find("A100-80GB"), "jean-zay", "bloom time", float, network="Omni-Path 100 (half a port)",
+        return megatron(point, _device(point, "A100-80GB"), "jean-zay", "bloom time", network="Omni-Path 100 (half a port)",
                         vocab=point["config"].get("vocab") or 250880, precision="bf16" if bf16 else "fp16")  # fmt: skip
     c = point["config"]
     hidden, vocab, tp, pp, dp, b, s = c["hidden"], c.get("vocab") or 250880, c["tp"], c["pp"], c["dp"], c["micro_batch"], point["seq"]
@@ -198,43 +271,29 @@ def _bloom(point: Point) -> Case:
 
 
 def _korthikanti(point: Point) -> Case:
-    device, metric = hardware.find("A100-80GB"), point["metric"]
     if "Figure 1" in point["source"]:
         return _korthikanti_memory(point)
-    if metric not in ("step_time", "mfu", "hfu"):
-        raise NotCovered(f"metric {metric} of this source")
     point = {**point, "config": {"micro_batch": 1, "interleave": 3 if "530B" in point["model"] else 1, **point["config"]}}
-    case = megatron(point, device, "selene", "korthikanti", float, network="InfiniBand HDR", sequence=False)
-    if metric != "step_time":
-        flops = case.work.model_flops
-        if metric == "hfu":
-            key = next(k for k in GPT if k in point["model"])
-            layers, hidden, _ = GPT[key]
-            seq, batch = point["seq"], point["batch"]
-            flops += 4 * batch * seq * seq * hidden * layers if point["config"].get("recompute") == "selective" else flops / 3
-        peak = device.peaks["bf16"]
-        case.value = lambda t: 100 * flops / t / point["n_devices"] / peak
-    return case
+    return megatron(point, _device(point, "A100-80GB"), "selene", "korthikanti", network="InfiniBand HDR", sequence=False)
 
 
 def _narayanan(point: Point) -> Case:
     c, metric = point["config"], point["metric"]
     zero = c.get("scheme") == "zero3"
-    device = hardware.find("A100-80GB")
-    case = megatron(point, device, "selene-zero3" if zero else "selene", "narayanan zero3" if zero else "narayanan", float,
+    case = megatron(point, _device(point, "A100-80GB"), "selene-zero3" if zero else "selene", "narayanan zero3" if zero else "narayanan",
                     network="InfiniBand HDR", virtual=2, shard=point["n_devices"] if zero else 1)  # fmt: skip
-    flops = hardware_flops(c["layers"], c["hidden"], point["seq"], point["batch"])
-    n = point["n_devices"]
-    case.value = {"hardware_tflops_per_gpu": lambda t: flops / t / n / 1e12, "aggregate_pflops": lambda t: flops / t / 1e15,
-                  "days_for_300B_tokens": lambda t: 300e9 / (point["batch"] * point["seq"]) * t / 86400}[metric]  # fmt: skip
+    if metric in ("hardware_tflops_per_gpu", "aggregate_pflops"):
+        flops = hardware_flops(c["layers"], c["hidden"], point["seq"], point["batch"])
+        each = point["n_devices"] * 1e12 if metric.endswith("per_gpu") else 1e15
+        case.value = lambda t: flops / t / each
     return case
 
 
 def _megatron2020(point: Point) -> Case:
-    device = hardware.find("V100-32GB" if "V100" in point["hardware"] else "A100-40GB")
+    device = _device(point, "V100-32GB" if "V100" in point["hardware"] else "A100-40GB")
     if "DGX-2" in point["hardware"]:  # a switch between the GPUs, where the measured V100 node has a cube
         device = dataclasses.replace(device, link=Link("NVSwitch", device.link.bandwidth))
-    return megatron(point, device, "2020", "megatron 2020", float)
+    return megatron(point, device, "2020", "megatron 2020")
 
 
 def _mosaic(point: Point) -> Case:
@@ -242,10 +301,7 @@ def _mosaic(point: Point) -> Case:
     size = point["model"].lower().removeprefix("mpt-")
     if size not in MPT:
         raise NotCovered(f"model {point['model']}: sizes not known")
-    name = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-SXM"}.get(point["hardware"])
-    if name is None:
-        raise NotCovered(f"hardware {point['hardware']} not known")
-    device = hardware.find(name)
+    device = _device({**point, "hardware": point["hardware"].replace("_", "-")}, "H100-SXM")
     layers, hidden, heads = MPT[size]
     n, seq = point["n_devices"], point["seq"]
     layout = Layout(precision="pure_bf16" if c.get("mixed_precision_mode") == "PURE" else "bf16", shard=n,
@@ -256,7 +312,7 @@ def _mosaic(point: Point) -> Case:
                                   dtype="fp8" if fp8 else None)  # fmt: skip
     work.software = "mosaic"
     return Case(point, f"mosaic {point['hardware']}", point["model"], float(point["value"]), f"{roofline.family(device)}/mosaic", work,
-                Cluster(device, n), lambda t: work.tokens / t / n)  # fmt: skip
+                Cluster(device, n), in_metric(point, work, device, n, layout.checkpointing))  # fmt: skip
 
 
 def _korthikanti_memory(point: Point) -> Case:
@@ -280,7 +336,11 @@ def _korthikanti_memory(point: Point) -> Case:
 
 def _collective(point: Point) -> Case:
     c, n = point["config"], point["n_devices"]
-    chip = roofline.family(hardware.find("V100-32GB" if "V100" in point["hardware"] else "A100-80GB"))
+    device = _device(point)
+    chip = roofline.family(device)
+    if chip not in (roofline.fitted().get("links", {}) if collectives.MEASURED is None else collectives.MEASURED) and chip not in ("A100", "V100"):
+        return Case(point, "collectives elsewhere", f"{c['bytes']} bytes", float(point["value"]), "links",
+                    direct=lambda v: collectives.collective_seconds(c["op"], c["bytes"], n, 1, Cluster(device, n)))  # fmt: skip
     crossed = collectives.passes(c["op"], n) * c["bytes"]
     return Case(point, f"all-reduce {chip}", f"{c['bytes']} bytes", float(point["value"]), f"links/{chip}/{n}",
                 direct=lambda v: v["alpha"] + crossed / v["beta"], base=crossed / 1e9)  # fmt: skip
@@ -290,13 +350,14 @@ def _plain(
     point: Point, device: Device, model: ModelConfig, layout: Layout, *, micro: int, software: str, group: str, style: str = "mosaic",
     dtype: str | None = None, n: int | None = None, samples: int | None = None, frozen: bool = False,
 ) -> Case:  # fmt: skip
-    """A run of any other software; the reader sets what of its seconds is the point's value."""
+    """A run of any other software."""
     n = n or point["n_devices"]
     seq = point["seq"] or getattr(model, "seq_len", 1)
     samples = samples or point["batch"]
     work = analytic.analytic_work(model, layout, n, samples=samples, seq_len=seq, micro_batch=micro, style=style, dtype=dtype, frozen=frozen)
     work.software = software
-    return Case(point, group, point["model"], float(point["value"]), f"{roofline.family(device)}/{software}", work, Cluster(device, n))
+    return Case(point, group, point["model"], float(point["value"]), f"{roofline.family(device)}/{software}", work, Cluster(device, n),
+                in_metric(point, work, device, n, layout.checkpointing))  # fmt: skip
 
 
 def _flash(point: Point) -> Case:
@@ -304,31 +365,20 @@ def _flash(point: Point) -> Case:
     model = gpt(c["layers"], c["hidden"], c["heads"], point["seq"], 50304)
     layout = Layout(precision="bf16", checkpointing=c.get("recompute") or "none")
     samples = -(-point["batch"] // (8 * n)) * 8 * n
-    case = _plain(point, hardware.find("A100-80GB"), model, layout, micro=8, software="flash", group="flash-attention", samples=samples)
-    work = case.work
-    case.value = lambda t: work.tokens / t
-    if point["metric"] not in ("tokens_per_s", "tokens_per_s_per_gpu"):
-        raise NotCovered(f"metric {point['metric']} of this source")
-    if point["metric"] == "tokens_per_s_per_gpu":
-        case.value = lambda t: work.tokens / t / n
-    return case
+    return _plain(point, _device(point, "A100-80GB"), model, layout, micro=8, software="flash", group="flash-attention", samples=samples)
 
 
 def _tinyllama(point: Point) -> Case:
-    name = point["model"]
-    found = re.match(r"(?:MPT|Pythia)-([\d.]+)B", name)
-    model = gpt(24, 2048, 16, 2048, 50432) if found and 0.9 < float(found.group(1)) < 1.5 else llama(llama_name(name), 2048)
+    if "tinyllama" not in point["model"].lower():  # its README sets other models' whole runs beside its throughput
+        return _hours(point)
     layout = Layout(precision="bf16", shard=16)
-    case = _plain(point, hardware.find("A100-40GB"), model, layout, micro=8, software="mosaic", group="tinyllama", n=16, samples=16 * 8 * 4)
-    work = case.work
-    case.value = {"tokens_per_s_per_gpu": lambda t: work.tokens / t / 16,
-                  "gpu_hours_for_300B_tokens": lambda t: 300e9 / (work.tokens / t / 16) / 3600}[point["metric"]]  # fmt: skip
-    return case
+    model = llama("tinyllama", 2048)
+    return _plain(point, _device(point, "A100-40GB"), model, layout, micro=8, software="mosaic", group="tinyllama", n=16, samples=16 * 8 * 4)
 
 
 def _titan(point: Point) -> Case:
     c, n = point["config"], point["n_devices"]
-    if not point["metric"].startswith("tokens_per_s"):
+    if point["metric"] == "peak_memory":
         raise NotCovered("torchtitan's peak memory: its allocator and compiler are not modelled")
     model = llama(llama_name(point["model"]), point["seq"])
     text = json.dumps(c).lower()
@@ -338,7 +388,7 @@ def _titan(point: Point) -> Case:
     local = c.get("local_batch") or point["batch"] // shard
     layout = Layout(precision="bf16", shard=shard, tensor=tensor, pipeline=stages, context=context, schedule=schedule,
                     checkpointing=c.get("ac") if c.get("ac") in ("full", "selective", "none") else "none")  # fmt: skip
-    case = _plain(point, hardware.find("H100-96GB-500W"), model, layout, micro=1 if stages > 1 else local, software="titan",
+    case = _plain(point, _device(point, "H100-96GB-500W"), model, layout, micro=1 if stages > 1 else local, software="titan",
                   group="torchtitan", style="gradus", dtype="fp8" if "float8" in text else None)  # fmt: skip
     if "float8" in text:
         case.profile += "@rowwise" if "rowwise" in text else "@fp8"
@@ -347,8 +397,16 @@ def _titan(point: Point) -> Case:
         work.transfers = [dataclasses.replace(t, calls=t.calls / work.micro_batches) if t.axis == "shard" else t for t in work.transfers]
     if "async" in text:  # the products and their gathers run in pieces beside one another
         work.transfers = [dataclasses.replace(t, payload=t.payload / 2) if t.axis == "tensor" else t for t in work.transfers]
-    case.value = lambda t: work.tokens / t / n
+    if c.get("compile"):
+        work.micro = _fused(work.micro)
+    if stages > 1 and shard > 1:  # and adds its gradients up whole, where others add up their own part
+        work.micro = [dataclasses.replace(op, bytes=op.bytes * shard) if op.name == "accumulate" else op for op in work.micro]
     return case
+
+
+def _fused(ops: list[Op]) -> list[Op]:
+    """Elementwise operations as a compiler or Transformer Engine makes them: half the bytes."""
+    return [dataclasses.replace(op, bytes=op.bytes / 2) if op.kind == "memory" else op for op in ops]
 
 
 def _overlapped(work: Work) -> None:
@@ -356,12 +414,12 @@ def _overlapped(work: Work) -> None:
     work.transfers = [dataclasses.replace(t, hidden_by="both") if t.axis in ("tensor", "replicate", "pipeline") else t for t in work.transfers]
     work.transfers = [dataclasses.replace(t, payload=t.payload / 4) if t.axis == "replicate" and t.kind == "all_reduce" else t
                       for t in work.transfers]  # bf16, scattered to the parts of the distributed optimizer instead of reduced everywhere
-    work.micro = [dataclasses.replace(op, bytes=op.bytes / 2) if op.kind == "memory" else op for op in work.micro]
+    work.micro = _fused(work.micro)
 
 
 def _bridge(point: Point) -> Case:
     c, n = point["config"], point["n_devices"]
-    device = hardware.find({"H100": "H100-SXM"}.get(point["hardware"].removeprefix("DGX-"), point["hardware"].removeprefix("DGX-")))
+    device = _device(point)
     model = llama(llama_name(point["model"]), point["seq"])
     tensor, stages, context, micro = c.get("tp") or 1, c.get("pp") or 1, c.get("cp") or 1, c.get("micro_batch") or 1
     virtual = c.get("vp") or 1
@@ -376,24 +434,18 @@ def _bridge(point: Point) -> Case:
                     stages=virtual if virtual > 1 and stages > 1 else None)  # fmt: skip
     case = _plain(point, device, model, layout, micro=micro, software="mcore", group="megatron-bridge", style="gradus", dtype=dtype, frozen=frozen)
     case.profile += f"@{dtype}" if dtype else ""
-    work = case.work
-    _overlapped(work)
-    case.value = lambda t: work.tokens / t / n
+    _overlapped(case.work)
     return case
 
 
 def _mcore(point: Point) -> Case:
-    c, n = point["config"], point["n_devices"]
+    c = point["config"]
     model = gpt(c["layers"], c["hidden"], c["heads"], point["seq"], c["vocab"])
     stages = c.get("pp") or 1
     layout = Layout(precision="bf16", tensor=c["tp"], pipeline=stages, shard_optimizer=True, schedule="interleaved" if stages > 1 else "1f1b")
     micro = c.get("micro_batch") or 1
-    case = _plain(point, hardware.find("H100-SXM"), model, layout, micro=micro, software="mcore", group="megatron-core", style="gradus")
+    case = _plain(point, _device(point, "H100-SXM"), model, layout, micro=micro, software="mcore", group="megatron-core", style="gradus")
     _overlapped(case.work)
-    flops = case.work.model_flops
-    if point["metric"] not in ("model_tflops_per_gpu", "mfu"):
-        raise NotCovered(f"metric {point['metric']} of this source")
-    case.value = (lambda t: flops / t / n / 1e12) if point["metric"] == "model_tflops_per_gpu" else (lambda t: 100 * flops / t / n / 989e12)
     return case
 
 
@@ -407,10 +459,9 @@ def _timm(point: Point) -> Case:
     model = ViTConfig(n_layers=layers, d_model=width, n_heads=heads, d_ff=d_ff, patch_size=patch, image_size=size, n_classes=1000)
     layout = Layout(precision="fp16", attention="naive")
     batch = point["batch"]
-    case = _plain(point, hardware.find("RTX-3090"), model, layout, micro=batch, software="timm", group="timm")
+    case = _plain(point, _device(point, "RTX-3090"), model, layout, micro=batch, software="timm", group="timm")
     case.model = found.group(0).replace("deit3_", "vit_").replace("deit_", "vit_").replace("beit_", "vit_").replace("_distilled", "")
     case.work.data_bytes = 0.0  # timm measures on one batch that stays on the device
-    case.value = {"train_samples_per_s": lambda t: batch / t, "step_time": float}[point["metric"]]
     return case
 
 
@@ -461,29 +512,45 @@ def _litgpt(point: Point) -> Case:
 
 
 def _mamf(point: Point) -> Case:
-    peak, name = point["config"]["theoretical"], point["hardware"]
+    name = point["hardware"]
+    peak = point["config"].get("theoretical") or roofline.peak(_device(point), "bf16") / 1e12
     maker = "nvidia" if re.search(r"[ABH][0-9]{2,}|GH|GB", name) and "MI" not in name else "amd" if "MI" in name else "other"
     return Case(point, "largest matmul", name, float(point["value"]), f"matmul/{maker}", direct=lambda v: v["share"] * peak, base=float(peak))
 
 
+# (layers, d_model, tokens a sample) of whole runs that LLAMA does not have; for attention's operations. Touvron et al. 2023 (both)
+WHOLE = {"llama 7": (32, 4096, 2048), "llama 13": (40, 5120, 2048), "llama 33": (60, 6656, 2048), "llama 65": (80, 8192, 2048),
+         "llama 2 34": (48, 8192, 4096), "mpt 1.3": (24, 2048, 2048), "pythia 1.0": (16, 2048, 2048)}  # fmt: skip
+# tokens, where a point has none
+PRETRAINED = {"llama 7": 1e12, "llama 13": 1e12, "llama 33": 1.4e12, "llama 65": 1.4e12, "llama 2": 2e12, "llama 3": 15e12}
+
+
 def _hours(point: Point) -> Case:
-    """Days of training from tokens: a constant utilisation of the whole run, interruptions included."""
-    c, n = point["config"], point["params"]
-    tokens = c.get("tokens") or {"LLaMA-7B": 1e12, "LLaMA-13B": 1e12, "LLaMA-33B": 1.4e12, "LLaMA-65B": 1.4e12}.get(point["model"])
+    """Device-hours of a whole run from its tokens: the operations of a token, over what large products reach of the peak, over one share for
+    all runs (the rest of the step, restarts, stages of training)."""
+    c, n, metric = point["config"], point["params"], point["metric"]
+    name = re.sub(r"[\s_-]+", " ", str(point["model"]).lower())
+    name = re.sub(r"(llama \d)\.\d", r"\1", name).removesuffix("b").strip()
+    found = FOR_TOKENS.fullmatch(metric)
+    tokens = float(found[2]) * {"B": 1e9, "T": 1e12}[found[3]] if found else c.get("tokens")
+    tokens = tokens or PRETRAINED.get(name) or PRETRAINED.get(name[:7])
     if not tokens:
         raise NotCovered("the number of tokens is not known")
     if isinstance(tokens, str):  # "15T+"
-        tokens = float(re.sub(r"[^0-9.]", "", tokens)) * 1e12
-    chip = point["hardware"].split()[0].replace("H100-80GB", "H100-SXM")
-    device = hardware.find(chip)
-    active = c.get("active_params") or n
-    whole = 6 * active * tokens / device.peaks["bf16"] / 3600
-    watts, pue, grid = c.get("tdp_w") or device.power, 1.1, 0.385  # the model cards' own convention
+        tokens = float(re.sub(r"[^0-9.]", "", tokens)) * (1e9 if "B" in tokens else 1e12)
+    device = _device(point)
+    sizes = (*LLAMA[name][:2], point["seq"] or 4096) if name in LLAMA else WHOLE.get(name)
+    attention = 12 * math.prod(sizes) if sizes else 0.0  # its full matrix (Chowdhery et al. 2022); not counted where the sizes are not known
+    whole = (6 * (c.get("active_params") or n) + attention) * tokens
+    whole /= roofline.peak(device, "bf16") * roofline.parameters(device)[0].matmul * 3600
+    watts, pue, grid = c.get("tdp_w") or device.power or math.nan, 1.1, 0.385  # the model cards' own convention
 
     def value(v: dict[str, float]) -> float:
         hours = whole / v["utilisation"]
-        mwh = hours * watts * (pue if "H100" not in chip else 1.0) / 1e6
-        return {"gpu_hours": hours, "energy": mwh, "carbon": mwh * grid, "carbon_location_based": mwh * 0.41}[point["metric"]]
+        mwh = hours * watts * (1.0 if device.name.startswith("H100") else pue) / 1e6
+        if found or metric in ("gpu_hours", "chip_hours", "days"):
+            return hours / (24 * point["n_devices"] if metric == "days" or (found and found[1] == "days") else 1)
+        return {"energy": mwh, "carbon": mwh * grid, "carbon_location_based": mwh * 0.41}[metric]
 
     return Case(point, "GPU-hours of whole runs", point["model"], float(point["value"]), "hours", direct=value, base=None)
 
@@ -537,8 +604,14 @@ def _saved(point: Point) -> Case:
         groups = int(found.group(1)) if (found := re.search(r"GQA (\d+)", name)) else 1
         kv = a // groups if groups > 1 else a
         value = (10 * h + 2 * a * d + 4 * kv * d + 8 * f + 8 * h) / h + (6 * scores + 4 * (a - kv) * d / h if eager else 4 * a / h)
+    elif name.startswith("BERT"):
+        drops = (found := re.search(r"dropout ([\d.]+)", name)) is not None and float(found.group(1)) > 0  # a CPU's dropout keeps its factors, wide
+        if eager or not drops:
+            value = 32 + (4 if drops else 0) + (scores * (6 if drops else 2) if eager else 4 * a / h)
+        else:  # with dropout, sdpa on a CPU is products and a softmax in fp32
+            value = 42 + 12 * scores
     else:
-        raise NotCovered("saved activations of Hugging Face's BERT and T5: traced, not written down")
+        raise NotCovered("saved activations of Hugging Face's T5: traced, not written down")
     return Case(point, "saved activations (closed form)", name, float(point["value"]), "exact", direct=lambda v: value)
 
 
@@ -552,16 +625,118 @@ READERS: list[tuple[str, str, Callable[[Point], Case]]] = [
 ]  # fmt: skip
 
 
+# what odd fields lead to
+WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, StopIteration, TypeError, UserError, ValueError)
+
+
+def _elsewhere(point: Point) -> Case:
+    """A run that no reader above knows: the layout as far as it is stated, with the parameters of the nearest software."""
+    c, text = point["config"], json.dumps({k: v for k, v in point.items() if k != "note"}).lower()
+    device, model = _device(point), _model(point)
+    tensor, stages, context = (int(c.get(key) or 1) for key in ("tp", "pp", "cp"))
+    dp = c.get("dp") or c.get("fsdp")
+    n = point["n_devices"]
+    batch = point["batch"] or c.get("batch") or (c.get("micro_batch") and dp and c["micro_batch"] * dp * (c.get("grad_accum") or 1))
+    if not n or not batch:
+        raise NotCovered(f"{'the number of devices' if not n else 'the batch'} is not given")
+    if not c.get("tp") and n // (stages * context) > batch:  # split what has more devices than samples
+        tensor = next(t for t in range(1, n + 1) if n % t == 0 and n // (t * stages * context) <= batch)
+    groups = n // (tensor * stages * context)
+    if groups < 1:
+        raise NotCovered(f"{n} devices do not hold {tensor} x {stages} x {context}")
+    micro = c.get("micro_batch") or (1 if stages > 1 else _divisor(max(batch // groups, 1), 8))
+    mine, room = tensor * stages, device.capacity
+    whole = c.get("zero") == 3 or any(word in text for word in ("fsdp", "zero-3", "full_shard")) or 16 * (point["params"] or 0) / mine > room
+    tokens = point["seq"] or getattr(model, "seq_len", 512)
+    kept = 34 * tokens * micro * model.d_model * model.n_layers / (tensor * context)  # bytes, of as many micro-batches as there are stages
+    needed = point["metric"] == "hfu" or kept + 16 * (point["params"] or 0) / (mine * (groups if whole else 1)) > room
+    recompute = str(c.get("recompute") or c.get("ac") or ("full" if c.get("activation_checkpointing", needed) else "none")).lower()
+    recompute = recompute if recompute in ("full", "selective") else "none"
+    style = "megatron" if "megatron" in text else "mosaic"
+    layout = Layout(precision="fp16" if "fp16" in text else "fp32" if "fp32" in str(c.get("precision")) else "bf16", tensor=tensor, pipeline=stages,
+                    context=context, shard=groups if whole else 1, shard_optimizer=not whole and c.get("zero") in (1, 2), checkpointing=recompute)
+    case = _plain(point, device, model, layout, micro=micro, software=f"{style}@elsewhere", group="elsewhere", style=style, n=n,
+                  samples=batch)  # fmt: skip
+    case.note = f"a software without parameters of its own: those of {style} on {roofline.family(device)}, and its layout where it is stated"
+    return case
+
+
+def _by_metric(point: Point) -> Case:
+    """What any source's point of a metric is predicted by."""
+    metric = point["metric"]
+    if timed(metric):
+        return _elsewhere(point)
+    reader = {"gpu_hours": _hours, "chip_hours": _hours, "energy": _hours, "carbon": _hours, "carbon_location_based": _hours,
+              "collective_time": _collective, "max_achievable_matmul_tflops": _mamf}.get(metric)  # fmt: skip
+    if reader is None:
+        raise NotCovered(f"metric {metric}: nothing predicts it")
+    return reader(point)
+
+
+class _Asked(dict):
+    """A point that remembers which of its fields were wanted and are not there."""
+
+    absent: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None and name not in self.absent:
+            self.absent = (*self.absent, name)
+        return value
+
+
+# of config
+NUMBERS = {"hidden", "layers", "heads", "vocab", "tp", "pp", "cp", "dp", "vp", "fsdp", "zero", "interleave", "micro_batch", "local_batch",
+           "grad_accum", "batch", "bytes", "theoretical", "active_params", "tdp_w", "zettaflops"}  # fmt: skip
+
+
+def _cleaned(point: Point) -> _Asked:
+    """The point with every field of the schema: None where it is not given, or is nothing that such a field can be."""
+    config = point.get("config")
+    config = dict(config) if isinstance(config, dict) else {}
+    for name in NUMBERS & config.keys():
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+            del config[name]
+    found = _Asked(point, config=config)
+    for name in ("id", "model", "hardware", "source", "unit"):
+        found[name] = str(point.get(name) or "")
+    for name in ("n_devices", "batch", "seq", "params"):
+        value = point.get(name)
+        most = 1e15 if name == "params" else 1e7
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < most and (name == "params" or value % 1 == 0)
+        found[name] = None if not good else value if name == "params" else int(value)
+    if found.get("n_devices") is None and found["config"].get("dp"):
+        found["n_devices"] = math.prod(found["config"].get(axis) or 1 for axis in ("tp", "pp", "cp", "dp"))
+    return found
+
+
 def case(point: Point) -> Case:
     """The point as work. Raises NotCovered."""
-    for text, metric, reader in READERS:
-        if text in (point.get("source") or "") and metric in ("", point.get("metric")):
-            try:
-                found = reader(point)
-            except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, StopIteration, UserError, AssertionError) as error:
-                raise NotCovered(f"{point.get('metric')}: {type(error).__name__}: {error}".splitlines()[0]) from None
+    value, metric = point.get("value"), point.get("metric")
+    if not metric or not isinstance(metric, str):
+        raise NotCovered("no metric")
+    if not isinstance(value, int | float) or not math.isfinite(value) or (value <= 0 and metric != "feasible"):
+        raise NotCovered(f"{metric}: the value is {value!r}, not a positive number")
+    readers = [reader for text, only, reader in READERS if text in str(point.get("source") or "") and only in ("", metric)]
+    why = ""
+    for reader in (*readers[:1], _by_metric):
+        cleaned = _Asked()
+        try:
+            cleaned = _cleaned(point)
+            found = reader(cleaned)
+            start, _ = specification(found.profile)
+            if not math.isfinite(found.predict(start if found.direct else {**dataclasses.asdict(Parameters()), **start})):
+                raise NotCovered(f"{metric}: no finite prediction")
+            found.point = point
             return found
-    raise NotCovered(f"metric {point.get('metric')}: nothing predicts it")
+        except NotCovered as reason:
+            why = why or str(reason)
+        except WRONG as error:
+            absent = ", ".join(cleaned.absent)
+            said = f"config has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}".splitlines()[0]
+            why = why or f"{metric}: " + (f"{absent} not given" if absent else said)
+    raise NotCovered(why)
 
 
 # ---------------------------------------------------------------- fitting
@@ -572,16 +747,19 @@ FITS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
     "A100/megatron@vtrain-single": ({**SLOW_HOST, "misaligned": 0.3}, ("matmul", "depth", "bandwidth", "host", "kernel", "misaligned", "wait")),
     "A100/megatron@vtrain-multi": (SLOW_HOST, ("matmul", "depth", "bandwidth", "network", "latency", "wait", "straggle")),
     "A100/megatron@jean-zay": ({**SLOW_HOST, "bandwidth": 0.7}, ("matmul", "bandwidth", "network", "wait", "straggle")),
-    "A100/megatron@selene-zero3": ({"network": 0.3}, ("network", "contention", "latency")),
+    # DeepSpeed of 2021 waits for each gather (torch.cuda.synchronize) and copies it: 5.1 G parameters in 0.47 s less 0.06 s of computing,
+    # so 25 GB/s a device; here as a share of eight ports of 25 GB/s. https://github.com/deepspeedai/DeepSpeed/pull/1188 and issue 1174
+    "A100/megatron@selene-zero3": ({"network": 0.125, "overlap": 0.0}, ("network",)),
     "A100/megatron@selene": ({}, ("matmul",)),
     "*/megatron@2020": ({}, ("matmul", "bandwidth")),
     "A100/mosaic": ({"contention": 0.3}, ("matmul", "bandwidth", "attention", "contention")),
     "H100/mosaic": ({"contention": 0.3, "matmul": 0.75}, ("matmul", "bandwidth", "attention", "contention", "network")),
     "A100/flash": ({}, ("matmul",)),
     "RTX3090/timm": ({}, ("matmul", "bandwidth", "depth")),
-    "H100/titan": ({"matmul": 0.65}, ("matmul",)),
-    "H100/titan@fp8": ({"matmul": 0.65}, ("matmul", "attention")),
-    "H100/titan@rowwise": ({"matmul": 0.65, "low": 0.5}, ("matmul",)),
+    # the fused attention of H100/mosaic; its share is not fitted again
+    "H100/titan": ({"matmul": 0.65, "attention": 0.19}, ("matmul",)),
+    "H100/titan@fp8": ({"matmul": 0.65, "attention": 0.19}, ("matmul",)),
+    "H100/titan@rowwise": ({"matmul": 0.65, "attention": 0.19, "low": 0.5}, ("matmul",)),
     "*/mcore": ({"matmul": 0.75}, ("matmul",)),
     "links/*": ({"alpha": 5e-5, "beta": 1.5e11}, ("alpha", "beta")),
     "bloom memory": ({"constant": 8.0, "live": 1.5}, ("constant", "live")),
@@ -676,14 +854,15 @@ class Result:
         return (self.predicted - self.case.measured) / (abs(self.case.measured) or 1.0)
 
 
-def read(points: Iterable[Point]) -> tuple[list[Case], dict[str, int]]:
-    """The points that the planner covers, and the reasons why it does not cover the others, with their number."""
-    cases, reasons = [], {}
+def read(points: Iterable[Point]) -> tuple[list[Case], dict[str, list[Point]]]:
+    """The points that the planner covers, and the others by the reason why not."""
+    cases: list[Case] = []
+    reasons: dict[str, list[Point]] = {}
     for point in points:
         try:
             cases.append(case(point))
         except NotCovered as reason:
-            reasons[str(reason)] = reasons.get(str(reason), 0) + 1
+            reasons.setdefault(str(reason), []).append(point)
     return cases, reasons
 
 
@@ -716,7 +895,7 @@ def constants(cases: list[Case]) -> dict[str, float]:
     return {kind: math.exp(statistics.fmean(logs)) for kind, logs in found.items()}
 
 
-def leave_one_out(points: Iterable[Point], progress: Callable[[str], None] = lambda text: None) -> tuple[list[Result], dict[str, int]]:
+def leave_one_out(points: Iterable[Point], progress: Callable[[str], None] = lambda text: None) -> tuple[list[Result], dict[str, list[Point]]]:
     """Every covered point predicted by parameters that were fitted without any point of its model; the baseline likewise."""
     cases, reasons = read(points)
     profiles: dict[str, list[Case]] = {}
@@ -821,17 +1000,18 @@ def _refit(points: list[Point], date: str, progress: Callable[[str], None], prof
             timed[name] = {**json.loads(json.dumps(timed[source])), "as": source}
     ratios: dict[str, list[float]] = {}
     for r in results:
-        if r.case.direct is None and r.case.group != "narayanan zero3":
+        if r.case.direct is None and r.case.group != "elsewhere":
             slower = r.case.measured / r.predicted  # of the value; a rate is the inverse of a time
             slower = 1 / slower if r.case.value(2.0) < r.case.value(1.0) else slower
             for key in (r.case.work.software.split("@")[0], "all"):
                 ratios.setdefault(key, []).append(slower)
     intervals = {key: [_short(_quantile(v, 0.1)), _short(_quantile(v, 0.9))] for key, v in sorted(ratios.items()) if len(v) >= 20}
+    many = Counter(_kind(r.case) for r in results)  # a constant of so few would be their own value
     table = {name: {k: (v if k == "n" or v is None else round(v, 4)) for k, v in row.items()} for name, row in grouped(results).items()}
     return {"date": date, "data": f"{len(points)} published points, {len(results)} of them predicted; sources at each entry",
             "meanings": MEANINGS, "profiles": timed, "links": links, "formulas": forms, "intervals": intervals,
-            "constants": {k: _short(v) for k, v in sorted(constants([r.case for r in results]).items())},
-            "accuracy": table, "uncovered": reasons}  # fmt: skip
+            "constants": {k: _short(v) for k, v in sorted(constants([r.case for r in results]).items()) if many[k] > 3},
+            "accuracy": table, "uncovered": {why: len(points) for why, points in reasons.items()}}  # fmt: skip
 
 
 MEANINGS = {
@@ -886,18 +1066,26 @@ def committed(profile: str) -> dict[str, float]:
     return dataclasses.asdict(roofline._find(chip, software, roofline.FITTED)[0])
 
 
-def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, int]]:
+def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]]:
     """Points of any file of the schema, with the committed parameters and the committed constants of the baseline: nothing is fitted."""
     cases, reasons = read(points)
     known = roofline.fitted().get("constants", {})
-    results = []
-    for c in cases:
-        try:
-            results.append(Result(c, c.predict(committed(c.profile)), _baseline(c, known.get(_kind(c)))))
-        except (KeyError, ValueError, ZeroDivisionError, OverflowError) as error:
-            key = f"{c.point.get('metric')}: {type(error).__name__}: {error}"
-            reasons[key] = reasons.get(key, 0) + 1
-    return results, reasons
+    return [Result(c, c.predict(committed(c.profile)), _baseline(c, known.get(_kind(c)))) for c in cases], reasons
+
+
+def not_predicted(reasons: dict[str, list[Point]]) -> Iterator[str]:
+    """The reasons, the most frequent first, each with its points' number and their first names."""
+    for reason, points in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        names = ", ".join(str(p.get("id")) for p in points[:3])
+        yield f"not predicted: {len(points):4d}  {reason}  ({names}{', ...' if len(points) > 3 else ''})"
+
+
+WEAK = (
+    "Where it is weak, and why. torchtitan: 405B at 8,192 tokens lost 35 to 55 % more time than its operations and bubble explain; there are two",
+    "models, so leaving one out leaves one. megatron-core: two runs, likewise. GPU-hours: whole runs, whose restarts and stages are one share.",
+    "megatron-bridge, largest matmul: one share a chip, or a maker; containers' versions and power limits differ and are not in the points.",
+    "elsewhere: no parameters of that device or software; the layout is guessed where it is not stated.",
+)
 
 
 def lines(path: str | Path | None = None, progress: Callable[[str], None] = lambda text: None) -> Iterator[str]:
@@ -907,18 +1095,19 @@ def lines(path: str | Path | None = None, progress: Callable[[str], None] = lamb
         file = roofline.fitted()
         fitted = f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
         yield f"Errors of the plan's predictions, each point's model left out of the fit. {fitted}"
-        table, reasons = file.get("accuracy", {}), file.get("uncovered", {})
+        table = file.get("accuracy", {})
+        unpredicted = [f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1])]
     else:
         yield f"Errors of the plan's predictions on {Path(path).name}, each point's model left out of the fit."
         points = load(path)
         results, reasons = leave_one_out(points, progress)
-        table = grouped(results)
-        yield from remarks(points)
+        table, unpredicted = grouped(results), list(not_predicted(reasons))
+        yield from remarks(points, results)
     yield (
         "Honest reading: parameters were refitted without each model, but formulas and starting values were chosen with all points in view; "
         "only points that were never seen are a clean test."
     )
     yield "constant: mean error of a constant utilisation (or value) that was learnt from the other models; skill: 1 - error / constant's error."
     yield from table_lines(table)
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        yield f"not predicted: {count:4d}  {reason}"
+    yield from WEAK
+    yield from unpredicted
