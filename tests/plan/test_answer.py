@@ -8,8 +8,8 @@ import pytest
 
 from gradus import cli
 from gradus.errors import UserError
-from gradus.plan.answer import Request, answer, search, serve
-from gradus.plan.show import duration, energy, explain, money, rate
+from gradus.plan.answer import Request, answer, optimal, search, serve
+from gradus.plan.show import _between, duration, energy, explain, money, rate
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
 
@@ -22,7 +22,7 @@ def tiny():
 def test_every_figure_says_how(tiny):
     for row in tiny.rows:
         how = row.conditions["how"]
-        assert how.get("formula") and (how.get("inputs") or how.get("source")), row.name
+        assert how.get("formula") and how.get("inputs") and how.get("source"), row.name
         assert list(explain(tiny.rows, row.name))
     assert tiny.value("energy/step", case="expected") > 0
 
@@ -59,6 +59,11 @@ def test_another_batch_is_not_another_number_of_tokens():
     assert one.train.steps == pytest.approx(2 * two.train.steps, abs=1)
 
 
+def test_a_presets_samples_are_as_long_as_its_sequences():
+    made = answer(Request("gpt2-small", (*TINY[:4], "model.seq_len=128", "batch.samples=8"))).recipe
+    assert made.data.max_len == made.model.seq_len == 128
+
+
 def test_a_search_prices_the_whole_run_and_traces_the_fastest():
     lines, rows = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
     text = "\n".join(lines)
@@ -76,6 +81,15 @@ def test_serving_by_batch_and_length():
     assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
     with pytest.raises(UserError, match="of one device"):
         serve(Request("llama2-7b", on="2xA100-40GB"))
+    with pytest.raises(UserError, match=r"--length=5000: .* Set --length=4096"):
+        serve(Request("llama2-7b"), length=5000)
+    none, _ = serve(Request("llama3.1-405b"))
+    assert any("no single one holds it" in line for line in none)
+
+
+def test_optimal_sizes_are_of_decoders():
+    with pytest.raises(UserError, match="not of family vit"):
+        optimal(Request("vit-b16"))
 
 
 @pytest.mark.parametrize(
@@ -110,4 +124,6 @@ def test_optimal_and_examples_as_rows(capsys):
 def test_numbers_for_people():
     assert [money(x, "USD") for x in (0, 0.0066, 13.44, 2132, 1.85e6)] == ["$0.00", "$0.0066", "$13.44", "$2,130", "$1.85 million"]
     assert [rate(x) for x in (0.781, 22_706, 4_310_000)] == ["0.781", "22,700", "4.31 million"]
+    assert [money(x, "USD") for x in (1.65e9, 2e12)] == ["$1.65 billion", "$2,000 billion"] and duration(4e10) == "1,270 years"
+    assert _between("$350 million", "$142 million", "$1.65 billion") == " [$142 million .. $1.65 billion]" and _between("3 h", "2 h", "4 h") == " [2 .. 4]"
     assert energy(1230) == "1,230 J" and duration(0.02) == "20 ms" and duration(86_400 * 3) == "3 days"

@@ -92,7 +92,7 @@ def test_the_device_is_the_smallest_that_holds_all():
         need, device = value(rows, "serving/total"), find(row.value)
         assert device.memory * device.usable >= need
         fits = row.conditions["how"]["inputs"]["fits"]
-        assert all(find(name).memory * find(name).usable >= device.memory * device.usable for name in fits)
+        assert all(find(name).memory >= device.memory and "bf16" in find(name).peaks for name in fits)
     by_rule = next(r for r in large if r.name == "serving/device")
     assert find(by_rule.conditions["by_rule"]).memory < find(by_rule.value).memory  # the rule's device would run out of memory
     none = next(r for r in serving(config_of("llama3.1-405b")) if r.name == "serving/device")

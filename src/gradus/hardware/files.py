@@ -435,7 +435,11 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
                     raise UserError(f"{p.at()}: low, expected, high must not fall: {low:g}, {expected:g}, {high:g}.")
                 parts.append(Price(low, expected, high, currency, p.day("date") or date, sources_of(p, names)))
                 p.done()
-            if plain(find(key).name if key != name else key) == plain(name):
+            try:
+                of = key if key == name else find(key).name
+            except UserError as e:
+                raise UserError(f"{t.at()}: prices.{e}") from None
+            if plain(of) == plain(name):
                 answer = parts
         t.done()
     return answer

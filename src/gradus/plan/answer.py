@@ -108,6 +108,7 @@ def _best(request: Request, recipe: Recipe, task, cluster: Cluster, notes: list[
 # ---------------------------------------------------------------- what is asked
 
 DAY = 86_400.0
+MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
 TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
 SPLITS = tuple(f"layout.{key}" for key in ("shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"))
 
@@ -140,7 +141,7 @@ def open_recipe(request: Request, notes: list[str]):
     bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
     if bare:
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
-        recipe = recipes.load(bare, request.overrides, notes=notes, text=recipes.dump(base))
+        recipe = recipes.load(bare, [*request.overrides, *_samples_as_long(request.overrides)], notes=notes, text=recipes.dump(base))
         if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
@@ -154,6 +155,13 @@ def open_recipe(request: Request, notes: list[str]):
     notes += more
     recipe, task = _open(recipe, notes)
     return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
+
+
+def _samples_as_long(overrides) -> list[str]:
+    """data.max_len as model.seq_len was set: who gives a preset another length means its samples."""
+    set_to = {key: value for key, _, value in (o.partition("=") for o in overrides)}
+    length = set_to.get("model.seq_len", "")
+    return [f"data.max_len={length}"] if length.isdigit() and "data.max_len" not in set_to and "data" not in set_to else []
 
 
 def _open(recipe: Recipe, notes: list[str]):
@@ -222,6 +230,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
             raise UserError("--days: devices of which kind? Say --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
     cluster = hardware.cluster(request.on)
+    if cluster.n > MOST_DEVICES:
+        raise UserError(f"--on={request.on}: {cluster.n:,} devices; the plan goes up to {MOST_DEVICES:,}.")
     if cluster.device.kind == "tpu":
         raise UserError(f"{request.on}: Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware). Take a GPU.")
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
@@ -395,7 +405,7 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
         given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
         rows.append(figure(f"memory/{name}", memory.components.get(name, 0), "bytes", f"Σ bytes alive at the peak: {text}", given, TRACED, **at))
     parts = {name: memory.components.get(name, 0) for name in COMPONENTS}
-    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, **at))
+    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, TRACED, **at))
     given = {"allocated": memory.allocated}
     source = "c10/cuda/CUDACachingAllocator: units of 512 bytes, segments of 2 and 20 MiB; of a CPU what is allocated"
     rows.append(figure("memory/reserved", memory.reserved, "bytes", "allocated, as the caching allocator rounds it", given, source))
@@ -406,9 +416,10 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
         parts = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
         parts["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
         source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB a communicator"
-    rows.append(figure("memory/framework", memory.framework, "bytes", "context, kernels, communicators", parts, source))
+    text = "context and kernels + cuBLAS workspace + communicators × a communicator"
+    rows.append(figure("memory/framework", memory.framework, "bytes", text, parts, source))
     total = {"reserved": memory.reserved, "framework": memory.framework}
-    rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", total))
+    rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", total, "of the whole process: what has to fit"))
     if device:
         given = {"memory": device.memory, "usable": device.usable}
         rows.append(figure("memory/capacity", device.capacity, "bytes", "memory × usable part", given, device.source))
@@ -444,12 +455,12 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
             formula, given = _part(part, work, cluster)
             rows.append(figure(f"time/{part}", seconds, "s", formula, given, TIMED, of="step"))
     total = {part: seconds for part, seconds in time.parts.items() if seconds}
-    rows.append(figure("time/step", time.total, "s", "sum of the parts", total, low=time.low, high=time.high))
+    rows.append(figure("time/step", time.total, "s", "sum of the parts", total, TIMED, low=time.low, high=time.high))
     if work.tokens:
         given = {"places": work.tokens, "seconds": time.total}
-        rows.append(figure("time/tokens_per_s", work.tokens / time.total, "tokens/s", "places of a step (padding counted) / step time", given))
+        rows.append(figure("time/tokens_per_s", work.tokens / time.total, "tokens/s", "places of a step (padding counted) / step time", given, TIMED))
     given = {"samples": work.samples, "seconds": time.total}
-    rows.append(figure("time/samples_per_s", work.samples / time.total, "samples/s", "samples of a step / step time", given))
+    rows.append(figure("time/samples_per_s", work.samples / time.total, "samples/s", "samples of a step / step time", given, TIMED))
     return time, rows
 
 
@@ -589,7 +600,10 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     if cluster:
         recipe = _numbers(request, recipe, cluster, bool(bare), notes)
     precision = recipe.layout.precision.removeprefix("pure_")
-    rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, device=cluster and cluster.device)
+    try:
+        rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, device=cluster and cluster.device)
+    except UserError as e:  # by the names of the command line
+        raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: f"--{m[1].replace('seq_len', 'length')}=", str(e))) from None
     text = lines(request.recipe, rows, cluster and cluster.device, images=recipe.model.family == "vit")
     return [*text, *_notes([n for n in notes if not n.startswith("training settings") and "20 a parameter" not in n])], rows
 
@@ -604,6 +618,8 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
         raise UserError("--optimal: of a model's size alone: --on and --days have no effect. Leave them out.")
     _positive(request)
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
+    if recipe.model.family not in ("gpt", "llama"):
+        raise UserError(f"--optimal: the published fits are of decoders that continue text (gpt, llama), not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
     rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
     return optimal_lines(request.recipe, total, request.tokens, rows), rows

@@ -112,7 +112,8 @@ def budget(
     for i, case in enumerate(CASES):
         given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}
         rows.append(figure("budget/time", time[i], "s", "steps × seconds a step / goodput", given, good_source, case=case))
-        rows.append(figure("budget/device_hours", hours[i], "h", "devices × time", {"devices": n, "seconds": time[i]}, case=case))
+        given = {"devices": n, "seconds": time[i]}
+        rows.append(figure("budget/device_hours", hours[i], "h", "devices × seconds / 3600", given, good_source, case=case))
         if days is not None:
             given = {"device-hours": hours[i], "days": days}
             note = "at the same rate of each device: more devices reach less"
@@ -165,9 +166,11 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, watts: Cases | None, bu
     for i, case in enumerate(CASES):
         given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
         energy = watts[i] * step[i] * cluster.n
-        rows.append(figure("energy/step", energy, "J", "devices × W × seconds", {**given, "seconds": step[i]}, POWER_SOURCE, case=case, of="devices"))
+        put_in = {"devices": cluster.n, **given, "seconds": step[i]}
+        rows.append(figure("energy/step", energy, "J", "devices × W × seconds", put_in, POWER_SOURCE, case=case, of="devices"))
         devices = hours[i] * HOUR * watts[i]
-        rows.append(figure("budget/energy_device", devices, "J", "device-hours × W", {**given, "device-hours": hours[i]}, POWER_SOURCE, case=case))
+        put_in = {**given, "device-hours": hours[i]}
+        rows.append(figure("budget/energy_device", devices, "J", "device-hours × 3600 × W", put_in, POWER_SOURCE, case=case))
         node = devices * NODE[i]
         given = {"energy_device": devices, "node": NODE[i]}
         rows.append(figure("budget/energy_node", node, "J", "devices × (processors, fans, network, losses)", given, NODE_SOURCE, case=case))
@@ -176,5 +179,5 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, watts: Cases | None, bu
         rows.append(figure("budget/energy", facility, "J", "node × PUE: at the building's meter", given, pue_source, case=case))
         given = {"energy": facility, "kg/kWh": grid.intensity * KWH}
         source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
-        rows.append(figure("budget/co2", facility * grid.intensity, "kg", "energy × grid intensity", given, source, case=case, grid=grid.name))
+        rows.append(figure("budget/co2", facility * grid.intensity, "kg", "energy / 3.6e6 × kg/kWh", given, source, case=case, grid=grid.name))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
 from gradus.plan.budget import SIGNS
 from gradus.plan.figures import figure
+from gradus.plan.serving import ENCODERS, cache_of, serving
 from gradus.plan.work import Work
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.rows import Row
@@ -131,57 +133,20 @@ def order(one: dict[str, Any]) -> tuple:
     return (1, one["hours"], 0.0) if one["cost"] is None else (0, one["cost"][1], one["hours"])
 
 
-def serving(model: ModelConfig, batch: int = 1, tokens: int | None = None) -> list[dict[str, Any]]:
-    """For inference: what S3's rule says a precision needs, what weights and cache take (plan.serving), and the device of least memory for each.
-
-    dicts: precision, rule and rule_device, weights, cache, need (bytes) and device (None: no single one holds it), batch, tokens. [] for
-    what has no cache.
-    """
-    from gradus.plan import serving as served
-
-    if model.family in served.ENCODERS:
-        return []
-    answer = []
-    for numbers in ("fp32", "bf16", "fp16"):
-        found = {row.name.removeprefix("serving/"): row for row in served.serving(model, batch=batch, seq_len=tokens, precision=numbers)}
-        need, rule = found["total"].value, found["rule"].value
-        cache = found["kv_cache"].value + (found["cross_cache"].value if "cross_cache" in found else 0)
-        device, by_rule = least(need, numbers), least(rule, numbers)
-        answer.append(
-            {
-                "precision": numbers,
-                "rule": rule,
-                "rule_device": by_rule and by_rule.name,
-                "weights": found["weights"].value,
-                "cache": cache,
-                "need": need,
-                "device": device and device.name,
-                "batch": batch,
-                "tokens": found["total"].conditions["seq_len"],
-            }
-        )
-    return answer
-
-
-def least(need: float, numbers: str, path: str | Path | None = None) -> Device | None:
-    """The device with the least memory that holds `need` bytes and computes in `numbers`; of equals the cheapest, then the fastest."""
-
-    def key(d: Device) -> tuple:
-        price = hardware.price(d)
-        return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
-
-    return min((d for d in _candidates(path, None) if numbers in d.peaks and d.kind == "gpu" and d.capacity >= need), key=key, default=None)
+def to_serve(model: ModelConfig) -> list[list[Row]]:
+    """The rows of plan.serving in fp32, bf16 and fp16, one sequence of all its positions; [] for what has no cache."""
+    return [] if model.family in ENCODERS else [serving(model, precision=numbers) for numbers in ("fp32", "bf16", "fp16")]
 
 
 def devices(
     recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None, whole: bool = False
 ) -> tuple[list[str], list[Row]]:
     """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: hours and money of the recipe's steps, not of an epoch."""
-    ranked, served = rank_devices(recipe, task, path=path, names=names, whole=whole), serving(recipe.model)
+    ranked, served = rank_devices(recipe, task, path=path, names=names, whole=whole), to_serve(recipe.model)
     return lines(ranked, served), rows(ranked, served)
 
 
-def lines(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[str]:
+def lines(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -> list[str]:
     """The ranking as a table, and for a decoder what serving it takes."""
     from gradus.hardware.tables import table
     from gradus.plan.show import duration, money, size
@@ -201,14 +166,17 @@ def lines(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = No
     ]
     answer += table(header, body, {2, 3, 5, 6, 7, 8, 9})
     if served:
-        first = served[0]
-        at = f"batch {first['batch']}, {first['tokens']:,} tokens, before activations and framework"
-        answer += ["", f"One device to serve it on, {at}: the 1.2 rule knows no cache"]
+        at = served[0][0].conditions
+        source = f" and {at['source_len']:,} of source" if "source_len" in at else ""
+        answer += ["", f"One device to serve it on, one sequence of {at['seq_len']:,} tokens{source}, before activations and framework:"]
         body = []
-        for one in served:
-            sizes = [f"{one[k] / 1e9:.3g} GB" for k in ("rule", "weights", "cache", "need")]
-            body.append([one["precision"], sizes[0], one["rule_device"] or "several", *sizes[1:], one["device"] or "several"])
-        answer += table(["precision", "weights × 1.2", "least device", "weights", "cache", "together", "least device"], body, {1, 3, 4, 5})
+        for precision in served:
+            found = {row.name.removeprefix("serving/"): row for row in precision}
+            sizes = [f"{n / 1e9:.3g} GB" for n in (found["rule"].value, found["weights"].value, cache_of(found), found["total"].value)]
+            chosen = found["device"]
+            by_rule, fits = chosen.conditions["by_rule"], chosen.value if chosen.conditions["fits"] else "several"
+            body.append([chosen.conditions["precision"], sizes[0], by_rule.replace("none", "several"), *sizes[1:], fits])
+        answer += table(["precision", "weights × 1.2 (S3)", "least device", "weights", "cache", "with logits", "least device"], body, {1, 3, 4, 5})
     return answer
 
 
@@ -224,8 +192,8 @@ def _together(ranked: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     return list(found.values())
 
 
-def rows(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = None) -> list[Row]:
-    """The same as rows: device/memory, device/step, device/hours, device/cost, device/serving."""
+def rows(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -> list[Row]:
+    """The same as rows: device/memory, device/step, device/hours, device/cost; and those of serving."""
     answer = []
     for one in ranked:
         at = {"device": one["device"], "precision": one["precision"]}
@@ -239,8 +207,4 @@ def rows(ranked: list[dict[str, Any]], served: list[dict[str, Any]] | None = Non
         for case, cost in zip(("low", "expected", "high"), one["cost"] or ()):
             given = {"hours": one["hours"]}
             answer.append(figure("device/cost", cost, unit, "hours × price", given, case=case, per=per, date=one["date"], **at))
-    for one in served or ():
-        given = {"weights": one["weights"], "cache": one["cache"], "rule": one["rule"]}
-        at = {k: one[k] for k in ("precision", "device", "rule_device", "batch", "tokens")}
-        answer.append(figure("device/serving", one["need"], "bytes", "weights + 2 L k d tokens · bytes", given, "the rule: weights × 1.2 (S3)", **at))
-    return answer
+    return [*answer, *itertools.chain.from_iterable(served or ())]

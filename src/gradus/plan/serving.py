@@ -74,6 +74,8 @@ def serving(
     for name, value in (("batch", batch), ("seq_len", seq_len), ("source_len", source_len), ("bits", bits)):
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: must be 1 or more")
+    if bits is not None and bits > 32:
+        raise UserError(f"bits={bits}: of a weight, 32 or fewer. Set bits=8 or bits=4")
     cached = cache_precision or precision
     for name, value in (("precision", precision), ("cache_precision", cached)):
         if value not in BYTES:
@@ -86,7 +88,7 @@ def serving(
 
     total = models.count(config)["total"]
     given = {**sizes(config), "batch": batch, "tokens": length, **({"source": source} if both else {})}
-    where = {"batch": batch, "seq_len": length, "bits": bits, "cache": cached, **({"source_len": source} if both else {})}
+    where = {"batch": batch, "seq_len": length, "bits": bits, "precision": precision, "cache": cached, **({"source_len": source} if both else {})}
     weights = total * bits / 8
     rows = [figure("serving/weights", weights, "bytes", "P · Q / 8", {"P": total, "Q": bits}, POPE, **where)]
     own, cross = cache_bytes(config, batch, length, source_len=source, precision=cached)
@@ -107,7 +109,7 @@ def serving(
     left_out = "the prompt's activations, workspaces, the framework"
     rows.append(figure("serving/total", need, "bytes", "sum of the parts", parts, "", without=left_out, **where))
     rows += _rule(total, bits, own + cross, kv_per_token(config, cached), where)
-    rows.append(_device(need, 1.2 * weights, hardware.devices(path), left_out, where))
+    rows.append(_device(need, 1.2 * weights, precision, path, left_out, where))
     if device is not None:
         rows += _times(config, device, batch, length, source, bits, precision, own + cross, where)
     return rows
@@ -150,13 +152,21 @@ def _rule(total: int, bits: int, cache: int, each: int, where: dict) -> list[Row
     return rows
 
 
-def _device(need: float, rule: float, known: dict[str, Device], left_out: str, where: dict) -> Row:
-    """The GPU with the least memory that holds `need`; among equals the slowest memory, which costs least."""
-    gpus = sorted((d for d in known.values() if d.kind == "gpu"), key=lambda d: (d.capacity, d.bandwidth))
-    fits = [d.name for d in gpus if need <= d.capacity]
-    by_rule = [d.name for d in gpus if rule <= d.capacity]
+def least(need: float, numbers: str, path: Any = None) -> list[Device]:
+    """The GPUs that hold `need` bytes and compute in `numbers`, that with the least memory first; of equals the cheapest, then the fastest."""
+    from gradus import hardware
+
+    def key(d: Device) -> tuple:
+        price = hardware.price(d)
+        return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
+
+    return sorted((d for d in hardware.devices(path).values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need), key=key)
+
+
+def _device(need: float, rule: float, numbers: str, path: Any, left_out: str, where: dict) -> Row:
+    fits, by_rule = ([d.name for d in least(n, numbers, path)] for n in (need, rule))
+    text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; of equals the cheapest"
     given = {"total": need, "fits": fits}
-    text = "the least memory · usable part that is at least the total"
     more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": left_out}
     return figure("serving/device", fits[0] if fits else "none: split it over several", "", text, given, "the hardware file", **more, **where)
 
@@ -234,7 +244,9 @@ def lines(name: str, rows: list[Row], device: Device | None = None, images: bool
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)} ({need / capacity:.0%}{over}): {', '.join(parts)}")
     else:
         answer.append(f"memory    {size(need)}: {', '.join(parts)}")
-    answer.append(f"device    {least.value} is the one with the least memory that holds it; by the 1.2 rule {least.conditions['by_rule']}")
+    device_said = f"{least.value} has the least memory of those that hold it (of equals the cheapest)"
+    device_said = device_said if least.conditions["fits"] else "no single one holds it"
+    answer.append(f"device    {device_said}; by the 1.2 rule {least.conditions['by_rule']}")
     share = cache_of(found) / found["weights"].value
     holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: the cache alone is {share:.0%} of the weights"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
@@ -243,8 +255,9 @@ def lines(name: str, rows: list[Row], device: Device | None = None, images: bool
         answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence")
     if "decode_time" in found:
         decode, prefill = found["decode_time"], found["prefill_time"]
-        prompt = f"a prompt of {c.get('source_len') or c['seq_len']:,} tokens at least {duration(prefill.value)}"
-        said = f"{prompt}, then a token at least {duration(decode.value)}"
+        what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
+        prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens at least {duration(prefill.value)}"
+        said = f"{prompt}, then a token{of_each} at least {duration(decode.value)}"
         answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): at most {rate(found['tokens_per_s'].value)} tokens/s in all")
     elif "forward_time" in found:
         speed = rate(found["samples_per_s"].value)

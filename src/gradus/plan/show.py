@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradus.errors import UserError, did_you_mean
+from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def energy(joules: float) -> str:
 
 def duration(seconds: float) -> str:
     for unit, suffix in ((86_400 * 365, "years"), (86_400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if seconds >= 2 * unit or unit == 1e-3 or (unit == 1 and seconds >= 1):
-            return f"{seconds / unit:.3g} {suffix}"
+        if seconds >= 2 * unit or unit == 1e-3 or (unit == 1 and seconds >= 0.9995):
+            return f"{seconds / unit:.3g} {suffix}" if seconds / unit < 1000 else f"{rate(seconds / unit)} {suffix}"
     return f"{seconds:.3g} s"
 
 
@@ -53,19 +54,18 @@ def count(n: float) -> str:
 
 
 def money(amount: float, currency: str) -> str:
-    """Cents where they matter: $0.0066, $13.44, $2,132, $1.85 million."""
+    """Cents where they matter: $0.0066, $13.44, $2,130, $1.85 million."""
     from gradus.plan.budget import SIGNS
 
     sign = SIGNS.get(currency, currency if len(currency) == 1 else f"{currency} ")
-    if amount >= 1e6:
-        return f"{sign}{amount / 1e6:,.3g} million"
     return f"{sign}{rate(amount)}" if amount >= 100 else f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
 
 
 def rate(n: float) -> str:
-    """Three digits: 22,700; 4.31 million."""
-    if n >= 1e6:
-        return f"{n / 1e6:,.3g} million"
+    """Three digits: 22,700; 4.31 million; 1.65 billion."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if n >= unit:
+            return f"{n / unit:.3g} {name}" if n < 1000 * unit else f"{n / unit:,.0f} {name}"
     return f"{float(f'{n:.3g}'):,.0f}" if n >= 100 else f"{n:.3g}"
 
 
@@ -139,8 +139,8 @@ def _interval(cases: dict[str, Row]) -> str:
 
 
 def _between(text: str, low: str, high: str) -> str:
-    """' [30 .. 47]' where all three have one unit, else each with its own."""
-    unit = text.partition(" ")[2]
+    """' [30 .. 47]' where all three have one unit, else each with its own; money always: '[$142 million .. $1.65 billion]'."""
+    unit = "" if not text[:1].isdigit() else text.partition(" ")[2]
     low, high = (x.removesuffix(f" {unit}") if unit and all(y.endswith(f" {unit}") for y in (low, high)) else x for x in (low, high))
     return f" [{low} .. {high}]"
 
@@ -230,7 +230,29 @@ def _aside(row: Row) -> str:
     c = row.conditions
     if row.name.startswith("traffic/"):
         return f"  in {c['calls']:,.0f} calls ({c['kinds']}) of up to {c['group']:,}"
-    return f"  ({c['convention']})" if "convention" in c else ""
+    said = c.get("convention") or ABOUT.get(row.name)
+    return f"  ({said})" if said else ""
+
+
+ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | {
+    "memory/allocated": "their sum: what tensors take",
+    "memory/reserved": "what PyTorch's allocator takes for them",
+    "memory/framework": "the device's context, kernels, communicators",
+    "memory/device": "reserved and framework: what has to fit",
+    "memory/capacity": "what a program gets of the device",
+    "time/matmul": "matrix products",
+    "time/memory": "all that is bound by the memory's bandwidth: norms, activation functions, dropout, sums, losses",
+    "time/launch": "the device waits for the host to launch kernels",
+    "time/bubble": "stages of the pipeline wait for each other",
+    "time/host": "the optimizer's launches, and waiting for the slowest node",
+    "time/data": "the batch, from host to device",
+    "budget/time": "with the usual loss to failures and restarts",
+    "budget/energy_device": "the devices alone",
+    "budget/energy_node": "with processors, fans, network",
+    "budget/energy": "with the building: × PUE",
+    "budget/devices": "that would do it in the days given, if each kept its rate",
+    "energy/step": "the devices alone",
+}
 
 
 # ---------------------------------------------------------------- --explain
