@@ -263,6 +263,8 @@ def test_columns_as_documents(tmp_path):
     assert "row 2 has no column 'other'" not in error(Corpus.open(path, "other").make)
     assert "row 1: column 'other' holds 1, not text" in error(Corpus.open(path, "other").make)
     assert Corpus.open(path).key != Corpus.open(path, "other").key
+    path = write(tmp_path / "b.jsonl", '{"label": 0, "sentence": "a"}\n')
+    assert list(Corpus.column(path, None)) == ["a"], "the same column that the samples are taken from"
 
 
 @pytest.mark.shared_data

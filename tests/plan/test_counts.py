@@ -118,7 +118,7 @@ def test_experts_are_counted_whole_and_active():
 
 GPT = GPTConfig(vocab_size=97, n_layers=3, d_model=24, n_heads=4, seq_len=16)
 LLAMA = LlamaConfig(vocab_size=97, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=56, seq_len=16)
-WIDE = LlamaConfig(vocab_size=97, n_layers=2, d_model=32, n_heads=4, n_kv_heads=1, d_head=12, d_ff=56, seq_len=16, tie_output=True)
+WIDE = LlamaConfig(vocab_size=97, n_layers=2, d_model=32, n_heads=4, n_kv_heads=1, d_head=12, d_ff=56, seq_len=16, tie_output=True, qkv_bias=True)
 MOE = LlamaConfig(vocab_size=97, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=56, seq_len=16, n_experts=4, top_k=2)
 GPT_MOE = GPTConfig(vocab_size=97, n_layers=2, d_model=24, n_heads=4, seq_len=16, n_experts=3, top_k=1)
 BERT = BertConfig(vocab_size=97, n_layers=3, d_model=24, n_heads=4, d_ff=80, seq_len=16)

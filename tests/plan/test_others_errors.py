@@ -61,12 +61,9 @@ def test_1_all_states_are_divided_by_tensor_and_pipeline(part):
 def test_1_blooms_gradients_fit_beside_its_measured_memory():
     """670 GiB of gradients a device were printed for a run that took 59 GB in the whole."""
     layout = Layout(tensor=4, pipeline=12, precision="bf16", micro_batch=2)
-    states = formulas.megatron_bytes(models.count(BLOOM)["total"], 4, 12, 8)
-    ours = 4 * max(formulas.held_parameters(BLOOM, layout, rank) for rank in (0, 1, 11))
-    assert states["gradients"] == pytest.approx(4 * 176.2e9 / 48, rel=0.01)
-    for gradients in (states["gradients"], ours):
-        assert 10 * GIB < gradients < 25 * GIB
-    assert sum(states.values()) < 59e9
+    gradients = 4 * max(formulas.held_parameters(BLOOM, layout, rank) for rank in (0, 1, 11))
+    assert 10 * GIB < gradients < 25 * GIB
+    assert gradients == 4 * formulas.local_parameters(BLOOM, layout)
 
 
 def test_1_zero_divides_by_replicas_not_by_devices():
@@ -78,8 +75,6 @@ def test_1_zero_divides_by_replicas_not_by_devices():
     assert held(zero1, "optimizer") / held(whole, "optimizer") == pytest.approx(1 / 4, abs=0.02)
     assert held(zero1, "weights") == held(whole, "weights")
     assert held(trace(GPT, 4, tensor=2, shard=2), "optimizer") / held(whole, "optimizer") == pytest.approx(1 / 4, abs=0.03)
-    assert formulas.zero_bytes(1e9, 8, 1)["optimizer"] == 12e9 / 8
-    assert formulas.megatron_bytes(1e9, 4, 12, 8)["optimizer"] == 12e9 / 48 / 8
 
 
 def test_1_the_cache_has_keys_and_values_and_only_the_key_heads():
@@ -113,13 +108,6 @@ def test_1_the_inner_width_need_not_be_a_whole_multiple():
 
 
 # ---------------------------------------------------------------- 2: DeepSpeed's estimator
-
-
-def test_2_zero_2_is_that_of_the_paper():
-    """2Ψ + 14Ψ/N (Rajbhandari et al. 2020, figure 1: 7.5B on 64 devices, 16.6 GB); 4P + 16P/N and 2P + 18P/N were both to be read."""
-    for stage, gigabytes in ((1, 31.4), (2, 16.6), (3, 1.9)):
-        assert sum(formulas.zero_bytes(7.5e9, 64, stage).values()) / 1e9 == pytest.approx(gigabytes, abs=0.05)
-    assert sum(formulas.zero_bytes(7.5e9, 64, 0).values()) == 16 * 7.5e9
 
 
 def test_2_the_plan_is_more_than_states():

@@ -10,7 +10,7 @@ import pytest
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Link
 from gradus.plan import analytic, collectives, roofline
-from gradus.plan.analytic import analytic_work, model_flops, sizes
+from gradus.plan.analytic import analytic_work, shape_of, stacks_of
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.roofline import Parameters, matmul_share, op_seconds
 from gradus.plan.step import bubble_share, step_time
@@ -160,19 +160,18 @@ def test_products_and_attention_of_one_device_are_the_model_flops(family):
     """Forward and backward without recomputation; attention's backward pass does 5 products where the convention counts 4."""
     name, fields = FAMILIES[family]
     model = config_of(name, **fields)
-    z = sizes(model, 512)
     work = analytic_work(model, Layout(precision="bf16"), 1, samples=4, seq_len=512, micro_batch=4)
     total = sum(op.flops * op.count for op in work.micro if op.kind == "matmul")
-    for stack in z.stacks:
+    for stack in stacks_of(model, shape_of(model, 512)):
         pairs = stack.tokens**2 + stack.tokens * stack.memory
-        total += 12 * 4 * stack.layers * z.heads * z.head_dim * pairs
+        total += 12 * 4 * stack.layers * model.n_heads * model.head_dim * pairs
     assert total == pytest.approx(work.model_flops, rel=1e-9)
 
 
 def test_model_flops_of_gpt2_by_hand():
     layers, h, s, vocab = 12, 768, 1024, 50_257
-    z = sizes(config_of("gpt2-small"), s)
-    assert model_flops(z, 1) == pytest.approx(s * (6 * (layers * 12 * h * h + h * vocab) + 12 * layers * h * s))
+    work = analytic_work(config_of("gpt2-small"), Layout(), 1, samples=1, seq_len=s, micro_batch=1)
+    assert work.model_flops == pytest.approx(s * (6 * (layers * 12 * h * h + h * vocab) + 12 * layers * h * s))
 
 
 def test_megatron_with_full_recomputation_does_what_narayanan_counts():

@@ -7,17 +7,18 @@ reduced after the backward pass); "mosaic" is llm-foundry (fused attention, FSDP
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import NamedTuple
 
+from gradus.plan import formulas
+from gradus.plan.formulas import Shape, gated, kv_heads, n_experts, patches, two_sided
 from gradus.plan.work import Op, Transfer, Work
+from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 
 
-@dataclasses.dataclass(frozen=True)
-class Stack:
+class Stack(NamedTuple):
     """Layers that are alike. tokens, memory: of one sample; memory: what cross attention looks at, 0 for none."""
 
     layers: int
@@ -26,100 +27,18 @@ class Stack:
     memory: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """A model in the numbers that count."""
-
-    stacks: tuple[Stack, ...]
-    d_model: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    gated: bool
-    bias: bool
-    qkv_bias: bool
-    vocab: int  # of the output, 0: no head over a vocabulary
-    experts: int
-    top_k: int
-    dropout: float
-    rotary: bool
-    head_tokens: float  # of one sample, that the head sees
-    head_parameters: float  # of the head that are not the vocabulary's
-    embedding: float  # parameters of look-up tables that are not the head's
-    tied: bool
-    patch: int = 0  # inputs of a patch's projection
-    norm_parameters: int = 2  # by d_model: weight and bias, or weight
+def shape_of(m: ModelConfig, seq_len: int, target_len: int | None = None, selected: float | None = None) -> Shape:
+    """A sample of `seq_len` tokens, and of `target_len` (None: as many) where there is a decoder beside the encoder; an image has its own
+    number of patches. A masked-LM head computes at 15 of 100 places, or at the part `selected` (Devlin et al. 2019, section 3.1)."""
+    source, target = formulas.lengths(m, seq_len, target_len)
+    masked = m.family == "bert" and m.head in ("masked_lm", "pretraining")
+    return Shape(source, target, (0.15 if selected is None else selected) * source if masked else 0)
 
 
-def sizes(model: ModelConfig, seq_len: int) -> Sizes:
-    """The sizes of a model of any family at `seq_len` tokens a sample (ViT: its own number of patches)."""
-    h, a = model.d_model, model.n_heads
-    family = model.family
-    vocab = model.vocab_size or 0
-    common: dict[str, Any] = {"d_model": h, "heads": a, "kv_heads": getattr(model, "n_kv_heads", None) or a, "head_dim": model.head_dim,
-                              "d_ff": model.d_ff, "gated": False, "bias": True, "qkv_bias": True, "vocab": vocab, "experts": 0, "top_k": 1,
-                              "dropout": model.dropout, "rotary": False, "head_tokens": float(seq_len), "head_parameters": 0.0,
-                              "embedding": 0.0, "tied": getattr(model, "tie_output", True)}  # fmt: skip
-    if family in ("gpt", "llama"):
-        common |= {"experts": model.n_experts or 0, "top_k": model.top_k if model.n_experts else 1}
-    if family == "gpt":
-        stacks = (Stack(model.n_layers, seq_len, True),)
-        common |= {"bias": model.bias, "qkv_bias": model.bias, "embedding": model.seq_len * h}
-    elif family == "llama":
-        stacks = (Stack(model.n_layers, seq_len, True),)
-        common |= {"gated": True, "bias": False, "qkv_bias": False, "rotary": True, "norm_parameters": 1}
-    elif family == "bert":
-        stacks = (Stack(model.n_layers, seq_len, False),)
-        head = model.head in ("masked_lm", "pretraining")
-        common |= {"embedding": (model.seq_len + model.n_token_types + 1) * h + (0 if head else vocab * h),
-                   "head_parameters": (h * h if head else 0) + (h * h if model.pooler else 0), "vocab": vocab if head else 0, "tied": True,
-                   "head_tokens": seq_len * 0.15 if head else 1.0}  # fmt: skip
-    elif family == "vit":
-        tokens = (model.image_size // model.patch_size) ** 2 + (model.pool == "class_token")
-        inputs = model.n_channels * model.patch_size**2
-        stacks = (Stack(model.n_layers, tokens, False),)
-        common |= {"vocab": 0, "head_tokens": 1.0, "head_parameters": h * (model.n_classes or 0), "embedding": tokens * h, "patch": inputs}
-    else:  # t5, seq2seq
-        decoder = model.n_decoder_layers or model.n_layers
-        stacks = (Stack(model.n_layers, seq_len, False), Stack(decoder, seq_len, True, seq_len))
-        if family == "t5":
-            common |= {"gated": model.gated, "bias": False, "qkv_bias": False, "norm_parameters": 1}
-        else:
-            common |= {"embedding": 0.0 if model.share_embeddings else vocab * h, "vocab": model.target_vocab_size or vocab}
-    return Sizes(stacks=stacks, **common)
-
-
-def layer_matrices(z: Sizes, cross: bool, active: bool = False) -> float:
-    """Weights of one layer's matrices; of experts all, or those that a token takes."""
-    inner, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
-    attention = 2 * z.d_model * inner + 2 * z.d_model * kv
-    one = (3 if z.gated else 2) * z.d_model * z.d_ff
-    copies = 1 if not z.experts else (z.top_k if active else z.experts)
-    return attention * (2 if cross else 1) + one * copies + (z.d_model * z.experts if z.experts else 0)
-
-
-def _rest(z: Sizes, cross: bool) -> float:
-    """Biases and norms of one layer."""
-    inner, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
-    biases = (z.d_ff + z.d_model if z.bias else 0) * max(z.experts, 1) + (inner + 2 * kv + z.d_model if z.qkv_bias else 0) * (2 if cross else 1)
-    return biases + z.norm_parameters * z.d_model * (3 if cross else 2)
-
-
-def model_flops(z: Sizes, samples: float) -> float:
-    """Of a step: 6 for each weight of a matrix and token, 12 for each head, its width, query and key; attention's full matrix
-    (Chowdhery et al. 2022, appendix B). No recomputation."""
-    total = 0.0
-    for stack in z.stacks:
-        inner, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
-        total += stack.layers * (6 * stack.tokens * layer_matrices(z, False, active=True) + 12 * stack.tokens**2 * inner)
-        if stack.memory:
-            total += stack.layers * (12 * z.d_model * inner * stack.tokens + 12 * z.d_model * kv * stack.memory
-                                     + 12 * stack.tokens * stack.memory * inner)  # fmt: skip
-    total += 6 * z.head_tokens * z.d_model * z.vocab + 6 * z.head_tokens * z.head_parameters
-    if z.patch:
-        total += 6 * z.patch * z.d_model * z.stacks[0].tokens
-    return total * samples
+def stacks_of(m: ModelConfig, shape: Shape) -> tuple[Stack, ...]:
+    if shape.target:
+        return Stack(m.n_layers, shape.source, False), Stack(m.n_decoder_layers or m.n_layers, shape.target, True, shape.source)
+    return (Stack(m.n_layers, shape.source, m.family in ("gpt", "llama")),)
 
 
 class _Ops:
@@ -133,11 +52,13 @@ class _Ops:
     def add(self, kind: str, name: str, phase: str, flops: float, size: float, shape: tuple = (), launches: float = 1, times: float = 1) -> None:
         self.ops.append(Op(kind, name, self.dtype, phase, flops, size, shape, self.count * times, launches))
 
-    def matmul(self, name: str, m: float, n: float, k: float, batch: float = 1, again: bool = True, weight: bool = True, times: float = 1) -> None:
-        """m × k by k × n, its two products of the backward pass, and once more if the layer is computed again."""
+    def matmul(self, name: str, m: float, n: float, k: float, batch: float = 1, again: bool = True, weight: bool = True, times: float = 1,
+               given: bool = False) -> None:  # fmt: skip
+        """m × k by k × n, its two products of the backward pass, and once more if the layer is computed again. given: m × k are data."""
         flops, size = 2.0 * batch * m * n * k, self.width * batch * (m * k + k * n + m * n)
         self.add("matmul", name, "forward", flops, size, (batch, m, n, k), times=times)
-        self.add("matmul", name, "backward", flops, size, (batch, m, k, n), times=times)
+        if not given:
+            self.add("matmul", name, "backward", flops, size, (batch, m, k, n), times=times)
         if not (weight and self.frozen):
             self.add("matmul", name, "backward", flops, size, (batch, k, n, m), times=times)
         if again and self.recompute == "full":
@@ -177,26 +98,26 @@ class _Ops:
         self.recompute, self.dtype = recompute, dtype
 
 
-def _residual(o: _Ops, z: Sizes, share: float, style: str) -> None:
+def _residual(o: _Ops, m: ModelConfig, share: float, style: str) -> None:
     """The sum with the residual stream, dropout before it; megatron's is one kernel (bias, dropout, sum)."""
     w = o.width
     if style == "megatron":
         o.memory("residual", (3 * w + 1) * share, (2 * w + 1) * share)
-    elif z.dropout > 0:
+    elif m.dropout > 0:
         o.memory("residual", (5 * w + 1) * share, (4 * w + 1) * share, launches=2)
     else:
         o.memory("residual", 3 * w * share, 2 * w * share, back=0)
 
 
-def _layer(o: _Ops, z: Sizes, stack: Stack, b: float, tensor: int, context: int, expert: int, style: str, sequence: bool, naive: bool) -> None:
+def _layer(o: _Ops, m: ModelConfig, stack: Stack, b: float, tensor: int, context: int, expert: int, style: str, sequence: bool, naive: bool) -> None:
     """One layer of a stack, forward, backward and what is computed again, on one device."""
     s = stack.tokens / context
     tokens = b * s
     w = o.width
-    h, d = z.d_model, z.head_dim
-    heads, kv = z.heads / tensor, max(z.kv_heads / tensor, 1)
+    h, d = m.d_model, m.head_dim
+    heads, kv = m.n_heads / tensor, max(kv_heads(m) / tensor, 1)
     inner, kv_inner = heads * d, kv * d
-    f = z.d_ff / tensor
+    f = m.d_ff / tensor
     share = tokens * h / (tensor if sequence else 1)  # elements of the residual stream on this device
     fused = not naive and style != "megatron"
     for cross in (False, True) if stack.memory else (False,):
@@ -208,100 +129,99 @@ def _layer(o: _Ops, z: Sizes, stack: Stack, b: float, tensor: int, context: int,
             o.matmul("key_value", key_tokens, kv_inner, h, times=2)
         else:
             o.matmul("query_key_value", tokens, inner + 2 * kv_inner, h)
-        if z.rotary:
+        if m.family == "llama":
             o.memory("rotary", 6 * w * (tokens * inner + key_tokens * kv_inner), launches=8)
         o.memory("heads", 2 * w * tokens * inner, 4 * w * (tokens * inner + key_tokens * kv_inner), launches=1, back=4)
-        o.core("attention", b, heads, s, keys, d, stack.causal and not cross, fused, z.dropout > 0 or style == "megatron")
+        o.core("attention", b, heads, s, keys, d, stack.causal and not cross, fused, m.dropout > 0 or style == "megatron")
         o.matmul("attention_output", tokens, h, inner)
-        _residual(o, z, share, style)
+        _residual(o, m, share, style)
     o.memory("norm", 2 * w * share)
     times = 1.0
     ff_tokens = tokens
-    if z.experts:
-        local = max(z.experts / expert, 1)
-        ff_tokens, times = tokens * z.top_k / local * (expert / expert), local
-        o.matmul("router", tokens, z.experts, h)
-        o.memory("dispatch", 6 * w * tokens * h * z.top_k, launches=12)
-    if z.gated:
+    experts = n_experts(m)
+    if experts:
+        local = max(experts / expert, 1)
+        ff_tokens, times = tokens * m.top_k / local, local
+        o.matmul("router", tokens, experts, h)
+        o.memory("dispatch", 6 * w * tokens * h * m.top_k, launches=12)
+    if gated(m):
         o.matmul("feedforward_in", ff_tokens, f, h, times=2 * times)
         o.memory("activation", 5 * w * ff_tokens * f * times, 8 * w * ff_tokens * f * times, launches=2 * times)
     else:
         o.matmul("feedforward_in", ff_tokens, f, h, times=times)
         o.memory("activation", 2 * w * ff_tokens * f * times, 3 * w * ff_tokens * f * times, launches=times)
     o.matmul("feedforward_out", ff_tokens, h, f, times=times)
-    _residual(o, z, share, style)
+    _residual(o, m, share, style)
 
 
 def analytic_work(
     model: ModelConfig, layout: Layout, n: int, *, samples: int, seq_len: int, micro_batch: int, style: str = "gradus", dtype: str | None = None,
-    pad: bool = True, frozen: bool = False,
+    pad: bool = True, frozen: bool = False, target_len: int | None = None, selected: float | None = None,
+    transfers: list[Transfer] | None = None,
 ) -> Work:  # fmt: skip
     """The work of one optimizer step on the busiest of `n` devices.
 
-    samples: of the whole step; seq_len: tokens of one (for encoder-decoders of either side); micro_batch: samples of one forward pass on
-    one device. dtype: what matrix products are computed in, where that is not the layout's precision (fp8). pad: style "megatron" makes
-    the vocabulary a multiple of 128 × tensor. frozen: only small adapters are trained. The layout must fit n.
+    samples: of the whole step; seq_len, target_len, selected: as `shape_of`; micro_batch: samples of one forward pass on one device.
+    dtype: what matrix products are computed in, where that is not the layout's precision (fp8). pad: style "megatron" makes the vocabulary
+    a multiple of 128 × tensor. frozen: only small adapters are trained. transfers: what is sent (`formulas.traffic`);
+    None: what other software sends. The layout must fit n.
     """
-    z = sizes(model, seq_len)
-    if style == "megatron" and z.vocab and pad:
+    if style == "megatron" and pad and model.vocab_size:
         unit = 128 * layout.tensor
-        z = dataclasses.replace(z, vocab=-(-z.vocab // unit) * unit)
+        model = model.model_copy(update={"vocab_size": -(-model.vocab_size // unit) * unit})
     tensor, stages, context, expert, shard = layout.tensor, layout.pipeline, layout.context, layout.expert, layout.shard
     replicas = max(n // (tensor * stages * context * expert * shard), 1)
     groups = replicas * expert * shard  # that see different samples
     m = max(1, round(samples / (groups * micro_batch)))
-    half = layout.precision != "fp32"
-    computed = dtype or ("tf32" if layout.precision == "fp32" and layout.tf32 else layout.precision.removeprefix("pure_"))
+    precision = layout.param_dtype if layout.precision == "fp32" and shard > 1 and layout.param_dtype else layout.precision
+    half, pure = precision != "fp32", precision.startswith("pure_")
+    computed = dtype or ("tf32" if precision == "fp32" and layout.tf32 else precision.removeprefix("pure_"))
     width = 2.0 if half else 4.0
-    virtual = layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") and stages > 1 else 1)
     sequence = tensor > 1 and layout.sequence_parallel
     checkpoint = {"full": "full", "selective": "core", "attention": "core"}.get(layout.checkpointing, "")
-    naive = layout.attention == "naive"
 
     # on this stage: its share of the layers, and of the embedding and the head what the last stage has
     ops: list[Op] = []
-    layers = sum(stack.layers for stack in z.stacks)
-    weights = 0.0  # of the layers on this device
-    for stack in z.stacks:
-        mine = -(-stack.layers // stages) if len(z.stacks) == 1 else stack.layers / stages
+    shape = shape_of(model, seq_len, target_len, selected)
+    stacks, h = stacks_of(model, shape), model.d_model
+    last, layers = stacks[-1], sum(stack.layers for stack in stacks)
+    for stack in stacks:
+        mine = -(-stack.layers // stages) if len(stacks) == 1 else stack.layers / stages
         o = _Ops(computed, width, mine, checkpoint, frozen)
-        _layer(o, z, stack, micro_batch, tensor, context, expert, style, sequence, naive)
+        _layer(o, model, stack, micro_batch, tensor, context, expert, style, sequence, layout.attention == "naive")
         ops += o.ops
-        ff = layer_matrices(z, False) - layer_matrices(dataclasses.replace(z, d_ff=0), False)
-        weights += mine * ((layer_matrices(z, bool(stack.memory)) - ff + ff / (expert if z.experts else 1)) / tensor + _rest(z, bool(stack.memory)))
-    last = z.stacks[-1]
-    tokens = micro_batch * last.tokens / context
+    tokens = micro_batch * last.tokens / context  # of the stream
     o = _Ops(computed, width, 1, "", frozen)
-    vocabulary = z.vocab * z.d_model / tensor
-    if z.vocab:
-        seen = micro_batch * z.head_tokens / context
-        logits = seen * z.vocab / (tensor if layout.vocab_parallel or style == "megatron" else 1)
-        o.matmul("logits", seen, z.vocab / tensor, z.d_model)
-        o.memory("loss", (6 + 12) * logits if half else 12 * logits, (12 + 6) * logits if half else 12 * logits, launches=6)
+    vocabulary = 0.0  # weights of the output projection on this device
+    for places, d_in, d_out in formulas.head_products(model, shape):
+        if model.family == "vit" or d_out != formulas.vocabulary(model):
+            o.matmul("logits_other", micro_batch * places, d_out, d_in)
+            continue
+        vocabulary = d_in * d_out / tensor
+        seen = micro_batch * places / context
+        logits = seen * d_out / (tensor if layout.vocab_parallel or style == "megatron" else 1)
+        o.matmul("logits", seen, d_out / tensor, d_in)
+        o.memory("loss", (18 if half else 12) * logits, (18 if half else 12) * logits, launches=6)
         if stages == 1:
-            o.memory("embedding", 2 * width * tokens * z.d_model, 8 * vocabulary + 3 * width * tokens * z.d_model, launches=2)
-    if z.head_parameters:
-        o.matmul("logits_other", micro_batch * z.head_tokens, z.head_parameters / z.d_model, z.d_model)
-    if z.patch and stages == 1:
-        o.matmul("embedding_patches", micro_batch * z.stacks[0].tokens, z.d_model, z.patch)
+            o.memory("embedding", 2 * width * tokens * h, 8 * vocabulary + 3 * width * tokens * h, launches=2)
+    inputs = model.n_channels * model.patch_size**2 if model.family == "vit" else 0  # numbers of a patch
+    if inputs and stages == 1:
+        o.matmul("embedding_patches", micro_batch * patches(model), h, inputs, given=True)
     ops += o.ops
-    ends = vocabulary * (1 if z.tied or stages > 1 else 2) + (z.embedding + z.head_parameters + z.patch * z.d_model) / (1 if stages == 1 else 2)
-    here = weights + ends
+    here = formulas.local_parameters(model, layout)
 
     # per micro-batch, by weight: casts of autocast, adding up of gradients
     o = _Ops("fp32", width, 1, "")
-    pure = layout.precision.startswith("pure_")
     tensors = 12.0 * layers / stages + 4
     if style == "gradus" and half and not pure and shard == 1:
         o.add("memory", "cast", "forward", 0.0, 6 * here, launches=tensors / 2)
         o.add("memory", "cast", "backward", 0.0, 6 * here, launches=tensors / 2)
-    if frozen:
-        pass
-    elif m > 1 and style != "mosaic":
-        size = width if pure or style == "megatron" else 4.0
-        o.add("memory", "accumulate", "backward", 0.0, (3 * size if style == "gradus" else 2 * size + width) * here / shard, launches=tensors)
-    elif style == "mosaic" and m > 1:
-        o.add("memory", "accumulate", "backward", 0.0, 12.0 * here / max(shard, 1), launches=layers)
+    if m > 1 and not frozen:
+        if style == "mosaic":
+            o.add("memory", "accumulate", "backward", 0.0, 12.0 * here / shard, launches=layers)
+        else:
+            size = width if pure or style == "megatron" else 4.0
+            o.add("memory", "accumulate", "backward", 0.0, (3 * size if style == "gradus" else 2 * size + width) * here / shard, launches=tensors)
     ops += o.ops
 
     # once a step
@@ -315,72 +235,72 @@ def analytic_work(
         size = 2.0 if pure else 4.0
         o.add("memory", "norm", "optimizer", 0.0, 4 * size * trained / shard, launches=tensors / 4)
         o.add("memory", "adam", "optimizer", 0.0, 7 * size * owned, launches=tensors / 4)
-    step = o.ops
 
-    # communication
-    transfers: list[Transfer] = []
-    send = transfers.append
-    mine = layers / stages
+    if transfers is None:
+        transfers = _transfers(model, layout, n, style, width * tokens * h, layers, m, here, vocabulary, frozen)
+    every = micro_batch * m * groups
+    return Work(ops, o.ops, transfers, micro_batches=m, stages=stages, virtual=stages_per_process(layout), schedule=layout.schedule, samples=every,
+                tokens=every * sum(stack.tokens for stack in stacks), model_flops=every * formulas.closed_form(model, shape),
+                data_bytes=micro_batch * m * last.tokens * (4.0 * inputs or 8.0), software=style)  # fmt: skip
+
+
+def _transfers(
+    model: ModelConfig, layout: Layout, n: int, style: str, stream: float, layers: float, m: int, here: float, vocabulary: float, frozen: bool
+) -> list[Transfer]:
+    """By the axes' usual closed forms. stream: bytes of a micro-batch's hidden states; here: weights of the device; vocabulary: of the output
+    projection on it."""
+    out: list[Transfer] = []
+    tensor, stages, context, expert, shard = layout.tensor, layout.pipeline, layout.context, layout.expert, layout.shard
+    pure, half, mine = layout.precision.startswith("pure_"), layout.precision != "fp32", layers / stages * m
+
+    def send(axis: str, kind: str, payload: float, calls: float, group: int, stride: int, phase: str, hidden: str = "") -> None:
+        out.append(Transfer(axis, kind, payload, calls, group, stride, phase, hidden))
+
     if tensor > 1:
-        payload = width * micro_batch * last.tokens / context * z.d_model
-        sublayers = 2 + (1 if last.memory else 0) / 2
-        again = 1 if checkpoint == "full" else 0
-        for phase, times in (("forward", 1), ("recompute", again), ("backward", 1)):
-            if not times:
-                continue
-            if sequence:
-                send(Transfer("tensor", "all_gather", payload, sublayers * mine * m * (2 if phase == "backward" else 1), tensor, 1, phase))
-                send(Transfer("tensor", "reduce_scatter", payload, sublayers * mine * m, tensor, 1, phase))
+        times = mine * (2.5 if two_sided(model) else 2)  # sublayers, of decoders one more
+        for phase in ("forward", "recompute", "backward") if layout.checkpointing == "full" else ("forward", "backward"):
+            if layout.sequence_parallel:
+                send("tensor", "all_gather", stream, times * (2 if phase == "backward" else 1), tensor, 1, phase)
+                send("tensor", "reduce_scatter", stream, times, tensor, 1, phase)
             else:
-                send(Transfer("tensor", "all_reduce", payload, sublayers * mine * m, tensor, 1, phase))
+                send("tensor", "all_reduce", stream, times, tensor, 1, phase)
     if context > 1:
-        chunk = 2 * width * micro_batch * last.tokens / context * z.kv_heads * z.head_dim / tensor
-        if layout.context_method == "ring":
-            send(Transfer("context", "send", chunk, (context - 1) * mine * m, context, tensor, "forward", "forward"))
-            send(Transfer("context", "send", 2 * chunk, (context - 1) * mine * m, context, tensor, "backward", "backward"))
-        else:
-            payload = width * micro_batch * last.tokens / context * z.heads * z.head_dim / tensor * context
-            for phase in ("forward", "backward"):
-                send(Transfer("context", "all_to_all", payload / context, 4 * mine * m, context, tensor, phase))
-    if expert > 1 and z.experts:
-        payload = width * z.top_k * micro_batch * last.tokens / context * z.d_model
+        of_heads = stream * model.head_dim / model.d_model / tensor  # bytes of one head's part
         for phase in ("forward", "backward"):
-            send(Transfer("expert", "all_to_all", payload, 2 * mine * m, expert, tensor * context * shard, phase))
-    stride = tensor
+            if layout.context_method == "ring":
+                chunk = 2 * of_heads * kv_heads(model) * (2 if phase == "backward" else 1)
+                send("context", "send", chunk, (context - 1) * mine, context, tensor, phase, phase)
+            else:
+                send("context", "all_to_all", of_heads * model.n_heads, 4 * mine, context, tensor, phase)
+    if expert > 1 and n_experts(model):
+        for phase in ("forward", "backward"):
+            send("expert", "all_to_all", model.top_k * stream, 2 * mine, expert, tensor * context, phase)
     reduced = 2.0 if pure or style == "megatron" else 4.0
-    if shard * context > 1 and shard > 1:
-        gathered = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}[layout.param_dtype or ("bf16" if half else "fp32")]
-        scattered = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}[layout.reduce_dtype or ("bf16" if pure else "fp32")]
-        units = mine + 1
-        group = shard * context
-        send(Transfer("shard", "all_gather", gathered * here / units, units * m, group, stride, "forward", "forward"))
-        if layout.reshard:
-            send(Transfer("shard", "all_gather", gathered * here / units, units * m, group, stride, "backward", "backward"))
-        send(Transfer("shard", "reduce_scatter", scattered * here / units, units * m, group, stride, "backward", "backward"))
-        if replicas * expert > 1:
-            send(Transfer("replicate", "all_reduce", scattered * here / shard, 1, replicas * expert, stride * group, "backward", "backward"))
-    elif replicas * expert * context > 1 and not frozen:
-        group = replicas * expert * context
+    copies = max(n // (tensor * stages * context * shard), 1)  # of all weights but the experts
+    if shard > 1:
+        group, units = shard * context, layers / stages + 1
+        gathered, scattered = (BYTES[of or default] * here for of, default in
+                               ((layout.param_dtype, "bf16" if half else "fp32"), (layout.reduce_dtype, "bf16" if pure else "fp32")))  # fmt: skip
+        for phase in ("forward", "backward") if layout.reshard else ("forward",):
+            send("shard", "all_gather", gathered / units, units * m, group, tensor, phase, phase)
+        send("shard", "reduce_scatter", scattered / units, units * m, group, tensor, "backward", "backward")
+        if copies > 1:
+            send("replicate", "all_reduce", scattered / shard, 1, copies, tensor * group, "backward", "backward")
+    elif copies * context > 1 and not frozen:
+        group = copies * context
         if style == "megatron":
-            send(Transfer("replicate", "all_reduce", reduced * here, 1, group, stride, "optimizer"))
+            send("replicate", "all_reduce", reduced * here, 1, group, tensor, "optimizer")
         else:
-            bucket = layout.bucket_mb * 2**20
-            calls = max(1.0, reduced * here / bucket)
-            send(Transfer("replicate", "all_reduce", reduced * here * (calls - 1) / calls**2, calls, group, stride, "backward", "backward"))
-            send(Transfer("replicate", "all_reduce", reduced * here / calls, 1, group, stride, "optimizer"))
+            calls = max(1.0, reduced * here / (layout.bucket_mb * 2**20))
+            send("replicate", "all_reduce", reduced * here * (calls - 1) / calls**2, calls, group, tensor, "backward", "backward")
+            send("replicate", "all_reduce", reduced * here / calls, 1, group, tensor, "optimizer")
         if layout.shard_optimizer:
-            send(Transfer("replicate", "all_gather", width * here, 1, group, stride, "optimizer"))
+            send("replicate", "all_gather", (2.0 if half else 4.0) * here, 1, group, tensor, "optimizer")
     if stages > 1:
         # each tensor rank sends its part (Narayanan et al. 2021, section 4.1); the other direction's backward pass travels meanwhile
-        payload = width * micro_batch * last.tokens / context * z.d_model / (tensor if sequence or style == "megatron" else 1)
-        apart = n // stages
-        send(Transfer("pipeline", "send", payload, m * virtual, stages, apart, "forward"))
-        send(Transfer("pipeline", "send", payload, m * virtual, stages, apart, "backward", "both"))
-        if z.tied and z.vocab:
-            send(Transfer("pipeline", "all_reduce", reduced * vocabulary, 1, 2, apart * (stages - 1), "optimizer"))
-
-    every = micro_batch * m * groups
-    return Work(ops, step, transfers, micro_batches=m, stages=stages, virtual=virtual, schedule=layout.schedule, samples=every,
-                tokens=every * sum(stack.tokens for stack in z.stacks), model_flops=model_flops(z, every),
-                data_bytes=8.0 * micro_batch * m * last.tokens if not z.patch else 4.0 * micro_batch * m * z.patch * last.tokens,
-                software=style)  # fmt: skip
+        payload, apart = stream / (tensor if layout.sequence_parallel or style == "megatron" else 1), n // stages
+        send("pipeline", "send", payload, m * stages_per_process(layout), stages, apart, "forward")
+        send("pipeline", "send", payload, m * stages_per_process(layout), stages, apart, "backward", "both")
+        if vocabulary and getattr(model, "tie_output", True):
+            send("pipeline", "all_reduce", reduced * vocabulary, 1, 2, apart * (stages - 1), "optimizer")
+    return out

@@ -20,6 +20,7 @@ from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan.batches import complete
 from gradus.plan.figures import figure
+from gradus.plan.formulas import Shape, closed_form, vit_tokens
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -42,8 +43,8 @@ PARAMETERS = {  # family -> (formula, source)
         "Radford et al. 2019, section 2.3; Brown et al. 2020, section 2.1",
     ),
     "llama": (
-        "L(2h·a·d + 2h·k·d + 3hf + 2h) + h + Vh [+ Vh untied]",
-        "Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2",
+        "L(2h·a·d + 2h·k·d + 3hf + 2h [+ (a+2k)·d qkv_bias]) + h + Vh [+ Vh untied]",
+        "Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2; qkv_bias: Yang et al. 2024, section 2.2.1",
     ),
     "bert": (
         "(V+s+T)h + 2h + L(4h²+4h + 2hf+f+h + 4h) [+ pooler h²+h] [+ masked LM h²+h+2h+V] [+ next sentence 2h+2] [+ classes hC+C]",
@@ -107,14 +108,6 @@ def sizes(config: ModelConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- what a sample is
 
 
-class Shape(NamedTuple):
-    """One training sample as the model sees it, in positions. Of decoders and encoders `source` is the sequence and `target` 0."""
-
-    source: int
-    target: int = 0
-    selected: int = 0  # places at which a masked-LM head computes
-
-
 def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
     """A full-length sample of this recipe, as its task makes it. seq_len: tokens of a row; None: data.max_len, or model.seq_len.
 
@@ -126,7 +119,7 @@ def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
             raise UserError(
                 f"seq_len={seq_len}: an image's length is its patches. Set model.image_size={model.image_size} or model.patch_size={model.patch_size}"
             )
-        return Shape((model.image_size // model.patch_size) ** 2 + (model.pool == "class_token"))
+        return Shape(vit_tokens(model))
     if task.name == "copy":
         return Shape(task.length, task.length - (task.start == "first"))
     n = seq_len or getattr(recipe.data, "max_len", None) or model.seq_len
@@ -144,38 +137,6 @@ def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
 
 
 # ---------------------------------------------------------------- operations
-
-
-def closed_form(config: ModelConfig, shape: Shape) -> int:
-    """Operations of forward and backward pass over one sample, attention's full matrix: 6·N_mm a token, and 12·a·d a pair of query and key.
-
-    N_mm are the weights that multiply (Chowdhery et al. 2022, appendix B). Of the encoder-decoder the encoder's weights, and those of the
-    decoder that make keys and values of the encoder's output, act on the source, the rest on the target. A masked-LM head acts on the
-    places it is asked for. Patches need no gradient of the image: 4 a weight instead of 6.
-    """
-    c, (s, t, selected) = config, shape
-    h, d = c.d_model, c.head_dim
-    queries, keys = c.n_heads * d, (getattr(c, "n_kv_heads", None) or c.n_heads) * d
-    attention = 2 * h * queries + 2 * h * keys
-    gated = c.family == "llama" or getattr(c, "gated", False)
-    ff = (3 if gated else 2) * h * c.d_ff
-    if getattr(c, "n_experts", None):
-        ff = c.top_k * ff + h * c.n_experts
-    encoder = c.n_layers * (6 * (attention + ff) * s + 12 * queries * s * s)
-    if c.family in ("gpt", "llama"):
-        return encoder + 6 * h * c.vocab_size * s
-    if c.family == "bert":
-        head = {"none": 0, "masked_lm": 0, "pretraining": h * h + 2 * h, "classification": h * h + h * (c.n_classes or 0)}[c.head]
-        if c.head in ("masked_lm", "pretraining"):
-            head += selected * (h * h + h * c.vocab_size)
-        return encoder + 6 * head
-    if c.family == "vit":
-        n = (c.image_size // c.patch_size) ** 2
-        return encoder + 4 * c.n_channels * c.patch_size**2 * h * n + 6 * h * (c.n_classes or 0)
-    layers = c.n_decoder_layers or c.n_layers
-    cross = 6 * 2 * h * queries * (s + t)  # keys and values of the source, queries and the output of the target
-    decoder = layers * (6 * (attention + ff) * t + cross + 12 * queries * (t * t + t * s))
-    return encoder + decoder + 6 * h * (getattr(c, "target_vocab_size", None) or c.vocab_size) * t
 
 
 FORMULAS = {

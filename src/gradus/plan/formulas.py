@@ -16,11 +16,11 @@ import math
 from typing import NamedTuple
 
 from gradus.plan.work import COMPONENTS, Transfer
+from gradus.recipe.axes import DATA, sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, ModelConfig
 
 PARAMETERS = ("embeddings", "attention", "feedforward", "experts", "norms", "head")  # as models.count, whose feedforward includes experts
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure_bf16": 2, "pure_fp16": 2}
-DATA = ("replicate", "expert", "shard")
 
 
 # ---------------------------------------------------------------- what a model is made of
@@ -75,10 +75,10 @@ def _linear(component: str, d_in: int, d_out: int, bias: bool, how: str = "whole
 
 
 def _attention(m: ModelConfig, bias: bool) -> list[Part]:
-    """Vaswani et al. 2017, section 3.2.2; fewer key heads: Ainslie et al. 2023."""
+    """Vaswani et al. 2017, section 3.2.2; fewer key heads: Ainslie et al. 2023; biases of all but the output: Yang et al. 2024, section 2.2.1."""
     h, inner = m.d_model, m.n_heads * m.head_dim
-    keys = (getattr(m, "n_kv_heads", None) or m.n_heads) * m.head_dim
-    into = [part for width in (inner, keys, keys) for part in _linear("attention", h, width, bias, "columns")]
+    keys = kv_heads(m) * m.head_dim
+    into = [part for width in (inner, keys, keys) for part in _linear("attention", h, width, bias or getattr(m, "qkv_bias", False), "columns")]
     return into + _linear("attention", inner, h, bias, "rows")
 
 
@@ -159,9 +159,30 @@ def anatomy(m: ModelConfig) -> Anatomy:
     return Anatomy((first, Stack(decoders, tuple(decoder), (of_target,), tuple(after))), ends)
 
 
+def patches(m: ModelConfig) -> int:
+    return (m.image_size // m.patch_size) ** 2
+
+
 def vit_tokens(m: ModelConfig) -> int:
     """Patches, and the class token if there is one (Dosovitskiy et al. 2021, section 3.1)."""
-    return (m.image_size // m.patch_size) ** 2 + (m.pool == "class_token")
+    return patches(m) + (m.pool == "class_token")
+
+
+def kv_heads(m: ModelConfig) -> int:
+    return getattr(m, "n_kv_heads", None) or m.n_heads
+
+
+def two_sided(m: ModelConfig) -> bool:
+    """Whether there is a decoder beside the encoder."""
+    return m.family in ("t5", "seq2seq")
+
+
+def gated(m: ModelConfig) -> bool:
+    return m.family == "llama" or getattr(m, "gated", False)
+
+
+def n_experts(m: ModelConfig) -> int:
+    return getattr(m, "n_experts", None) or 0
 
 
 def parameters(m: ModelConfig) -> dict[str, int]:
@@ -175,19 +196,48 @@ def parameters(m: ModelConfig) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
+# ---------------------------------------------------------------- operations
+
+
+class Shape(NamedTuple):
+    """One training sample as the model sees it, in positions. Of decoders and encoders `source` is the sequence and `target` 0."""
+
+    source: int
+    target: int = 0
+    selected: float = 0  # places at which a masked-LM head computes
+
+
+def head_products(m: ModelConfig, shape: Shape) -> list[tuple[float, int, int]]:
+    """(places of a sample, inputs, outputs) of the matrices behind the blocks; that of the vocabulary last."""
+    h = m.d_model
+    if m.family == "vit":
+        return [(1, h, m.n_classes or 0)]
+    if m.family != "bert":
+        return [(shape.target if two_sided(m) else shape.source, h, vocabulary(m))]
+    classes = {"pretraining": 2, "classification": m.n_classes}.get(m.head)
+    found = [(1, h, h), (1, h, classes)] if classes else []
+    return found + ([(shape.selected, h, h), (shape.selected, h, m.vocab_size)] if m.head in ("masked_lm", "pretraining") else [])
+
+
+def closed_form(m: ModelConfig, shape: Shape) -> float:
+    """Operations of forward and backward pass over one sample, attention's full matrix: 6·N_mm a token, and 12·a·d a pair of query and key.
+
+    N_mm are the weights that multiply (Chowdhery et al. 2022, appendix B). Of the encoder-decoder the encoder's weights, and those of the
+    decoder that make keys and values of the encoder's output, act on the source, the rest on the target. A masked-LM head acts on the
+    places it is asked for. Patches need no gradient of the image: 4 a weight instead of 6.
+    """
+    h, (s, t, _) = m.d_model, shape
+    queries, keys = m.n_heads * m.head_dim, kv_heads(m) * m.head_dim
+    layer = 2 * h * (queries + keys) + (3 if gated(m) else 2) * h * m.d_ff * (m.top_k if n_experts(m) else 1) + h * n_experts(m)
+    total = m.n_layers * (6 * layer * s + 12 * queries * s * s)
+    if two_sided(m):  # cross-attention: keys and values of the source, queries and the output of the target
+        total += (m.n_decoder_layers or m.n_layers) * (6 * layer * t + 12 * h * queries * (s + t) + 12 * queries * (t * t + t * s))
+    if m.family == "vit":
+        total += 4 * m.n_channels * m.patch_size**2 * h * patches(m)
+    return total + 6 * sum(math.prod(product) for product in head_products(m, shape))
+
+
 # ---------------------------------------------------------------- what a device holds of it
-
-
-def sizes(layout: Layout, n: int) -> dict[str, int]:
-    """Axis → devices along it; `replicate` is what the named axes leave over (parallel.mesh, without torch)."""
-    named = {axis: getattr(layout, axis) for axis in ("pipeline", "expert", "shard", "context", "tensor")}
-    taken = math.prod(named.values())
-    assert n % taken == 0, f"{taken} does not divide {n}"
-    return {**named, "replicate": n // taken}
-
-
-def stages_per_device(layout: Layout) -> int:
-    return (layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") else 1)) if layout.pipeline > 1 else 1
 
 
 class Share(NamedTuple):
@@ -202,7 +252,7 @@ class Share(NamedTuple):
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
     """The stages of a pipeline rank: round the ranks, or with two zero-bubble stages down and up again in a V (Qi et al. 2024)."""
-    p, v = layout.pipeline, stages_per_device(layout)
+    p, v = layout.pipeline, stages_per_process(layout)
     if layout.schedule == "zero_bubble" and v == 2 and p > 1:
         return [rank, 2 * p - 1 - rank]
     return [rank + i * p for i in range(v)]
@@ -210,7 +260,7 @@ def stages_of(rank: int, layout: Layout) -> list[int]:
 
 def rank_of(stage: int, layout: Layout) -> int:
     """The pipeline rank that has a stage."""
-    p, v = layout.pipeline, stages_per_device(layout)
+    p, v = layout.pipeline, stages_per_process(layout)
     return 2 * p - 1 - stage if layout.schedule == "zero_bubble" and v == 2 and stage >= p else stage % p
 
 
@@ -224,7 +274,7 @@ def share(m: ModelConfig, layout: Layout, rank: int, a: Anatomy | None = None) -
     a = a or anatomy(m)
     if layout.pipeline == 1:
         return Share(tuple(stack.n_blocks for stack in a.stacks), frozenset(a.ends))
-    n_stages, blocks, ends = layout.pipeline * stages_per_device(layout), [0] * len(a.stacks), set()
+    n_stages, blocks, ends = layout.pipeline * stages_per_process(layout), [0] * len(a.stacks), set()
     n_blocks, mine = a.n_blocks, stages_of(rank, layout)
     for stage in mine:
         own, start = _own(n_blocks, stage, n_stages), 0
@@ -252,7 +302,7 @@ def kinds_of_rank(m: ModelConfig, layout: Layout, a: Anatomy) -> list[int]:
 
 def holders(layout: Layout, a: Anatomy) -> dict[str, list[int]]:
     """End → the pipeline ranks that have it."""
-    n_stages, n_blocks, start = layout.pipeline * stages_per_device(layout), a.n_blocks, 0
+    n_stages, n_blocks, start = layout.pipeline * stages_per_process(layout), a.n_blocks, 0
     found: dict[str, set[int]] = {name: set() for name in a.ends}
     for stack in a.stacks:
         first, last = (block * n_stages // n_blocks for block in (start, start + stack.n_blocks - 1))
@@ -287,33 +337,34 @@ def in_order(m: ModelConfig, layout: Layout, rank: int = 0, a: Anatomy | None = 
 
 
 def padded(shape: tuple[int, ...], n: int) -> int:
-    """Elements of a parameter that FSDP2 gathers from n devices, each of which has equally many rows of dimension 0. The device that has
-    most holds padded / n: a mixture of 8 experts on 64 devices is no smaller than on 8."""
+    """Elements of a parameter that FSDP2 gathers from n devices, each of which has equally many rows of dimension 0."""
     return -(-shape[0] // n) * n * math.prod(shape[1:])
+
+
+def cut(part: Part, layout: Layout) -> tuple[int, int]:
+    """(elements that FSDP2 gathers of a parameter, from how many devices): the device that has most holds elements / devices. Experts that
+    are split are cut over shard alone, and all experts along the first dimension that divides (parallel.shard)."""
+    local = part.local(layout.tensor, layout.expert)
+    n = layout.shard * layout.context * (1 if part.experts else layout.expert) if layout.shard > 1 else 1
+    return (math.prod(local) if part.experts and any(size % n == 0 for size in local) else padded(local, n)), n
+
+
+def fullest(part: Part, layout: Layout) -> int:
+    """Elements of a parameter on the device that has most."""
+    elements, n = cut(part, layout)
+    return elements // n
+
+
+def local_parameters(m: ModelConfig, layout: Layout) -> int:
+    """Elements of parameters on the fullest pipeline rank, under tensor, expert and pipeline; FSDP leaves them whole while they are used."""
+    a = anatomy(m)
+    ranks = kinds_of_rank(m, layout, a) if layout.pipeline > 1 else [0]
+    return max(sum(math.prod(part.local(layout.tensor, layout.expert)) * times for part, times in held(m, layout, r, a)) for r in ranks)
 
 
 def held_parameters(m: ModelConfig, layout: Layout, rank: int = 0) -> int:
     """Elements of parameters on the fullest device of pipeline rank `rank`, under tensor, expert, pipeline and FSDP."""
-    n = layout.shard * layout.context if layout.shard > 1 else 1
-    return sum(padded(part.local(layout.tensor, layout.expert), n) // n * times for part, times in held(m, layout, rank))
-
-
-# ---------------------------------------------------------------- states in closed form, ours and others'
-
-
-def zero_bytes(parameters: float, data: int, stage: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12) -> dict[str, float]:
-    """Model states a device under ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): Ψ parameters, N = `data` replicas, not devices.
-    Stage 1: 4Ψ + 12Ψ/N; 2: 2Ψ + 14Ψ/N; 3: 16Ψ/N. optimizer: fp32 weights and two moments."""
-    parts = {"weights": weight * parameters, "gradients": gradient * parameters, "optimizer": optimizer * parameters}
-    cut = {"optimizer": 1, "gradients": 2, "weights": 3}
-    return {name: value / data if stage >= cut[name] else value for name, value in parts.items()}
-
-
-def megatron_bytes(parameters: float, tensor: int, pipeline: int, data: int, *, distributed_optimizer: bool = True) -> dict[str, float]:
-    """Megatron-LM with bf16 weights and fp32 main gradients: 18 bytes a parameter, or 6 + 12 / data with the distributed optimizer
-    (Megatron-LM, docs of the distributed optimizer). All of it, gradients too, is divided by tensor × pipeline."""
-    mine = parameters / (tensor * pipeline)
-    return {"weights": 2 * mine, "gradients": 4 * mine, "optimizer": 12 * mine / (data if distributed_optimizer else 1)}
+    return sum(fullest(part, layout) * times for part, times in held(m, layout, rank))
 
 
 def korthikanti(b: int, s: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, checkpointing: str = "none") -> float:
@@ -459,7 +510,7 @@ def _gathered(ledger: _Ledger, x: _T, rows: float) -> _T:
 def _attend(ledger: _Ledger, x: _T, memory: _T | None = None, causal: bool = False, rotary: bool = False, bias: bool = False) -> _T:
     z, m = ledger.z, ledger.z.m
     h, d, c = m.d_model, m.head_dim, z.num.compute
-    heads, kv = m.n_heads // z.t, (getattr(m, "n_kv_heads", None) or m.n_heads) // z.t
+    heads, kv = m.n_heads // z.t, kv_heads(m) // z.t
     keys = z.memory if memory is not None else z.s
     k_rows = z.b * keys
     x = _gathered(ledger, x, z.rows)
@@ -612,11 +663,11 @@ def _saved(z: _Sizes, decoder: bool) -> Saved:
     return Saved(ledger.total, ledger.casts, ledger.products, of_attention, attention_casts, entry.bytes, ledger.widest)
 
 
-def _lengths(m: ModelConfig, seq_len: int, target_len: int | None) -> tuple[int, int]:
+def lengths(m: ModelConfig, seq_len: int, target_len: int | None) -> tuple[int, int]:
     """(tokens of the encoder's or only sequence, of the decoder's)."""
     if m.family == "vit":
         return vit_tokens(m), 0
-    return seq_len, (target_len or seq_len) if m.family in ("t5", "seq2seq") else 0
+    return seq_len, (target_len or seq_len) if two_sided(m) else 0
 
 
 def block_saved(
@@ -630,7 +681,7 @@ def block_saved(
     fp32 and a half copy for every product that reads it. Tensor parallelism keeps the gathered inputs whole, which Korthikanti et al.
     gather again (section 4.2.2).
     """
-    s, s_target = _lengths(m, seq_len, target_len)
+    s, s_target = lengths(m, seq_len, target_len)
     mine, memory = (s_target, s) if decoder else (s, 0)
     kernel = layout.attention if layout.context == 1 else layout.context_method
     z = _Sizes(
@@ -678,7 +729,7 @@ def ends_saved(
     goes: 12. (Logits in half also have an fp32 copy: 2 + 4 + 4 in the forward pass, which is less.) The loss over a split vocabulary
     (torch.distributed.tensor.parallel.loss_parallel) writes every step of the softmax anew: 20, and 22 with logits in half.
     """
-    s, s_target = _lengths(m, seq_len, target_len)
+    s, s_target = lengths(m, seq_len, target_len)
     num, h, cpu, t = Numbers.of(layout), m.d_model, target == "cpu", layout.tensor
     z = _Sizes(m, num, b, s, 0, t, t > 1 and layout.sequence_parallel, layout.attention, cpu, m.dropout)
     cut = layout.context if m.family in ("gpt", "llama") else 1
@@ -720,15 +771,15 @@ def ends_saved(
         last.keep(_T(rows * h, num.stream))  # of the norm's result the head reads a view
     elif classes:
         last.linear(_T(seen * h, num.stream), seen, h, 1)
-    classes_here = -(-classes // t) if m.family != "vit" and classes == _vocabulary(m) and layout.vocab_parallel else classes
+    classes_here = -(-classes // t) if m.family != "vit" and classes == vocabulary(m) and layout.vocab_parallel else classes
     logits = float(seen) * classes_here
     peak = 16 if label_smoothing else 12
-    if t > 1 and m.family != "vit" and classes == _vocabulary(m) and layout.vocab_parallel:
+    if t > 1 and m.family != "vit" and classes == vocabulary(m) and layout.vocab_parallel:
         peak = 20 if num.compute == 4 else 22
     return Ends(first.total, each.total, last.total, 4 * logits, peak * logits)
 
 
-def _vocabulary(m: ModelConfig) -> int | None:
+def vocabulary(m: ModelConfig) -> int | None:
     return getattr(m, "target_vocab_size", None) or m.vocab_size
 
 
@@ -740,7 +791,7 @@ def _head(m: ModelConfig, b: int, s: int, s_target: int, cut: int, selected: flo
         if m.head in ("masked_lm", "pretraining"):
             return math.ceil(b * s * (0.15 if selected is None else selected)), m.vocab_size
         return b, m.n_classes or 0
-    return math.ceil(b * (s_target or -(-s // cut)) * (1.0 if selected is None else selected)), _vocabulary(m)
+    return math.ceil(b * (s_target or -(-s // cut)) * (1.0 if selected is None else selected)), vocabulary(m)
 
 
 def head_casts(m: ModelConfig, layout: Layout) -> float:
@@ -760,7 +811,7 @@ def head_casts(m: ModelConfig, layout: Layout) -> float:
 def pipelined(layout: Layout, micro_batches: int) -> int:
     """Micro-batches that the schedule runs: it may need some that count nothing (parallel.pipeline)."""
     p = layout.pipeline
-    if p == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and stages_per_device(layout) == 2):
+    if p == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and stages_per_process(layout) == 2):
         return micro_batches
     return max(micro_batches, p) if layout.schedule == "1f1b" else -(-micro_batches // p) * p
 
@@ -772,7 +823,7 @@ def in_flight(layout: Layout, micro_batches: int, rank: int) -> float:
     2 (p - i - 1) + (v - 1) p + 1 stages of v (section 2.2.2; 1 + (p - 1) / (pv) micro-batches on rank 0). zero_bubble: p + (v - 1) p stages,
     since activations stay until the weights' gradients; its V-shaped form p (Qi et al. 2024).
     """
-    p, v, m = layout.pipeline, stages_per_device(layout), pipelined(layout, micro_batches)
+    p, v, m = layout.pipeline, stages_per_process(layout), pipelined(layout, micro_batches)
     if p == 1:
         return 1
     if layout.schedule == "gpipe":
@@ -796,9 +847,9 @@ def capacity(rows: int) -> int:
 def boundaries(m: ModelConfig, layout: Layout, b: int, seq_len: int, target_len: int | None = None, a: Anatomy | None = None) -> list[int]:
     """Rows that leave each stage but the last. An encoder-decoder's later stages pass on the encoder's result too."""
     a = a or anatomy(m)
-    s, s_target = _lengths(m, seq_len, target_len)
+    s, s_target = lengths(m, seq_len, target_len)
     local = (lambda n: -(-n // layout.tensor)) if layout.tensor > 1 and layout.sequence_parallel else (lambda n: n)
-    n_stages, found = layout.pipeline * stages_per_device(layout), []
+    n_stages, found = layout.pipeline * stages_per_process(layout), []
     for stage in range(1, n_stages):
         begin = -(-a.n_blocks * stage // n_stages)
         if len(a.stacks) == 1 or begin < a.stacks[0].n_blocks:
@@ -815,7 +866,7 @@ def boundaries(m: ModelConfig, layout: Layout, b: int, seq_len: int, target_len:
 def micro_batches(layout: Layout, n: int, samples: int, micro_batch: int) -> int:
     """Forward passes of a device in one optimizer step."""
     shape = sizes(layout, n)
-    return max(1, math.ceil(samples / (shape["replicate"] * shape["expert"] * shape["shard"]) / micro_batch))
+    return max(1, math.ceil(samples / math.prod(shape[axis] for axis in DATA) / micro_batch))
 
 
 def optimizer_bytes(optimizer: str, momentum: float, weight: int) -> int:
@@ -833,7 +884,6 @@ def memory(
     samples: int,
     optimizer: str = "adamw",
     momentum: float = 0.0,
-    precision: str | None = None,
     target_len: int | None = None,
     selected: float | None = None,
     label_smoothing: float = 0.0,
@@ -844,16 +894,15 @@ def memory(
     """Bytes on the device by component (work.COMPONENTS) at the moment when it has most, of pipeline rank `rank`; None: of the rank that has
     most. Tensors only: no context, no communicators, no rounding by the allocator.
 
-    The peak is the largest of: `loss` (the backward pass begins: activations of all micro-batches in flight, logits), `block` (the first
-    block's backward pass: what checkpointing computes again), `end` (the last block's: all gradients) and `step` (the optimizer). `at` asks
-    for one of them. Gradients are absent at the beginning of a step, but where earlier micro-batches have left theirs.
+    The peak is the largest of: `forward` and `last` (the loss's forward pass, the last block's), `loss` (the backward pass begins:
+    activations of all micro-batches in flight, logits), `block` (the first block's backward pass: what checkpointing computes again), `next`
+    (FSDP's second), `end` (the last block's: all gradients), `table` (the embedding's) and `step` (the optimizer). `at` asks for one of them.
+    Gradients are absent at the beginning of a step, but where earlier micro-batches have left theirs.
 
     Where ours differs from the usual closed forms: DDP keeps buckets as large as the gradients all the time, and with several micro-batches
     gradients of their own besides; FSDP2 that accumulates keeps the whole gradient unsharded until the last micro-batch; autocast's half
     copies of weights stay with the graph, once for every micro-batch in flight.
     """
-    if precision is not None:
-        layout = layout.model_copy(update={"precision": precision})
     a, num, shape = anatomy(m), Numbers.of(layout), sizes(layout, n)
     count = micro_batches(layout, n, samples, micro_batch)
     lengths = {"target_len": target_len, "target": target}
@@ -882,10 +931,9 @@ class _Whole(NamedTuple):
     def phases(self, rank: int) -> dict[str, dict[str, float]]:
         layout, num, count = self.layout, self.num, self.count
         mine, parts = share(self.m, layout, rank, self.a), held(self.m, layout, rank, self.a)
-        n_shard = layout.shard * layout.context if layout.shard > 1 else 1
         locals_ = [(part.local(layout.tensor, layout.expert), times) for part, times in parts]
         whole = sum(math.prod(shape) * times for shape, times in locals_)
-        own = sum(padded(shape, n_shard) // n_shard * times for shape, times in locals_)
+        own = sum(fullest(part, layout) * times for part, times in parts)
 
         weights = float(own * num.weight)
         replicas = self.shape["replicate"] * layout.context
@@ -913,7 +961,7 @@ class _Whole(NamedTuple):
         # in the forward pass autocast holds copies of all weights, whether or not the graph keeps them
         forward_casts = sum(n * saved.casts for n, saved in zip(mine.blocks, self.blocks)) + (head_casts(self.m, layout) if mine.last else 0.0)
 
-        communication = gathered = 0.0
+        communication = gathered = near = 0.0  # near: gathered when only one block is
         if layout.pipeline > 1:
             wire, h = num.weight, self.m.d_model
             sent = pipelined(layout, count)
@@ -923,12 +971,13 @@ class _Whole(NamedTuple):
                 communication += sent * (into + out) * h * wire  # received states and gradients, of every micro-batch
                 at_loss += out * h * wire / len(mine.stages)
         one_block = max((_unit(stack.block, layout) for stack, n in zip(self.a.stacks, mine.blocks) if n), default=0)
-        reduced = 0.0
-        if n_shard > 1:
+        reduced, size = 0.0, num.weight  # size: of a gradient's element before it is reduced
+        if layout.shard > 1:
             size = 2 if layout.param_dtype in ("bf16", "fp16") else num.weight
             root = _unit(tuple(part for name, end in self.a.ends.items() if name in mine.ends for part in end), layout)
             n_blocks = sum(mine.blocks)
             gathered = size * (root + (min(n_blocks, 2) if layout.reshard else n_blocks) * one_block)
+            near = size * (root + one_block) if layout.reshard else gathered
             reduce_size = {"fp32": 4, "bf16": 2, "fp16": 2, None: 4 if layout.param_dtype else num.weight}[layout.reduce_dtype]
             reduced = one_block * reduce_size
             if count > 1 and layout.pipeline == 1:
@@ -942,34 +991,51 @@ class _Whole(NamedTuple):
         after = max(gradients, buckets)
         logits, one = self.ends.logits_peak if mine.last else 0.0, widest or Saved(*[0.0] * 7)
         again, recast = one.all - kept(one, layout.checkpointing)[0], one.casts if layout.checkpointing in ("full", "selective") else 0.0
-        made = 0.0 if several else one_block * num.weight  # gradients of the block under way, and of the head before it
+        made = 0.0 if several else one_block * size  # gradients of the block under way, and of the head before it
         head = 0.0
         if mine.last and not several:
             sizes_of = [math.prod(part.local(layout.tensor)) for part, _ in parts if part.component in ("embeddings", "head")]
-            head = max(sizes_of, default=0) * num.weight
+            head = max(sizes_of, default=0) * size
+        table = self.shared_table() * size if layout.pipeline == 1 else 0.0
         kept_ends = self.ends.each + (self.ends.first if mine.first else 0.0)
         in_forward = (flight - 1) * casts + max(casts, forward_casts)
-        at_end = 0.0 if n_shard > 1 and layout.reshard and layout.pipeline == 1 else gathered  # the root's weights are forgotten before the loss
+        at_end = 0.0 if layout.shard > 1 and layout.reshard and layout.pipeline == 1 else gathered  # the root's weights are forgotten before the loss
         found = {
             "loss": {"gradients": before, "activations": flight * at_loss, "logits": logits, "gathered": at_end + flight * casts},
-            "forward": {"gradients": before, "activations": flight * at_loss, "logits": logits * (10 if num.compute == 2 else 8) / 12,
+            "forward": {"gradients": before, "activations": flight * at_loss, "logits": logits * self.forward_part(),
                         "gathered": at_end + in_forward},
-            "block": {"gradients": before + head, "activations": flight * activations + again, "gathered": gathered + flight * casts + recast,
-                      "communication": reduced, "transient": one.working + made},
-            "end": {"gradients": after, "activations": kept_ends + one.all, "gathered": gathered + one.casts, "communication": reduced,
+            "last": {"gradients": before, "activations": flight * activations, "gathered": gathered + in_forward, "transient": one.working},
+            "block": {"gradients": before + head, "activations": flight * activations + again, "gathered": near + flight * casts + recast,
+                      "communication": 0.0 if layout.shard > 1 else reduced, "transient": one.working + made},
+            "end": {"gradients": after, "activations": kept_ends + one.all, "gathered": near + one.casts, "communication": reduced,
                     "transient": one.working},
+            "table": {"gradients": after, "activations": kept_ends, "gathered": near, "transient": (3 if several or layout.shard > 1 else 2) * table},
             "step": {"gradients": after},
         }  # fmt: skip
+        if layout.shard > 1 and sum(mine.blocks) > 1:  # FSDP2 reduces the gradients of the block before
+            act, cast = kept(one, layout.checkpointing)
+            found["next"] = {**found["block"], "activations": flight * activations + again - act, "communication": reduced,
+                             "gathered": near + flight * casts + recast - cast}  # fmt: skip
         state_now = {"weights": weights, "optimizer": float(state)}
         for phase in found.values():
             phase["communication"] = phase.get("communication", 0.0) + communication
         return {name: {c: {**state_now, **phase}.get(c, 0.0) for c in COMPONENTS} for name, phase in found.items()}
 
+    def shared_table(self) -> int:
+        """Elements of the embedding if it is used more than once. Each use makes a gradient of the whole table, and their sum is one more."""
+        uses = sum(name == "tokens" for stack in self.a.stacks for name in (*stack.before, *stack.after))
+        return math.prod(self.a.ends["tokens"][0].local(self.layout.tensor)) if uses > 1 else 0
+
+    def forward_part(self) -> float:
+        """The loss's memory in the forward pass by that of its derivative (see `ends_saved`)."""
+        if self.num.compute == 4:
+            return 8 / 12
+        return 1.0 if self.layout.tensor > 1 and self.layout.vocab_parallel else 10 / 12
+
 
 def _unit(parts: tuple[Part, ...], layout: Layout) -> int:
     """Elements that FSDP2 gathers for these parts."""
-    n = layout.shard * layout.context if layout.shard > 1 else 1
-    return sum(padded(part.local(layout.tensor, layout.expert), n) for part in parts)
+    return sum(cut(part, layout)[0] for part in parts)
 
 
 def zero1_share(m: ModelConfig, layout: Layout, replicas: int, a: Anatomy | None = None) -> int:
@@ -986,15 +1052,6 @@ def zero1_parts(m: ModelConfig, layout: Layout, replicas: int, a: Anatomy | None
 
 
 # ---------------------------------------------------------------- traffic
-
-
-def strides(layout: Layout, n: int) -> dict[str, int]:
-    """Axis → distance between neighbouring ranks along it (parallel.mesh.AXES, the last axis nearest)."""
-    shape, found, apart = sizes(layout, n), {}, 1
-    for axis in ("tensor", "context", "shard", "expert", "replicate", "pipeline"):
-        found[axis] = apart
-        apart *= shape[axis]
-    return found
 
 
 def traffic(
@@ -1032,7 +1089,7 @@ class _Traffic:
         self.mine, self.parts = share(m, layout, rank, self.a), held(m, layout, rank, self.a)
         self.count = micro_batches(layout, n, samples, b)
         self.target_len = target_len
-        self.s, self.s_target = _lengths(m, seq_len, target_len)
+        self.s, self.s_target = lengths(m, seq_len, target_len)
         self.seen, self.classes = _head(m, b, self.s, self.s_target, layout.context if m.family in ("gpt", "llama") else 1, selected)
         self.found: list[Transfer] = []
 
@@ -1126,7 +1183,7 @@ class _Traffic:
                 send("reduce_scatter" if parallel else "all_reduce", both(tokens, wide, parallel), 1, "forward")
             if lasts[i] and parallel:
                 send("all_gather", both(tokens, wide), 1, "forward")
-        if self.mine.last and m.family != "vit" and self.classes == _vocabulary(m):
+        if self.mine.last and m.family != "vit" and self.classes == vocabulary(m):
             size = self.num.compute if m.family == "bert" else wide  # what the head reads: BERT's comes from a product
             self.send("tensor", "all_reduce", self.seen * m.d_model * size, self.runs, layout.tensor, 1, "backward")
             if layout.vocab_parallel:
@@ -1143,7 +1200,7 @@ class _Traffic:
         return self._block(sum(stack.n_blocks for stack in self.a.stacks[: i + 1]) - 1)
 
     def _block(self, index: int) -> bool:
-        n_stages = self.layout.pipeline * stages_per_device(self.layout)
+        n_stages = self.layout.pipeline * stages_per_process(self.layout)
         return index * n_stages // self.a.n_blocks in self.mine.stages
 
     def partial_gradients(self) -> None:
@@ -1163,7 +1220,7 @@ class _Traffic:
         m, layout, k, c = self.m, self.layout, self.layout.context, self.num.compute
         ring, stride = layout.context_method == "ring", self.stride["context"]
         local = _local(m, layout, self.s)
-        heads, kv = m.n_heads // layout.tensor, (getattr(m, "n_kv_heads", None) or m.n_heads) // layout.tensor
+        heads, kv = m.n_heads // layout.tensor, kv_heads(m) // layout.tensor
         again = layout.checkpointing != "none"
         calls = sum(self.mine.blocks) * self.runs
         if ring:
@@ -1207,23 +1264,24 @@ class _Traffic:
                 self.send("pipeline", "send", rows[stage] * size, self.runs, p, stride, "forward", "forward")
             if stage and rank_of(stage - 1, layout) != self.rank:
                 self.send("pipeline", "send", rows[stage - 1] * size, self.runs, p, stride, "backward", "backward")
-        n = layout.shard * layout.context if layout.shard > 1 else 1
         for name, have in holders(layout, self.a).items():  # parameters of several ranks: the first adds up and gives back
             if len(have) > 1 and self.rank in have:
                 for part in self.a.ends[name]:
-                    elements = padded(part.local(layout.tensor), n) // n
                     calls = len(have) - 1 if self.rank == have[0] else 1
-                    self.send("pipeline", "send", elements * self.num.weight, calls, p, stride, "optimizer")
+                    self.send("pipeline", "send", fullest(part, layout) * self.num.weight, calls, p, stride, "optimizer")
 
     def shard(self) -> None:
-        layout, n = self.layout, self.layout.shard * self.layout.context
+        layout, replicas = self.layout, self.shape["replicate"]
         size = 2 if layout.param_dtype in ("bf16", "fp16") else self.num.weight
         reduced = {"fp32": 4, "bf16": 2, "fp16": 2, None: 4 if layout.param_dtype else self.num.weight}[layout.reduce_dtype]
-        stride, replicas = self.stride["context"], self.shape["replicate"]
         root = tuple(part for name, end in self.a.ends.items() if name in self.mine.ends for part in end)
-        units = [(_unit(stack.block, layout), k) for stack, k in zip(self.a.stacks, self.mine.blocks) if k] + [(_unit(root, layout), 1)]
+        units = [(stack.block, k) for stack, k in zip(self.a.stacks, self.mine.blocks) if k] + [(root, 1)]
+        if layout.expert > 1:  # a block's experts are a unit of their own
+            units = [(tuple(part for part in unit if part.experts == which), k) for unit, k in units for which in (False, True)]
         scatters = self.runs if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
-        for elements, k in units:
+        for unit, k in units:
+            elements, split = _unit(unit, layout), layout.expert > 1 and any(part.experts for part in unit)
+            n, stride = (layout.shard, self.stride["shard"]) if split else (layout.shard * layout.expert * layout.context, self.stride["context"])
             self.send("shard", "all_gather", elements * size, k * self.runs, n, stride, "forward", "forward")
             if layout.reshard:
                 self.send("shard", "all_gather", elements * size, k * self.runs, n, stride, "backward", "backward")
@@ -1292,8 +1350,8 @@ class _Traffic:
             return
         cuts = set()
         for part, _ in self.parts:
-            axes = (("shard", "context") if layout.shard > 1 else ()) + (("tensor",) if part.split is not None and layout.tensor > 1 else ())
-            axes += ("expert",) if part.experts and layout.expert > 1 else ()
+            axes = ("shard", "expert", "context") if layout.shard > 1 else ("expert",) if part.experts else ()
+            axes += ("tensor",) if part.split is not None else ()
             cuts.add(tuple(axis for axis in axes if shape[axis] > 1))
         for axes in sorted(cuts - {()}):
             self.send("control", "all_reduce", 4, 1, math.prod(shape[axis] for axis in axes), 1, "optimizer")

@@ -19,11 +19,11 @@ import numpy as np
 
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.parallel.mesh import sizes
-from gradus.parallel.pipeline import STACKS, stages_per_process
+from gradus.parallel.pipeline import STACKS
 from gradus.plan import batches as making
 from gradus.plan.trace import Target, Traced, collecting, notes_of, trace_recipe
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
+from gradus.recipe.axes import sizes, stages_per_process
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 
@@ -492,7 +492,7 @@ def work_of(recipe: Recipe, n: int, case: Case, steps: Steps, given: list[dict],
     samples = sum(_samples(b) for b in given)
     return Work(
         micro=micro, step=step, transfers=transfers, micro_batches=case.micro_batches + case.more, stages=layout.pipeline,
-        virtual=stages_per_process(layout) if layout.pipeline > 1 else 1, schedule=layout.schedule, samples=samples * ranks,
+        virtual=stages_per_process(layout), schedule=layout.schedule, samples=samples * ranks,
         tokens=sum(places(b) for b in given) * ranks, model_flops=flops * ranks, data_bytes=sum(_bytes(b) for b in given),
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ def fitted(path: Path = FITTED) -> dict[str, Any]:
 
     if not Path(path).exists():
         return {"profiles": {}}
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return yaml.load(Path(path).read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def family(device: Device | str) -> str:

@@ -16,6 +16,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
 from gradus.plan import formulas
+from gradus.recipe.axes import DATA, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 
@@ -60,7 +61,7 @@ class Candidate:
         return " ".join(named)
 
     def describe(self) -> str:
-        axes = [f"{axis} {k}" for axis, k in formulas.sizes(self.layout, self.n).items() if k > 1]
+        axes = [f"{axis} {k}" for axis, k in sizes(self.layout, self.n).items() if k > 1]
         return " × ".join(axes) or "one device"
 
 
@@ -253,8 +254,8 @@ class _Space:
         return not any(next(rule, None) for rule in rules)
 
     def share(self, layout: Layout, n: int) -> int:
-        shape = formulas.sizes(layout, n)
-        return math.ceil(self.samples / math.prod(shape[axis] for axis in formulas.DATA))
+        shape = sizes(layout, n)
+        return math.ceil(self.samples / math.prod(shape[axis] for axis in DATA))
 
     def micro_batches(self, share: int) -> list[int]:
         return sorted({min(share, 2**i) for i in range(0, 8 if self.quick else 11)})
@@ -274,7 +275,7 @@ class _Space:
             return 0.0
         from gradus.plan.memory import COMMUNICATOR, CONTEXT, WORKSPACE
 
-        axes = sum(k > 1 for k in formulas.sizes(layout, n).values())
+        axes = sum(k > 1 for k in sizes(layout, n).values())
         return CONTEXT + WORKSPACE + COMMUNICATOR * axes
 
     def price_time(self, c: Candidate) -> None:
@@ -318,16 +319,10 @@ def _seconds(space: _Space, layout: Layout, cluster: Cluster) -> tuple[float, di
     from gradus.plan.analytic import analytic_work
     from gradus.plan.step import step_time
 
-    priced = layout
-    if layout.param_dtype:  # computed in half, without autocast's casts
-        priced = layout.model_copy(update={"precision": layout.param_dtype})
-    micro = layout.micro_batch or space.share(layout, cluster.n)
-    work = analytic_work(space.m, priced, cluster.n, samples=space.samples, seq_len=space.seq_len, micro_batch=micro)
-    transfers = formulas.traffic(
-        space.m, layout, cluster.n, micro_batch=micro, seq_len=space.seq_len, samples=space.samples, target_len=space.target_len,
-        selected=space.selected,
-    )  # fmt: skip
-    found = step_time(dataclasses.replace(work, transfers=transfers), cluster)
+    known = {"micro_batch": layout.micro_batch or space.share(layout, cluster.n), "seq_len": space.seq_len, "samples": space.samples,
+             "target_len": space.target_len, "selected": space.selected}  # fmt: skip
+    transfers = formulas.traffic(space.m, layout, cluster.n, **known)
+    found = step_time(analytic_work(space.m, layout, cluster.n, transfers=transfers, **known), cluster)
     if layout.context > 1 and layout.context_method == "ring":
         found.parts["memory"] = found.parts.get("memory", 0.0) + _ring_seconds(space, layout, cluster)
     return found.total, found.parts
@@ -340,7 +335,7 @@ def _ring_seconds(space: _Space, layout: Layout, cluster: Cluster) -> float:
     from gradus.plan.roofline import parameters
 
     m = space.m
-    samples = space.samples / math.prod(formulas.sizes(layout, cluster.n)[axis] for axis in formulas.DATA)
+    samples = space.samples / math.prod(sizes(layout, cluster.n)[axis] for axis in DATA)
     layers = formulas.anatomy(m).n_blocks / layout.pipeline
     scores = samples * layers * m.n_heads / layout.tensor * space.seq_len**2 / layout.context
     return scores * RING_BYTES / (cluster.device.bandwidth * parameters(cluster.device)[0].bandwidth)
@@ -489,7 +484,7 @@ def _reason(c: Candidate, best: Candidate) -> str:
 
 
 def _crosses(c: Candidate, axis: str) -> bool:
-    stride, shape = formulas.strides(c.layout, c.n), formulas.sizes(c.layout, c.n)
+    stride, shape = strides(c.layout, c.n), sizes(c.layout, c.n)
     axis = {"sequence": "tensor"}.get(axis, axis)
     return stride.get(axis, 1) * shape.get(axis, c.n) > 8
 
@@ -517,9 +512,9 @@ def _fits_on(space: _Space, n: int) -> bool:
     return False
 
 
-def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> list[Candidate]:
-    """The best of each way to split that fits, of fewer kinds, fastest first, in two seconds; where none fits the one that needs least.
-    Raises UserError as `search`."""
+def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 6.0) -> list[Candidate]:
+    """The best of each way to split that fits, of fewer kinds (schedules of a pipeline are varied for the three fastest alone), fastest
+    first, in some seconds; where none fits the one that needs least. Raises UserError as `search`."""
     until = time.perf_counter() + limit_s
     space = _Space(recipe, cluster, quick=True)
     best: list[Candidate] = []
@@ -532,16 +527,18 @@ def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -
             nearest = miss
         if time.perf_counter() > until and (best or nearest):
             break
+    fastest = sorted(best, key=lambda c: (c.seconds, c.keys))
+    for c in [c for c in fastest[:3] if c.layout.pipeline > 1]:
+        for stages in (None, 4):
+            layout = c.layout.model_copy(update={"schedule": "interleaved", "stages": stages})
+            if space.allowed(layout, cluster.n) and (other := space.price_memory(layout, cluster.n)).fits:
+                space.price_time(other)
+                best.append(other)
     found = sorted(best, key=lambda c: (c.seconds, c.keys)) or ([nearest] if nearest else [])
     if not found:
         check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)
         raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
     return found
-
-
-def best_layout(recipe: Recipe, cluster: Cluster, *, limit_s: float = 2.0) -> Layout:
-    """That of the first of `best_candidates`."""
-    return best_candidates(recipe, cluster, limit_s=limit_s)[0].layout
 
 
 def remedies(recipe: Recipe, cluster: Cluster) -> Iterator[Candidate]:

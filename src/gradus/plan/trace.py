@@ -581,13 +581,21 @@ def _cuda_rules() -> Iterator[None]:
 
         return up
 
-    places = [(F, "layer_norm"), (F, "rms_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")]
+    places = [(F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(F, "rms_norm", functools.partial(_cuda_rms_norm, F.rms_norm)))
         for owner, name in places:
             stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         yield
+
+
+def _cuda_rms_norm(plain: Callable, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel on a GPU, where input and weight are of one type: LayerNorm's, which keeps its input and a number or two a row."""
+    if weight is not None and weight.dtype != x.dtype:
+        return plain(x, shape, weight, eps)
+    return F.layer_norm(x, shape, weight, None, 1e-5)
 
 
 def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
