@@ -53,7 +53,8 @@ ROUNDED = [  # the same run in coarser numbers
     (2, "layout.compress=fp16"),
     (2, "layout.compress=powersgd"),
 ]
-EXPERTS = [(1, "model.n_experts=4"), (2, "model.n_experts=4 layout.expert=2"), (4, "model.n_experts=4 layout.expert=2")]
+EXPERTS = [(1, "model.n_experts=4"), (2, "model.n_experts=4 layout.expert=2"), (2, "model.n_experts=4 layout.shard=2"),
+           (4, "model.n_experts=4 layout.expert=2"), (4, "model.n_experts=4 layout.expert=2 layout.shard=2")]  # fmt: skip
 
 
 def run(recipe: list[str], processes: int, settings: str, folder: Path) -> dict:

@@ -110,6 +110,15 @@ def test_1_the_inner_width_need_not_be_a_whole_multiple():
 # ---------------------------------------------------------------- 2: DeepSpeed's estimator
 
 
+def test_2_zero_2_has_whole_weights_once_and_a_share_of_all_states():
+    """2P of gathered weights and states over N (Rajbhandari et al. 2020, figure 1), of ours 16P with fp32 gradients; 4P + 16P/N and
+    2P + 18P/N were both to be read."""
+    t, zero3 = trace(GPT, 4, shard=4, reshard=False, param_dtype="bf16"), trace(GPT, 4, shard=4, param_dtype="bf16")
+    assert t.memory["gathered"] == pytest.approx(2 * t.parameters, rel=0.01) and zero3.memory["gathered"] < 1.5 * t.parameters
+    for traced_ in (t, zero3):
+        assert sum(held(traced_, part) for part in ("weights", "gradients", "optimizer")) == pytest.approx(16 * t.parameters / 4, rel=0.01)
+
+
 def test_2_the_plan_is_more_than_states():
     """0.49 GB were predicted and 14.7 seen: activations and logits are memory too, and grow with the batch."""
     small, large = trace(GPT, samples=2), trace(GPT, samples=16)
