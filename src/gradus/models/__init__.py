@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -40,11 +41,16 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
     embeddings: tokens, types, positions (T5's relative ones too), patches, class token. attention, feedforward, norms: as named,
     wherever they are. head: everything else, which reads the last norm's output (pooler, classifier, an output projection of its own).
     """
+    return dict(_counted(type(config), config.model_dump_json()))
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
     from torch import nn
 
     from gradus.layers import Attention, FeedForward, GatedFeedForward, MixtureOfExperts, Patches
 
-    model = build(config, device="meta")
+    model = build(kind.model_validate_json(config), device="meta")
     modules = dict(model.named_modules())
 
     def component(name: str) -> str:
