@@ -139,7 +139,8 @@ def test_closed_forms(fake):
     context = sent(2, {"context": 2}, rank=1)  # keys and values of half the sequence: once forwards; backwards once, and twice their gradient
     assert context == {"send": 4 * c.n_layers * 2 * stream / 2, "all_reduce": weights + 4}
     pipeline = sent(2, {"pipeline": 2}, micro_batches=2)
-    assert pipeline == {"send": 2 * stream + 4 * c.vocab_size * c.d_model, "all_reduce": 8}  # and the tied embedding's gradient
+    opening = pipeline.pop("send") - (2 * stream + 4 * c.vocab_size * c.d_model)  # and the tied embedding's gradient
+    assert opening in (0, 4) and pipeline == {"all_reduce": 8}  # PyTorch 2.11 sends a number ahead, to open the connection
 
     experts = c.model_copy(update={"n_experts": 4})
     rows = 2 * stream  # each token goes to two experts
