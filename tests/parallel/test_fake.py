@@ -32,6 +32,7 @@ from distributed import run  # noqa: E402
 
 GPT2 = GPTConfig(n_layers=12, d_model=768, n_heads=12, vocab_size=50257, seq_len=1024, dropout=0.1)
 SMALL = GPTConfig(n_layers=2, d_model=64, n_heads=4, vocab_size=512, seq_len=64)
+OLD = torch.__version__ < (2, 12)
 
 
 def steps(parallel: Parallel, micro_batches: list[dict], loss_of, n: int = 1) -> Traffic:
@@ -146,13 +147,15 @@ def test_closed_forms(fake):
     rows = 2 * stream  # each token goes to two experts
     if fake:  # as if all experts were equally loaded: there and back, forwards and backwards, and how many go to each
         assert sent(2, {"expert": 2}, experts)["all_to_all"] == 2 * (4 * rows + 4 * 8) / 2
-    else:
+    elif not OLD:  # there a fake group leaves what it should receive as it was, and the rows to come are any number
         assert sent(2, {"expert": 2}, experts)["all_to_all"] > 0
 
 
 @pytest.mark.parametrize("family", common.CONFIGS)
 def test_families(family):
     """Built under FakeTensorMode, and stepped."""
+    if OLD and family == "vit":
+        pytest.skip("PyTorch 2.11 cannot view a part of a padded sequence under fake tensors (an odd number of patches and class token)")
     for rank, layout in ((3, {"shard": 2, "tensor": 2, "checkpointing": "selective"}), (2, {"pipeline": 2})):
         with fake_world(4, rank) as world:
             mesh = Mesh.make(Layout(**layout), world)
@@ -187,7 +190,7 @@ def sent_by(world: World, layout: dict, fake: bool) -> dict:
     with FakeTensorMode() if fake else contextlib.nullcontext() as mode:
         parallel = apply(models.build(common.CONFIGS["gpt"].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
         batch = {k: mode.from_tensor(v) if fake and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 if fake else 3).found
+        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 + OLD if fake else 3).found
     return {"held": {h.name: tuple(h.local.shape) for h in parallel.held}} | {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
 
 
