@@ -65,6 +65,11 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 # ---------------------------------------------------------------- the layer
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
+
+
 class ExpertLinear(nn.Module):
     """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out).
 
@@ -88,7 +93,7 @@ class ExpertLinear(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
         weight, kind = self.held(self.weight), x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
+        if _has_autocast(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
         x = grouped_mm(x, weight, counts)
@@ -143,7 +148,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq, d_model), and so the result."""
-        with torch.autocast(x.device.type, enabled=False) if torch.amp.is_autocast_available(x.device.type) else contextlib.nullcontext():
+        with torch.autocast(x.device.type, enabled=False) if _has_autocast(x.device.type) else contextlib.nullcontext():
             scores = F.linear(x.float(), self.router.weight.float())  # (batch, seq, n_experts)
         probabilities = scores.softmax(-1)
         weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)

@@ -481,7 +481,10 @@ class Pipeline:
         d = self.cutter.d_model
         arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
         leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
-        return PipelineStage(stage, stage.index, self.n_stages, self.device, input_args=arriving, output_args=(leaving,), group=self.group)
+        made = PipelineStage(stage, stage.index, self.n_stages, self.device, input_args=arriving, output_args=(leaving,), group=self.group)
+        if dist.get_backend(self.group) == "gloo":  # PyTorch 2.11 sends ahead to open connections; gloo needs none, and has none to itself
+            made._get_init_p2p_neighbors_ops = list
+        return made
 
     def reduce_tied(self) -> None:
         """Sum the gradients of parameters that several processes hold, over those. Once, after the last backward pass. Collective."""

@@ -42,7 +42,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
     layers = [m for m in model.modules() if isinstance(m, Experts)]
     parts = {p for layer in layers for p in layer.parameters()}
-    n = (mesh if experts is None else experts).size(-1)
+    own = mesh if experts is None else experts
+    n = own.size(own.ndim - 1)
     options["shard_placement_fn"] = lambda p: _across(p, n) if p in parts else None
     for layer in layers if experts is not None else ():
         fully_shard(layer, **{**options, "mesh": experts})
