@@ -355,12 +355,12 @@ def _advice(recipe: Recipe, cluster: Cluster, task, now: float) -> list[str]:
         changed |= {k: getattr(Layout(), k) for k in known if k not in default_free(c.layout)}
         on = f"--on {c.n}x{device.name} " if c.n != cluster.n else ""
         keys = " ".join(f"layout.{k}={_text(v)}" for k, v in changed.items())
-        out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / (device.capacity):.0%})")
+        out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / device.capacity:.0%})")
         break
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: d.capacity)
-        out.append(f"--on {cluster.n}x{least.name}: it fits as it is ({now / (least.capacity):.0%})")
+        out.append(f"--on {cluster.n}x{least.name}: it fits as it is ({now / least.capacity:.0%})")
     return out
 
 

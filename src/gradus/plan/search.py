@@ -380,7 +380,7 @@ def search(
             fit, nearest = space.best(split, n, until)
             key = (n, *split.values())
             if fit:
-                groups[key] = min(fit, key=lambda c: (c.seconds, c.keys))
+                groups[key] = min(fit, key=_fastest_first)
                 any_fits = True
             elif nearest is not None:
                 misses[key] = nearest
@@ -512,6 +512,10 @@ def _fits_on(space: _Space, n: int) -> bool:
     return False
 
 
+def _fastest_first(c: Candidate) -> tuple:
+    return c.seconds, c.keys
+
+
 def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 6.0) -> list[Candidate]:
     """The best of each way to split that fits, of fewer kinds (schedules of a pipeline are varied for the three fastest alone), fastest
     first, in some seconds; where none fits the one that needs least. Raises UserError as `search`."""
@@ -522,19 +526,19 @@ def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 6.0) -
     for split in space.splits(cluster.n):
         fit, miss = space.best(split, cluster.n, until)
         if fit:
-            best.append(min(fit, key=lambda c: (c.seconds, c.keys)))
+            best.append(min(fit, key=_fastest_first))
         if miss is not None and (nearest is None or miss.needed < nearest.needed):
             nearest = miss
         if time.perf_counter() > until and (best or nearest):
             break
-    fastest = sorted(best, key=lambda c: (c.seconds, c.keys))
-    for c in [c for c in fastest[:3] if c.layout.pipeline > 1]:
+    best.sort(key=_fastest_first)
+    for c in [c for c in best[:3] if c.layout.pipeline > 1]:
         for stages in (None, 4):
             layout = c.layout.model_copy(update={"schedule": "interleaved", "stages": stages})
             if space.allowed(layout, cluster.n) and (other := space.price_memory(layout, cluster.n)).fits:
                 space.price_time(other)
                 best.append(other)
-    found = sorted(best, key=lambda c: (c.seconds, c.keys)) or ([nearest] if nearest else [])
+    found = sorted(best, key=_fastest_first) or ([nearest] if nearest else [])
     if not found:
         check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)
         raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
