@@ -1,13 +1,17 @@
-# `make train` trains the original Transformer to copy; `make test` runs the tests. Both set up .venv first.
+# `make train` trains the original Transformer to copy; `make test` runs the tests that need only minutes, `make test-all` every one.
+# Each sets up .venv first.
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test lint clean
+.PHONY: train test test-all lint clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
 
 test: .venv/installed-dev
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/installed-dev

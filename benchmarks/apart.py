@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--diloco", default="layout.diloco.outer_lr=1.0 layout.diloco.outer_momentum=0.5", help="more settings of DiLoCo's")
     parser.add_argument("--to", type=Path, help="a page with the marks")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder for the rows (default: results/ beside this file)")
     args = parser.parse_args()
     recipe = [*args.recipe, "layout.threads=1", "layout.device=cpu", "evaluate.samples=0", "log.every=50"]
     ways = {
@@ -52,7 +53,7 @@ def main() -> None:
                 f"| {ddp['loopback_bytes'] / row['loopback_bytes']:.1f} times |"
             )
             print(lines[-1], flush=True)
-    keep("apart-cpu-2-processes", found)
+    keep("apart-cpu-2-processes", found, args.results)
     fill(args.to, "apart", lines)
 
 

@@ -71,12 +71,12 @@ def run(recipe: list[str], processes: int, settings: str, folder: Path) -> dict:
     return {(r["name"], r.get("step")): r["value"] for r in rows} | {"summary": json.loads((folder / "summary.json").read_text())}
 
 
-def keep(name: str, rows: list[dict]) -> None:
-    """Write rows with their conditions to results/NAME.json. Paths are told by their last part."""
+def keep(name: str, rows: list[dict], folder: Path | None) -> None:
+    """Write rows with their conditions to folder/NAME.json (None: results/ here). Paths are told by their last part."""
     conditions = {k: v for k, v in describe().items() if k != "launchers"} | {"threads": 1}
     command = [re.sub(r"(^|=)/\S*/", r"\1", word) for word in sys.argv]
     text = json.dumps({"conditions": {**conditions, "command": command}, "rows": rows}, indent=1)
-    (Path(__file__).parent / "results" / f"{name}.json").write_text(text + "\n")
+    ((folder or Path(__file__).parent / "results") / f"{name}.json").write_text(text + "\n")
 
 
 def fill(page: Path | None, mark: str, lines: list[str]) -> None:
@@ -123,11 +123,14 @@ def main() -> None:
     parser.add_argument("recipe", nargs="+", help="as for gradus train")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--to", type=Path, help="a page with the marks")
+    parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose settings hold this, beside the first")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder for the rows (default: results/ beside this file)")
     args = parser.parse_args()
     recipe = [*args.recipe, f"train.steps={args.steps}", "log.every=1", "layout.threads=1", "layout.device=cpu", "evaluate.samples=0"]
     recipe += [f"evaluate.every={args.steps}", "data.limit_valid=200"]
-    lines, found = table(recipe, [SAME, [SAME[0], *ROUNDED], EXPERTS])
-    keep("layouts-cpu-1-thread", found)
+    groups = [[group[0], *(case for case in group[1:] if args.only in case[1])] for group in (SAME, [SAME[0], *ROUNDED], EXPERTS)]
+    lines, found = table(recipe, groups)
+    keep("layouts-cpu-1-thread", found, args.results)
     fill(args.to, "table", lines)
 
 

@@ -35,7 +35,7 @@ def measure(recipe: list[str], name: str, processes: int, settings: str, folder:
         "step": name, "processes": processes, "layout": settings, "samples_per_s": statistics.median(speeds), "slowest": min(speeds),
         "fastest": max(speeds), "sent_a_step": next((v for k, v in rows.items() if k[0] == "traffic/sent"), 0.0),
         "hours_per_epoch": summary["samples"] / summary["epoch"] / statistics.median(speeds) / 3600, "loss": statistics.mean(losses[-5:]),
-        "first_loss": losses[0], "memory_per_rank": summary["memory_per_rank"], "steps": steps,
+        "first_loss": losses[0], "memory_per_rank": summary.get("memory_tensors_per_rank") or summary["memory_process_per_rank"], "steps": steps,
     }  # fmt: skip
 
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("recipe", nargs="+", help="as for gradus train")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--to", type=Path, help="a page with the marks")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder for the rows (default: results/ beside this file)")
     args = parser.parse_args()
     recipe = [*args.recipe, f"train.steps={args.steps}", "log.every=10", "layout.threads=1", "layout.device=cpu", "evaluate.samples=0"]
     recipe += ["evaluate.test=false", f"evaluate.every={args.steps}", "data.limit_valid=100", "data.workers=0"]
@@ -61,7 +62,7 @@ def main() -> None:
                 f"| {row['hours_per_epoch']:.2f} | {memory:.2f} GB | {row['loss']:.4f} |"
             )
             print(lines[-1], flush=True)
-    keep("road-cpu-2-processes", found)
+    keep("road-cpu-2-processes", found, args.results)
     fill(args.to, "road", lines)
 
 

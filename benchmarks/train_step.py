@@ -144,10 +144,10 @@ def main() -> None:
             Side("transformers bf16", theirs(family, a).to(a.device), lambda m, b, f=family: their_loss(f, m, b), bf16=True),
             Side("gradus bf16", ours(family, a).to(a.device), lambda m, b, f=family: our_loss(f, m, b), bf16=True),
         ]
-        naive = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive"))  # on CPUs, fused attention is slow in bf16
+        naive = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive")).bare  # on CPUs, fused attention is slow in bf16
         sides.append(Side("gradus bf16 naive", naive, lambda m, b, f=family: our_loss(f, m, b), bf16=True))
         if not a.no_compile:
-            compiled = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive", compile="default"))
+            compiled = apply(ours(family, a).to(a.device), Layout(precision="bf16", attention="naive", compile="default")).bare
             sides.append(Side("gradus bf16 naive compiled", compiled, lambda m, b, f=family: our_loss(f, m, b), bf16=True))
         for side in sides:  # warm-up: two steps, compilation included
             for b in data[:2]:

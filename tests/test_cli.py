@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gradus import cli
 from gradus.cli import main
+from gradus.errors import FAULT, EnvironmentFault, UserError
+from gradus.rows import Row, RowFile
 
 COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
         "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu"]  # fmt: skip
@@ -28,7 +37,7 @@ def test_help_and_import_load_no_torch():
 
 
 def test_every_verb_has_help(capsys):
-    for verb in ("train", "show", "recipes", "models", "fetch", "tokenizer", "profile", "evaluate", "predict", "generate"):
+    for verb in ("train", "show", "keys", "recipes", "models", "fetch", "tokenizer", "profile", "evaluate", "predict", "generate"):
         with pytest.raises(SystemExit) as e:
             main([verb, "--help"])
         assert e.value.code == 0 and "usage: gradus" in capsys.readouterr().out
@@ -107,6 +116,91 @@ def test_models_counts_a_405b_preset(capsys):
     assert "405,853,388,800" in out and "124,439,808" in out
 
 
+@pytest.fixture
+def arguments(tmp_path):
+    """A file of TrainingArguments."""
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"TrainingArgs": {"per_device_train_batch_size": 4, "learning_rate": 0.25, "max_steps": 4, "push_to_hub": True}}))
+    return str(file)
+
+
+SMALL = [word for word in COPY if not word.startswith(("batch.", "train."))]
+
+
+def test_every_verb_that_takes_a_recipe_takes_training_arguments():
+    verbs = cli.parser()._subparsers._group_actions[0].choices
+    parsers = verbs | verbs["launch"]._subparsers._group_actions[0].choices
+    takes = {name for name, p in parsers.items() if any(a.dest == "recipe" for a in p._actions)}
+    assert takes == {name for name, p in parsers.items() if "--json_file" in p._option_string_actions}
+    assert takes >= {"train", "plan", "check", "fit", "show", "fetch", "profile", "evaluate", "scale", "slurm", "ssh", "modal"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "where", "samples"),
+    [
+        (["check"], "plan.check.check", 4),
+        (["fit"], "plan.fit.fit", 4),
+        (["profile"], "measure.profile.profile", 4),
+        (["scale", "--processes", "1,2,4"], "measure.scaling.scale", 16),  # strong scaling: one batch, that of the most
+        (["scale", "--processes", "1,2,4", "--weak"], "measure.scaling.scale", 4),
+    ],
+)
+def test_training_arguments_reach_the_verb(verb, where, samples, arguments, monkeypatch, capsys):
+    seen = []
+    module, _, function = where.rpartition(".")
+    name, *options = verb
+
+    def stand_in(recipe, *args, **kwargs):
+        seen.append(recipe)
+        return 0 if function in ("check", "scale") else []
+
+    monkeypatch.setattr(importlib.import_module(f"gradus.{module}"), function, stand_in)
+    assert main([name, *SMALL, *options, "--json_file", arguments]) == 0
+    (recipe,) = seen
+    assert (recipe.batch.samples, recipe.layout.micro_batch, recipe.optimizer.lr, recipe.train.steps) == (samples, 4, 0.25, 4)
+    err = capsys.readouterr().err
+    assert f"note: {arguments}: push_to_hub=true: nothing is uploaded" in err and f"batch.samples={samples}" in err
+
+
+@pytest.mark.slow
+def test_training_arguments_in_show_plan_fetch_and_evaluate(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", *SMALL, "--no-data", "--processes", "3", "--json_file", arguments]) == 0
+    assert "samples: 12" in capsys.readouterr().out
+    assert main(["show", *SMALL, "--no-data", "batch.samples=6", "--json_file", arguments]) == 0
+    assert "samples: 6" in capsys.readouterr().out, "the command line wins"
+    assert main(["plan", *SMALL, "--on", "2xT4", "--json", "--json_file", arguments]) == 0
+    assert "batch.samples=8: 4 × 2 processes" in capsys.readouterr().err
+    assert main(["fetch", *SMALL, "--to", "stage", "--json_file", arguments]) == 0
+    assert f"--json_file {arguments}" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["train", *COPY, "log.dir=run"]) == 0
+    capsys.readouterr()
+    Path(arguments).write_text(json.dumps({"TrainingArgs": {"learning_rate": 0.25, "per_device_eval_batch_size": 3}}))
+    assert main(["evaluate", "run", "--json_file", arguments]) == 0
+    assert f"{arguments}: an evaluation takes evaluate.batch of it; the rest is of training" in capsys.readouterr().err
+
+
+def test_training_arguments_travel_with_a_launch(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["log.dir=RUN", "--json_file", "args.json"]
+    assert main(["launch", "slurm", *SMALL, *options, "--dry-run", "--venv", "none", "--nodes", "2", "--gpus", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "--auto-resume --json_file args.json" in out and "batch.samples=32: 4 × 8 processes" in err
+    assert main(["launch", "ssh", *SMALL, *options, "--dry-run", "--processes", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert f"{arguments} USER@HOST:gradus/RUN/training_args.json" in out and "--json_file RUN/training_args.json" in out
+    assert "batch.samples=8: 4 × 2 processes" in err
+    assert main(["launch", "modal", *SMALL, *options, "--to", "app.py", "--gpu", "A100:2"]) == 0
+    app = (tmp_path / "app.py").read_text()
+    assert f'"/root/inputs/training_args.json": "{arguments}"' in app and '"--json_file",\n        at("/root/inputs/training_args.json"),' in app
+    Path(arguments).write_text(json.dumps({"TrainingArgs": {"deepspeed": "zero.json"}}))
+    Path("zero.json").write_text("{}")
+    capsys.readouterr()
+    for place in (["ssh", *SMALL, "--dry-run"], ["modal", *SMALL, "--to", "app.py"]):
+        error = fails(capsys, "launch", *place, "--json_file", "args.json", "log.dir=RUN")
+        assert "TrainingArgs.deepspeed names a file of this machine. Write its content there" in error
+
+
 def test_json_file_of_the_hands_on(capsys, tmp_path):
     """S2's way in: its keys are mapped, an unknown one is named, and its figures are printed and kept."""
     labelled = tmp_path / "data"
@@ -147,16 +241,151 @@ def test_tokenizer_train(capsys, tmp_path):
     assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_anywhere_is_one_clear_line(capsys, monkeypatch, tmp_path):
-    from gradus.rows import RowFile
-
     def full(self, rows):
-        raise OSError(28, "No space left on device", "metrics.jsonl")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RowFile, "write", full)
-    assert "metrics.jsonl: No space left on device" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}")
+    assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == FAULT
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"error: .*/run/metrics\.jsonl: the disk is full \([\d.]+ GB free\): nothing up to the last .* --resume\.", told)
 
 
+EIO, ENOSPC, ENETDOWN = ((number, os.strerror(number)) for number in (errno.EIO, errno.ENOSPC, errno.ENETDOWN))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), 2, "error: /x: No such file or directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "error: /x: Permission denied"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "/x"), 2, "error: /x: Is a directory"),
+        (OSError(*EIO, "/x"), FAULT, "error: /x: Input/output error: a fault of the machine, not of the recipe."),
+        (OSError(errno.ESTALE, "Stale file handle", "/x"), FAULT, "error: /x: Stale file handle: a fault of the machine"),
+        (OSError(*ENOSPC, "/x"), FAULT, "error: /x: the disk is full ("),
+        (OSError(*ENETDOWN), FAULT, "Traceback"),  # no file is named: where it was is told by the traceback
+        (ConnectionResetError("Connection reset by peer"), FAULT, "Traceback"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), FAULT, "Traceback"),  # of a connection, while standard output is read
+        (EnvironmentFault("/x: the disk is full"), FAULT, "error: /x: the disk is full"),
+        (UserError("/x: no such file"), 2, "error: /x: no such file"),
+    ],
+)
+def test_a_fault_of_the_machine_has_an_exit_code_of_its_own(capsys, monkeypatch, raised, code, told):
+    def fail(args):
+        raise raised
+
+    monkeypatch.setattr(cli, "recipes", fail)
+    assert main(["recipes"]) == code
+    error = capsys.readouterr().err
+    assert error.startswith(told) and (error.count("\n") == 1 or told == "Traceback")
+    if told == "Traceback":
+        assert f"{type(raised).__name__}: {raised}" in error, "its own text"
+
+
+@pytest.mark.parametrize(("cause", "code"), [(OSError(*EIO, "/x"), FAULT), (FileNotFoundError(errno.ENOENT, "no", "/x"), 2), (KeyError("x"), 2)])
+def test_a_line_made_from_an_error_of_the_system_keeps_its_code(capsys, monkeypatch, cause, code):
+    def fail(args):
+        try:
+            raise cause
+        except Exception:
+            raise UserError("/x: cannot be read. Give another.") from None
+
+    monkeypatch.setattr(cli, "recipes", fail)
+    assert main(["recipes"]) == code
+    assert capsys.readouterr().err == "error: /x: cannot be read. Give another.\n"
+
+
+def test_nobody_reads_on():
+    """`gradus recipes | head -1` is no error."""
+    command = f"{sys.executable} -m gradus recipes | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_broken_pipe_while_training_is_told_whole(capsys, monkeypatch, tmp_path):
+    from gradus.train.loop import Trainer
+
+    def fail(self, step):
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr(Trainer, "_train", fail)
+    assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == FAULT
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "BrokenPipeError: Broken pipe" in error and "did not reach" not in error
+
+
+def log_in(folder: Path):
+    from gradus.recipe.schema import Log
+    from gradus.train.log import RunLog
+
+    return RunLog(folder, Log(), {})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_rows_on_a_full_disk(tmp_path):
+    """Which file, how much is free, what to do; and nothing is raised a second time at the close."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = log_in(tmp_path)
+    with pytest.raises(EnvironmentFault, match=r"metrics\.jsonl: the disk is full \([\d.]+ GB free\): nothing up to the last .* --resume\.$"):
+        log.write([Row("train/loss", 1.0, step=1)])
+    log.close()
+
+
+def test_a_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
+    class Board:
+        def add_scalar(self, *_):
+            raise OSError(*ENOSPC)
+
+        close = add_scalar
+
+    log = log_in(tmp_path)
+    log.board = Board()
+    with pytest.raises(EnvironmentFault, match=r"tensorboard: the disk is full .* --resume\.$"):
+        log.write([Row("train/loss", 1.0, step=1)])
+    with pytest.raises(EnvironmentFault, match="tensorboard: the disk is full"):
+        log.close()
+    with pytest.raises(KeyError):  # is not replaced by what follows from it
+        try:
+            raise KeyError("x")
+        finally:
+            log.close()
+
+
+FULL = """
+mount -t tmpfs -o size=16m none {folder} || exit 99
+{train} log.dir={folder}/run > {folder}.out 2> {folder}.err & run=$!
+until test -e {folder}/run/checkpoints/step-00000020; do sleep 0.02; kill -0 $run || exit 98; done
+cat /dev/zero > {folder}/full 2> /dev/null
+wait $run; code=$?
+rm {folder}/full
+{python} -m gradus train {folder}/run --resume > {folder}.out 2>&1 || exit 97
+cp {folder}/run/metrics.jsonl {folder}.rows
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_while_a_run_trains(tmp_path):
+    """A real disk of 16 MB: one line, another exit code, and the run goes on from its last checkpoint once there is room."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    words = [*COPY, "train.steps=1500", "log.every=1", "train.checkpoint_every=20", "evaluate.every=1500", "train.keep=2"]
+    train = shlex.join([sys.executable, "-m", "gradus", "train", *words])
+    script = FULL.format(folder=folder, train=train, python=sys.executable)
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=400)
+    error = Path(f"{folder}.err").read_text()
+    assert done.returncode == FAULT, (done, error)
+    told = error.strip().splitlines()[-1]
+    assert re.match(rf"error: {folder}/run/(metrics\.jsonl|checkpoints): the disk is full \(0\.00 GB free\): .* go on with --resume\.$", told), error
+    assert "Traceback" not in error
+    steps = [r["step"] for r in map(json.loads, Path(f"{folder}.rows").read_text().splitlines()) if r["name"] == "train/loss"]
+    assert steps == list(range(1, 1501)), "nothing is lost, nothing is there twice"
+
+
+@pytest.mark.slow
 def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
     import torch
 
@@ -169,6 +398,7 @@ def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
     assert "layout.micro_batch (it is 16)" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}")
 
 
+@pytest.mark.slow
 def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "gradus[track]" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")

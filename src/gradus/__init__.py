@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_ROOMS = ("recipe", "rows", "layers", "models", "data", "tasks", "parallel", "train", "measure", "infer")
+_ROOMS = ("recipe", "rows", "layers", "models", "data", "tasks", "parallel", "train", "measure", "infer", "api")
 
 
 def __getattr__(name: str) -> Any:  # rooms load on first use: `import gradus` loads no torch

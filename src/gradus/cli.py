@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
+import re
+import select
+import shlex
+import shutil
 import sys
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
-from gradus import __version__
-from gradus.errors import UserError, did_you_mean
+from gradus import __version__, limits
+from gradus.errors import FAULT, UserError, coloured, did_you_mean, disk_full, exit_code, not_written
+from gradus.launch import json_file
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors in the house's form: one line, exit code 2."""
 
     def error(self, message: str):
+        own = re.fullmatch(r"argument (?:\S+/)?(--[\w-]+): (=.*)", message, re.S)  # of limits.whole and limits.real
+        if own:
+            raise UserError(f"{self.prog}: {own[1]}{own[2]}")
         raise UserError(f"{self.prog}: {message}. See {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """argparse's own, with the nearest choice in place of all of them."""
+        if action.choices is None or value in action.choices:
+            return
+        if action.dest == "verb":
+            raise UserError(f"gradus {value}: no such verb.{_meant(str(value), action.choices)} See gradus --help")
+        what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+        known, near = ", ".join(map(str, action.choices)), did_you_mean(str(value), action.choices)
+        raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{near if 'Known' not in near else ''}")
+
+
+MEANING = {  # a verb by what it does
+    "test": "evaluate", "score": "evaluate", "infer": "predict", "classify": "predict", "translate": "predict",
+    "complete": "generate", "chat": "generate", "sample": "generate", "finetune": "train", "fine-tune": "train",
+    "pretrain": "train", "run": "train", "resume": "train", "convert": "export", "save": "export", "cost": "plan",
+    "estimate": "plan", "search": "plan", "download": "fetch", "validate": "check", "doctor": "env", "options": "keys",
+    "config": "keys", "presets": "models", "devices": "hardware", "list": "recipes", "slurm": "launch", "ssh": "launch",
+}  # fmt: skip
+
+
+def _meant(word: str, verbs: Iterable[str]) -> str:
+    from gradus.recipe import names
+
+    if word in names() or word.endswith((".yaml", ".yml", ".json")):
+        return f" Did you mean gradus train {word}?"
+    return f" Did you mean {MEANING[word]}?" if word in MEANING else did_you_mean(word, verbs)
 
 
 def parser() -> Parser:
@@ -29,34 +68,55 @@ def parser() -> Parser:
         if recipe:
             p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder")
             p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. train.steps=100 optimizer.lr=1e-3")
+            json_file(p)
         return p
 
     p = verb("train", train, "train a recipe into a run folder")
     p.add_argument("--resume", action="store_true", help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
     p.add_argument("--auto-resume", action="store_true", help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
-    p.add_argument("--processes", type=int, metavar="N", help="start N processes on this machine (others: torchrun, mpirun, srun)")
-    p.add_argument("--max-restarts", type=int, default=0, metavar="K", help="of --processes: start again from the last checkpoint, up to K times")
+    p.add_argument(
+        "--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+        help="start N processes on this machine (others: torchrun, mpirun, srun)",
+    )
+    p.add_argument(
+        "--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
+        help="of --processes: start again from the last checkpoint, up to K times",
+    )
     p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    p = verb("new", new, "look at data of your own and write a recipe for them", recipe=False, words="")
+    p.add_argument("file", metavar="FILE.yaml", help="the recipe to write")
+    kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, or the two files of parallel text"
+    p.add_argument("--data", nargs="+", required=True, metavar="PATH", help=kinds)
+    p.add_argument("--init", metavar="FOLDER", help="weights to fine-tune, in the Hugging Face layout, instead of a small model from scratch")
+    p.add_argument("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and said)")
+    p.add_argument("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and said)")
     p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy, before anything is spent", recipe=False)
     p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. layout.checkpointing=full")
+    json_file(p)
     p.add_argument("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
-    p.add_argument("--tokens", type=float, metavar="N", help="to train on, in place of the recipe's steps, e.g. 300e9")
-    p.add_argument("--days", type=float, metavar="D", help="a deadline: with --on DEVICE, how many of them are needed")
+    p.add_argument(
+        "--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
+        help="to train on, in place of the recipe's steps, e.g. 300e9",
+    )
+    p.add_argument("--days", type=limits.real(above=0, most=1e6), metavar="D", help="a deadline: with --on DEVICE, how many of them are needed")
+    p.add_argument("--all", action="store_true", help="every component by table, and the notes in full")
     p.add_argument("--json", action="store_true", help="the rows as JSON lines")
     p.add_argument("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
     p.add_argument("--devices", action="store_true", help="which single device, at which precision and price")
     p.add_argument("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
     p.add_argument("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
-    p.add_argument("--batch", type=int, metavar="B", help="of --serve: sequences at a time (default 1)")
-    p.add_argument("--length", type=int, metavar="N", help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
-    p.add_argument("--bits", type=int, metavar="Q", help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    p.add_argument("--batch", type=limits.whole(1, limits.BATCH), metavar="B", help="of --serve: sequences at a time (default 1)")
+    p.add_argument(
+        "--length", type=limits.whole(1, limits.LENGTH), metavar="N",
+        help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)",
+    )
+    p.add_argument("--bits", type=limits.whole(1, 32), metavar="Q", help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
     p.add_argument("--optimal", action="store_true", help="how many tokens suit the model; with --tokens, how large a model suits them")
     p.add_argument("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements (default: as stored)")
     p.add_argument("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
     p.add_argument("--web", action="store_true", help="serve the plan as a local page")
-    p.add_argument("--port", type=int, help="of --web (default 8000)")
+    p.add_argument("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     p.add_argument("--host", help="of --web (default 127.0.0.1: this machine alone)")
     p = verb("prove", prove, "what was planned of finished runs beside what was measured", recipe=False, words="runs")
     p.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
@@ -71,8 +131,13 @@ def parser() -> Parser:
     p = verb("show", show, "print the resolved recipe and all that was derived")
     p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
     p.add_argument("--modules", action="store_true", help="print the module tree as the layout places it instead: each parameter's shape and part")
-    p.add_argument("--processes", type=int, metavar="N", help="as one of so many (default: as many as the layout's axes need)")
-    p.add_argument("--rank", type=int, metavar="R", help="of --modules: on this process (default 0)")
+    p.add_argument(
+        "--processes", type=limits.whole(1, limits.AXIS), metavar="N",
+        help="as one of so many (default: as many as the layout's axes need)",
+    )
+    p.add_argument("--rank", type=limits.whole(0, limits.AXIS), metavar="R", help="of --modules: on this process (default 0)")
+    p = verb("keys", keys, "every key of a recipe: its default, type and meaning", recipe=False, words="section")
+    p.add_argument("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
     p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False, words="names")
     p.add_argument("names", nargs="*", metavar="PRESET", help="only these, by component")
@@ -81,7 +146,7 @@ def parser() -> Parser:
     p = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files")
     p.add_argument("action", choices=["train"])
     p.add_argument("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    p.add_argument("--vocab-size", type=int, required=True, metavar="N")
+    p.add_argument("--vocab-size", type=limits.whole(1, limits.TOKEN_IDS), required=True, metavar="N")
     p.add_argument("--lowercase", action="store_true")
     p.add_argument("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
     p.add_argument("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
@@ -92,34 +157,38 @@ def parser() -> Parser:
     p.add_argument("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     p = verb("predict", predict, "text or image in: label, filled mask, translation or features out", recipe=False, words="inputs")
     p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    p.add_argument("inputs", nargs="*", metavar="INPUT", help="texts or image files; none: lines of standard input")
+    p.add_argument("inputs", nargs="*", metavar="INPUT", help="texts or image files; none: standard input; -: its lines, each answered as it comes")
     p.add_argument("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
-    p.add_argument("--n", type=int, default=16)
+    p.add_argument("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     p.add_argument("--features", action="store_true", help="print or save hidden states instead of a prediction")
-    p.add_argument("--top", type=int, default=5, help="how many likely answers")
+    p.add_argument("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     p.add_argument("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     p.add_argument("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
     p = verb("generate", generate, "continue a text", recipe=False, words="prompt")
     p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
     p.add_argument("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     p.add_argument("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
-    p.add_argument("--max-new", type=int, default=200, metavar="N", help="tokens (default 200)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    p.add_argument("--top-k", type=int)
-    p.add_argument("--top-p", type=float)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--max-new", type=limits.whole(1, limits.LENGTH), default=200, metavar="N", help="tokens (default 200)")
+    p.add_argument("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
+    p.add_argument("--top-k", type=limits.whole(1, limits.VOCABULARY))
+    p.add_argument("--top-p", type=limits.real(above=0, most=1))
+    p.add_argument("--seed", type=limits.whole(0), default=0)
+    p.add_argument("--sliding-window", action="store_true", help="go on beyond the model's places, reading the latest tokens alone (slower there)")
     p.add_argument("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
     p.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
     p = verb("collectives", collectives, "time broadcast, all-reduce and the other collectives between processes", recipe=False)
-    p.add_argument("--processes", type=int, metavar="N", help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
+    p.add_argument(
+        "--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+        help="how many to start (default 2); under torchrun, mpirun or srun: theirs",
+    )
     p.add_argument("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
     p.add_argument("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
     p.add_argument("--to", metavar="FILE.jsonl", help="add the rows to this file")
     p = verb("scale", scale, "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name")
     p.add_argument("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
-    p.add_argument("--steps", type=int, default=30, metavar="N", help="steps that are timed in a round (default 30)")
-    p.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before them (default 5)")
-    p.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds, each with every number of processes (default 3)")
+    p.add_argument("--steps", type=limits.whole(1, limits.STEPS), default=30, metavar="N", help="steps that are timed in a round (default 30)")
+    p.add_argument("--warmup", type=limits.whole(0, limits.STEPS), default=5, metavar="N", help="steps before them (default 5)")
+    p.add_argument("--repeat", type=limits.whole(1, 10**6), default=3, metavar="N", help="rounds, each with every number of processes (default 3)")
     p.add_argument("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
     p.add_argument("--weak", action="store_true", help="the recipe's batch for every process, not for all together; also to the end")
     p.add_argument("--scale-lr", action="store_true", help="of --weak: the learning rate times the number of processes (the linear rule)")
@@ -130,8 +199,8 @@ def parser() -> Parser:
     p = verb("hardware", hardware, "the devices and links that the plan knows, with their sources", recipe=False, words="name")
     p.add_argument("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     p = verb("calibrate", calibrate, "measure this machine for a few minutes, so that gradus plan --on this is right", recipe=False)
-    p.add_argument("--seconds", type=float, default=180.0, metavar="S", help="about how long (default 180)")
-    p.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    p.add_argument("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about how long (default 180)")
+    p.add_argument("--threads", type=limits.whole(1, limits.THREADS), metavar="N", help="CPU threads (default: PyTorch's choice)")
     p.add_argument("--to", metavar="FILE", help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
     p = verb("launch", None, "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal", recipe=False)
     places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
@@ -141,22 +210,42 @@ def parser() -> Parser:
         q = places.add_parser(place, help=text, description=text)
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
-    p = verb("export", export, "write a checkpoint, of any layout, as a folder that Hugging Face's tools load", recipe=False, words="model")
+    text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
+    p = verb("export", export, text, recipe=False, words="model")
     p.add_argument("model", nargs=1, metavar="RUN_OR_CHECKPOINT", help="a run folder (its best checkpoint, else its newest), or a checkpoint")
     p.add_argument("--to", required=True, metavar="DIR", help="folder to write")
-    p.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights (default 5); as much memory is used")
+    p.add_argument(
+        "--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB",
+        help="largest file of weights (default 5); as much memory is used",
+    )
     return top
 
 
-def load_recipe(args, extra: dict | None = None, quiet: bool = False):
-    """The recipe with its overrides; what a switched kind made void is said (unless `quiet`), and where the data are the weights' own,
-    taken from them."""
+def load_recipe(args, here=None, quiet: bool = False, resuming: bool = False):
+    """The recipe with its overrides and --json_file; what a switched kind made void is said (unless `quiet`), and where the data are the
+    weights' own, taken from them. here: the world of the run (None: one process)."""
+    from gradus.parallel.world import World
     from gradus.train import resolve
 
-    recipe, notes = resolve.load(args.recipe, args.overrides, extra or {})
+    recipe, notes = resolve.load(args.recipe, args.overrides, resolve.Given(args.json_file, here or World(), resuming))
     for note in () if quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     return recipe
+
+
+def on_this_host(n: int | None):
+    """The world of a run of n processes on this machine (None: of one)."""
+    from gradus.parallel.world import World
+
+    return World(size=max(1, n or 1), local_size=max(1, n or 1))
+
+
+def new(args) -> int:
+    from gradus.train.new import new as write
+
+    for line in write(args.file, args.data, args.init, args.text, args.label):
+        print(line, flush=True)
+    return 0
 
 
 def train(args) -> int:
@@ -169,43 +258,39 @@ def train(args) -> int:
 
         found = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return local.train(args.processes, args.recipe, args.overrides, **found)
-    extra, notes = {}, []
-    if args.json_file:
-        from gradus.recipe.training_args import from_training_args
-
-        extra, notes = from_training_args(args.json_file)
-        for note in notes:
-            print(f"{args.json_file}: {note}", file=sys.stderr)
     from gradus.parallel import world
     from gradus.plan.prove import Proof
 
     here, proof = world.find(), Proof(args.force)
     with proof.ready(here):  # before the processes meet, which they do to find the run too
-        return _train(args, extra, here, proof)
+        return _train(args, here, proof)
 
 
-def _train(args, extra: dict, here, proof) -> int:
+def _train(args, here, proof) -> int:
     from gradus.train import resolve
 
+    given = resolve.Given(args.json_file, here)
     if args.resume:
-        folder = resolve.run_to_resume(args.recipe, args.overrides, extra)
+        folder = resolve.run_to_resume(args.recipe, args.overrides, given)
     else:
-        folder = resolve.started(args.recipe, args.overrides, extra, here) if args.auto_resume else None
+        folder = resolve.started(args.recipe, args.overrides, given, here) if args.auto_resume else None
     if folder:
         args.recipe = str(folder)
-    recipe = load_recipe(args, extra, quiet=not here.first)
+    recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
     from gradus.measure.flops import for_run
     from gradus.train.loop import Stopped
     from gradus.train.session import train as run
 
+    longer = args.resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in args.overrides)
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, here=here)
+        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, here=here, longer=longer)
     except Stopped as stop:
         if here.first:
             from gradus.parallel import status
 
             run_folder = stop.checkpoint.parent.parent
-            how = status.command(run_folder, here.size) if status.supervised() else f"gradus train {run_folder} --resume"
+            alone = f"gradus train {shlex.quote(str(run_folder))} --resume"
+            how = status.command(run_folder, here.size) if status.supervised() else alone
             print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
         return 128 + stop.signal_number
     if recipe.task.name == "copy" and here.size == 1:
@@ -234,7 +319,7 @@ def plan(args) -> int:
 
         print("\n".join([row.json() for row in rows()] if args.json else lines()))
         return 0
-    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days)
+    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
         from gradus.plan.web import serve
 
@@ -242,11 +327,17 @@ def plan(args) -> int:
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
     from gradus.plan import answer
-    from gradus.plan.show import explain, named, screen
+    from gradus.plan.show import components, explain, first_screen, named, screen
 
     if mode in ("devices", "search", "optimal", "serve"):
         more = {"batch": 1 if args.batch is None else args.batch, "length": args.length, "bits": args.bits} if mode == "serve" else {}
         lines, rows = getattr(answer, mode)(request, **more)
+        if mode == "serve" and args.all:
+            lines = [*lines, *components(rows)]
+        elif mode == "serve":
+            head = [line for line in lines if line and not line.startswith("note: ")]
+            notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+            lines = first_screen(head, notes, ["--all for components, --json for rows"])
         print("\n".join([row.json() for row in rows] if args.json else lines))
         return 0
     made = answer.answer(request)
@@ -256,7 +347,7 @@ def plan(args) -> int:
         for note in made.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
-        print("\n".join(explain(made.rows, args.explain) if mode == "explain" else screen(made)))
+        print("\n".join(explain(made.rows, args.explain) if mode == "explain" else screen(made, args.all)))
     return 0
 
 
@@ -266,10 +357,13 @@ def _only_with(args, mode: str) -> None:
     for option, owner in belongs.items():
         if getattr(args, option) is not None and mode != owner:
             raise UserError(f"gradus plan: --{option} is of --{owner}. Give both, or leave it out.")
+    if args.all and (args.json or mode not in ("plan", "serve")):
+        without = "json, which holds every figure" if args.json else mode
+        raise UserError(f"gradus plan: --all has no effect on --{without}. Leave it out.")
     if args.json and mode in ("accuracy", "web"):
         raise UserError(f"gradus plan: --json has no effect on --{mode}. Leave it out.")
     if mode in ("accuracy", "examples"):
-        given = [name for name in ("recipe", "on", "tokens", "days") if getattr(args, name) is not None]
+        given = [name for name in ("recipe", "on", "tokens", "days", "json_file") if getattr(args, name) is not None]
         if given:
             raise UserError(f"gradus plan --{mode}: {given[0].replace('recipe', 'RECIPE')} has no effect on it. Leave it out.")
 
@@ -299,7 +393,7 @@ def fit(args) -> int:
 def show(args) -> int:
     from gradus import recipe as recipe_room
 
-    recipe = load_recipe(args)
+    recipe = load_recipe(args, on_this_host(args.processes))
     if args.modules:
         from gradus.measure.modules import modules
 
@@ -318,6 +412,14 @@ def show(args) -> int:
     print(recipe_room.dump(session.recipe), end="")
     print("\n# derived")
     print(yaml.safe_dump({"derived": derive(session)}, sort_keys=False), end="")
+    return 0
+
+
+def keys(args) -> int:
+    from gradus.recipe import keys as table
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(line for asked in args.section or [None] for line in table.keys(asked, width)).rstrip())
     return 0
 
 
@@ -351,7 +453,7 @@ def models(args) -> int:
 def fetch(args) -> int:
     from gradus.train.fetch import fetch as stage
 
-    for line in stage(load_recipe(args), Path(args.to), [args.recipe, *args.overrides]):
+    for line in stage(load_recipe(args), Path(args.to), [args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]):
         print(line, flush=True)
     return 0
 
@@ -359,8 +461,6 @@ def fetch(args) -> int:
 def tokenizer(args) -> int:
     from gradus.data import text, tokenizers
 
-    if args.vocab_size < 1:
-        raise UserError(f"--vocab-size={args.vocab_size}: must be a positive whole number.")
     texts = (piece for file in args.files for piece in text.Corpus.open(file, args.text))
     made = tokenizers.train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     made.save(Path(args.to))
@@ -380,7 +480,7 @@ def profile(args) -> int:
 def evaluate(args) -> int:
     from gradus.infer.predict import evaluate as run
 
-    for name, value in run(args.recipe, args.overrides, args.split, args.checkpoint).items():
+    for name, value in run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file).items():
         print(f"{name:26} {value:.4f}")
     return 0
 
@@ -410,7 +510,8 @@ def scale(args) -> int:
     from gradus.measure.scaling import scale as run
     from gradus.plan.prove import Scaled
 
-    return run(load_recipe(args), args, plan=Scaled(args.force))
+    counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
+    return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), args, plan=Scaled(args.force))
 
 
 def env(args) -> int:
@@ -445,6 +546,7 @@ def export(args) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Words may stand before, between and after options, which argparse alone does not allow below a verb."""
+    limits.words(sys.argv[1:] if argv is None else argv)
     top = parser()
     args, rest = top.parse_known_args(argv)
     for word in rest:
@@ -457,7 +559,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2.
+    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the machine:
+    `errors.FAULT`).
 
     One of several processes does not come back from here: it ends when the others do.
     """
@@ -474,24 +577,55 @@ def run(argv: list[str] | None) -> int:
         if args.verb is None:
             parser().print_help()
             return 0
-        return args.function(args)
+        code = args.function(args)
+        sys.stdout.flush()  # here, so that a reader who has gone is heard of below
+        return code
     except UserError as e:
         world = sys.modules.get("gradus.parallel.world")
         text = world.mistake(str(e)) if world is not None and world.joined() else str(e)
         if text is not None:
-            print(f"error: {text}" if "\n" not in text else f"error:\n{text}", file=sys.stderr)
+            text = limits.shown(text)
+            print(coloured("error:", "red", sys.stderr), text, sep="\n" if "\n" in text else " ", file=sys.stderr)
+        return exit_code(e)
+    except MemoryError as e:
+        print(f"error: not enough memory{f' ({e})' if str(e) else ''}. Take smaller sizes, or a machine with more.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
-    except OSError as e:  # a full disk, a file that may not be read: where it is not told nearer by
-        if e.errno is None:
+    except OSError as e:  # a file that may not be read, a disk that fails: where it is not told nearer by
+        if isinstance(e, BrokenPipeError) and _nobody_reads():  # what is left to be flushed at the end goes nowhere
+            with contextlib.suppress(ValueError):  # standard output may be no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        code = exit_code(e)
+        if code == 1:
             raise
-        print(f"error: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", file=sys.stderr)
-        return 2
+        if code == FAULT and not e.filename:  # its text alone does not say where
+            traceback.print_exc()
+        print(coloured("error:", "red", sys.stderr), _os_error(e, code), file=sys.stderr)
+        return code
+
+
+def _os_error(e: OSError, code: int) -> str:
+    """One line for an error of the system that nothing nearer by has told."""
+    if disk_full(e) and e.filename:
+        then = "free some space; a run goes on with --resume, from its last checkpoint."
+        return str(not_written(Path(e.filename), e, then))
+    text = f"{f'{e.filename}: ' if e.filename else ''}{e.strerror or e}"
+    if code == FAULT:
+        text += ": a fault of the machine, not of the recipe. Try again; a run goes on with --resume."
+    return limits.shown(text)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has gone (`gradus ... | head`)."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 if __name__ == "__main__":

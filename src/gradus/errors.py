@@ -1,9 +1,24 @@
-"""What a user did wrong, said in one line."""
+"""What a user did wrong, or a machine, said in one line."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+FAULT = 74  # exit code where the machine is at fault; EX_IOERR of sysexits.h
+# Errors of the system that a user mends: a path or a port that is wrong. All others are the machine's faults.
+MISTAKES = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG,
+    errno.ELOOP, errno.EINVAL, errno.EROFS, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ESPIPE, errno.EBADF,
+    errno.ENOEXEC, errno.EADDRINUSE, errno.EADDRNOTAVAIL,
+}  # fmt: skip
 
 
 class UserError(Exception):
@@ -13,19 +28,117 @@ class UserError(Exception):
     """
 
 
+class DataError(UserError):
+    """Data, or a tokenizer, that are not at hand here: a plan does without them, a run cannot."""
+
+
+class EnvironmentFault(UserError):
+    """A fault of the machine (a full disk, a file system or a connection that is gone). One line too, but the exit code is
+    FAULT, after which whatever restarts a run starts it again."""
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error; what is written in Rust (safetensors, tokenizers) has it in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"\(os error (\d+)\)", str(error)) if not isinstance(error, UserError) else None
+    return int(told[1]) if told else None
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an error of the system is the machine's fault, and not that of a path or a port that the user gave."""
+    number = _number(error)
+    if number is None:  # some of Python's own say so by their class alone; those of libraries have other reasons too
+        own = type(error).__module__ in ("builtins", "http.client")
+        return own and isinstance(error, ConnectionError | TimeoutError)
+    return number not in MISTAKES
+
+
+def exit_code(error: BaseException) -> int:
+    """FAULT for a fault of the machine and for a UserError made from one, 2 for other mistakes and errors of the system,
+    1 for a bug."""
+    if not isinstance(error, UserError):
+        return FAULT if is_fault(error) else 2 if isinstance(error, OSError) and error.errno is not None else 1
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, EnvironmentFault) or is_fault(cause)):
+        cause = cause.__cause__ or cause.__context__
+    return 2 if cause is None else FAULT
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether no room was left. A UserError made from such an error says so in its text."""
+    return _number(error) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+
+
+def not_written(where: Path, error: BaseException, then: str) -> UserError:
+    """What to raise where `where` could not be written: 'WHERE: the disk is full (0.00 GB free): THEN'."""
+    reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+    if disk_full(error):
+        there = next(p for p in (Path(where), *Path(where).absolute().parents) if p.exists())
+        reason = "the quota is used up" if _number(error) == errno.EDQUOT else "the disk is full"
+        with contextlib.suppress(OSError):
+            reason += f" ({shutil.disk_usage(there).free / 1e9:.2f} GB free)"
+        return EnvironmentFault(f"{where}: {reason}: {then}")
+    kind = EnvironmentFault if is_fault(error) else UserError
+    return kind(f"{where}: cannot write there ({reason}): {then}")
+
+
+@contextlib.contextmanager
+def writing(where: Path, then: str) -> Iterator[None]:
+    """Raises EnvironmentFault, as `not_written` words it, where the machine fails inside."""
+    try:
+        yield
+    except OSError as e:
+        if not is_fault(e):
+            raise
+        raise not_written(where, e, then) from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: one of which the word is a part (patch → patch_size), else the one spelt
+    most like it, else one that holds it or that it holds (mixed_precision → precision). None where nothing is near."""
+
+    def likeness(name: str) -> float:
+        return difflib.SequenceMatcher(None, name.lower(), given).ratio()
+
+    def parts(name: str) -> str:
+        return "_" + re.sub(r"\W", "_", name.lower()) + "_"
+
+    given, known = str(word).lower(), sorted({str(k) for k in known})
+    spelt = [k for k in known if likeness(k) >= 0.5]
+    for near in (
+        [k for k in known if k == given or (len(given) > 1 and parts(given) in parts(k))],
+        spelt,
+        [k for k in known if (len(given) > 2 and given in k.lower()) or (len(k) > 1 and parts(k) in parts(given))],
+    ):
+        if near:
+            return max(near, key=likeness)
+    return None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the nearest known name, else ' Known: a, b, c.'"""
     known = sorted({str(k) for k in known})
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
-    if near:
-        return f" Did you mean {near[0]}?"
-    return f" Known: {', '.join(known)}." if known else ""
+    near = nearest(word, known)
+    if near is not None:
+        return f" Did you mean {near}?"
+    more = f", ... ({len(known)} in all)" if len(known) > 60 else ""
+    return f" Known: {', '.join(known[:60])}{more}." if known else ""
 
 
-def need(package: str, extra: str, what: str):
+COLOURS = {"red": 31, "green": 32}
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """The text in a colour where the stream is a terminal. NO_COLOR and TERM=dumb mean none, FORCE_COLOR means always."""
+    wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
+
+
+def need(package: str, extra: str, what: str, error: type[UserError] = UserError):
     """Import an optional package, or say which extra brings it.
 
-    Raises UserError when the package is missing.
+    Raises `error` when the package is missing.
     """
     import importlib
 
@@ -33,4 +146,4 @@ def need(package: str, extra: str, what: str):
         return importlib.import_module(package)
     except ImportError as e:
         how = f"pip install 'gradus[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
-        raise UserError(f"{what} needs the package {package.split('.')[0]} ({e}). Install it: {how}") from None
+        raise error(f"{what} needs the package {package.split('.')[0]} ({e}). Install it: {how}") from None

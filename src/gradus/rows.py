@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from gradus import limits
+from gradus.errors import UserError
 
 
 @dataclasses.dataclass
@@ -39,24 +43,35 @@ class RowFile:
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (open as long as the run)
 
     def write(self, rows: list[Row]) -> None:
-        self.file.writelines(row.json() + "\n" for row in rows)
-        self.file.flush()
+        """Raises OSError with the file's name where the disk is full or fails; then the file is closed."""
+        try:
+            self.file.writelines(row.json() + "\n" for row in rows)
+            self.file.flush()
+        except OSError as e:
+            with contextlib.suppress(OSError):  # it tries to write once more
+                self.file.close()
+            e.filename = str(self.path)
+            raise
 
     @property
     def position(self) -> int:
-        self.file.flush()
         return self.file.tell()
 
     def close(self) -> None:
-        self.file.close()
+        self.file.close()  # every write has flushed
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last line cut short by a kill is left out."""
+    """The rows of a file; a last line cut short by a kill is left out. Raises UserError for any other line that is no row."""
+    lines = limits.read_text(path, limits.ROWS_FILE).splitlines()
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("name"), str) and "value" in row:
+            rows.append(row)
+        elif number < len(lines) or row is not None:
+            raise UserError(f"{path}: line {number} is no row with a name and a value ({line[:40]!r}). Take it out.")
     return rows

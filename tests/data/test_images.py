@@ -265,11 +265,33 @@ def test_bad_paths_are_named(tmp_path):
     says(r"a\.tar\.gz: not a readable archive", path=str(tmp_path / "a.tar.gz"))
 
 
+def test_two_containers_with_one_disk_keep_out_of_each_others_way(tmp_path, cache, monkeypatch):
+    """Process ids say nothing there: both may be 1. While one decodes, the other does so too, from start to end."""
+    images = random_images(20)
+    path = write_parquet(tmp_path / "train.parquet", [png(i) for i in images], [0, 1] * 10)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    decode, seen = module._decode, []
+
+    def slow(source, aside):
+        seen.append(aside)
+        (aside / "half").write_text("")
+        if len(seen) == 1:
+            open_images(ImagesData(path=str(path)))
+        assert (aside / "half").exists(), "deleted by the other"
+        (aside / "half").unlink()
+        decode(source, aside)
+
+    monkeypatch.setattr(module, "_decode", slow)
+    data = open_images(ImagesData(path=str(path)))["train"]
+    assert len(seen) >= 2 and len(set(seen)) == len(seen)
+    assert len(data) == 18 and np.array_equal(data[0]["image"], images[0]) and not list((cache / "images").glob(".*"))
+
+
 def test_an_unwritable_cache_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "file"))
     path = write_parquet(tmp_path / "train.parquet", [png(random_images(1)[0])], [0])
-    with pytest.raises(UserError, match=r"cannot keep the decoded images .* Set GRADUS_CACHE"):
+    with pytest.raises(UserError, match=r"images: cannot write the cache \(.*\)\. Set GRADUS_CACHE to a folder with room"):
         open_images(ImagesData(path=str(path)))
 
 

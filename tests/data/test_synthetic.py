@@ -12,6 +12,7 @@ from gradus.data.synthetic import CopyDataset
 few = settings(max_examples=60, deadline=None)
 
 
+@pytest.mark.slow
 @few
 @given(st.integers(3, 12), st.integers(2, 15), st.integers(0, 10**12), st.sampled_from(["zero", "first"]), st.sampled_from(["train", "valid"]))
 def test_items(n_symbols, length, seed, start, split):

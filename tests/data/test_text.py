@@ -226,6 +226,7 @@ def test_splits_that_are_not_there(tmp_path):
 # ---------------------------------------------------------------- corpora
 
 
+@pytest.mark.slow
 @pytest.mark.shared_data
 def test_blocks_of_running_text_have_the_ids_of_the_whole(shared_data, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 3000)  # many borders
@@ -284,6 +285,7 @@ def test_split_of_documents(tmp_path):
     assert "too little text" in error(Corpus.open(write(tmp_path / "b.txt", "one"), documents=True).split(0.1)[1].make)
 
 
+@pytest.mark.slow
 def test_standard_library():
     texts = list(itertools.islice(stdlib_texts(), 40))
     assert all(isinstance(t, str) for t in texts) and any("import" in t for t in texts)
@@ -363,6 +365,12 @@ def test_killed_while_writing_leaves_nothing_that_is_used(tmp_path, cache):
     os.utime(left[0], (1, 1))
     TokenFile.build(["other"], ByteTokenizer(), "another key")
     assert left[0].exists()  # only the same text's left-overs are looked at
+    (tokens.folder / "about.json").unlink()
+    TokenFile.build(["whole"], ByteTokenizer(), "key")
+    assert left[0].exists()  # a file in it grew today: perhaps its writer is alive, in another container or on another host
+    for path in left[0].iterdir():
+        os.utime(path, (1, 1))
+    os.utime(left[0], (1, 1))
     (tokens.folder / "about.json").unlink()
     TokenFile.build(["whole"], ByteTokenizer(), "key")
     assert not left[0].exists()
@@ -570,13 +578,43 @@ def test_labels_as_numbers_and_names(tmp_path):
     assert bytes(data[0]["ids"].astype(np.uint8)) == b"abcde" and data[0]["label"] == 2 and data[1]["ids"].shape == (0,)
     data = labelled(tmp_path, [{"text": "a", "label": "pos"}, {"text": "b", "label": "neg"}, {"text": "b", "label": "pos"}])
     assert data.labels.tolist() == [1, 0, 1] and data.classes == ["neg", "pos"]
-    valid = labelled(tmp_path, [{"text": "a", "label": "pos"}], "valid.jsonl", classes=data.classes)
+    valid = labelled(tmp_path, [{"text": "a", "label": "pos"}], "valid.jsonl", like=data)
     assert valid.labels.tolist() == [1] and valid.classes == ["neg", "pos"]
-    named = labelled(tmp_path, [{"text": "a", "label": 0}], "named.jsonl", classes=["neg", "pos"])
+    named = labelled(tmp_path, [{"text": "a", "label": 0}], "named.jsonl", names=["neg", "pos"])
     assert named.labels.tolist() == [0] and named.classes == ["neg", "pos"]
     chosen = labelled(tmp_path, [{"text": "a", "label": 0, "b": "text", "c": 3}], "chosen.jsonl", text="b", label="c")
     assert chosen.labels.tolist() == [3] and len(chosen[0]["ids"]) == 4
-    assert labelled(tmp_path, [{"text": "a", "label": True}], "bool.jsonl", n_classes=3).classes == ["0", "1", "2"]
+    assert labelled(tmp_path, [{"text": "a", "label": True}], "bool.jsonl", names=["a", "b", "c"]).classes == ["a", "b", "c"]
+
+
+def test_the_order_of_names_that_the_labels_have_is_the_given_one(tmp_path):
+    rows = [{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}]
+    data = labelled(tmp_path, rows, names=["good", "fair", "bad"])
+    assert data.labels.tolist() == [0, 2] and data.classes == ["good", "fair", "bad"]
+    assert labelled(tmp_path, rows, names=["positive", "negative"]).classes == ["bad", "good"]  # names of something else
+
+
+def test_names_that_look_like_numbers_stay_names_in_every_split(tmp_path):
+    train = labelled(tmp_path, [{"text": "a", "label": "none"}, {"text": "b", "label": "7"}])
+    valid = labelled(tmp_path, [{"text": "a", "label": "7"}], "valid.jsonl", like=train)
+    assert train.classes == valid.classes == ["7", "none"] and valid.labels.tolist() == [0]
+    assert "test.jsonl: row 2: label '1' is not one of the classes of" in error(
+        labelled, tmp_path, [{"text": "a", "label": 7}, {"text": "a", "label": 1}], "test.jsonl", like=train
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_numbers_have_the_names_of_hugging_faces_features(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    if kind == "parquet":
+        table.to_parquet(str(tmp_path / "train.parquet"))
+    else:
+        datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "all"))
+    path = tmp_path / "train.parquet" if kind == "parquet" else find_split(tmp_path / "all", "train")
+    data = LabelledDataset.open(path, ByteTokenizer(), 5)
+    assert data.classes == ["bad", "good"] and data.labels.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -601,8 +639,12 @@ def test_a_bad_row_is_named(tmp_path, bad, words):
 
 def test_other_label_errors(tmp_path):
     names = [{"text": "a", "label": "pos"}, {"text": "b", "label": "neutral"}]
-    assert "row 2: label 'neutral' is not one of the classes. Known: neg, pos." in error(labelled, tmp_path, names, classes=["neg", "pos"])
-    assert "out of range: 1 classes" in error(labelled, tmp_path, names, n_classes=1)
+    train = labelled(tmp_path, [{"text": "a", "label": "pos"}, {"text": "b", "label": "neg"}])
+    told = error(labelled, tmp_path, names, "valid.jsonl", like=train)
+    assert "valid.jsonl: row 2: label 'neutral' is not one of the classes of" in told and told.endswith("train.jsonl. Known: neg, pos.")
+    numbers = labelled(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1}], "numbers.jsonl")
+    told = error(labelled, tmp_path, [{"text": "a", "label": 2}], "valid.jsonl", like=numbers)
+    assert "valid.jsonl: row 1: label 2 is out of range: 2 classes are 0 to 1, as in" in told and "numbers.jsonl. Mend the row" in told
     assert "no text column (text, sentence, review, content); there are: a, label. Set data.text=NAME" in error(
         labelled, tmp_path, [{"a": "b", "label": 1}]
     )

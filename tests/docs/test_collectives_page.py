@@ -60,6 +60,7 @@ def test_every_program_is_on_a_page():
     assert sorted(shown) == sorted(f.read_text() for f in PROGRAMS.iterdir() if f.suffix in (".py", ".c"))
 
 
+@pytest.mark.slow
 def test_torch():
     assert sorted(ran(sys.executable, "scatter_mean_torch.py")) == sorted(said("collectives.md", "python scatter_mean_torch.py"))
 

@@ -95,6 +95,8 @@ def test_what_saves_memory_changes_nothing(layout, device):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_steps(mode, device, monkeypatch):
+    if device == CPU and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("compiling for a CPU needs a C++ compiler")
     if device == CPU:  # without the compiler's back end, which takes a minute
         own = nn.Module.compile
         monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None: own(self, backend="eager"))
@@ -129,6 +131,7 @@ def test_fp16_backs_off_and_goes_on(device):
 # ------------------------------------------------------------ a run
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_and_proved(device, tmp_path):
     """In a process of its own: the plan is made in a fork, and a fork of a process that has computed on a GPU cannot."""
     settings = {**COPY, "layout.device": device.type, "log.dir": tmp_path / "run", "log.every": 3}
@@ -205,6 +208,7 @@ def test_shards_are_summed_and_saved_in_a_world_of_one(offload, device, tmp_path
 # ------------------------------------------------------------ the benchmark
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_what_it_predicts_and_measures(device, tmp_path):
     path = Path(__file__).resolve().parents[2] / "benchmarks/gpu.py"
     spec = importlib.util.spec_from_file_location("gpu_benchmark", path)

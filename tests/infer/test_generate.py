@@ -246,6 +246,22 @@ def test_the_room_left_is_used_and_said(gpt, bpe, capsys):
     assert "cut" not in run(gpt[0], "once upon", "--max-new", str(48 - n + 1), capsys=capsys)[1]
 
 
+def test_a_sliding_window_goes_on_beyond_the_positions(gpt, bpe, tmp_path, capsys):
+    folder, model = gpt
+    ids = bpe.encode("once upon")
+    assert "--sliding-window goes on" in run(folder, "once upon", "--max-new", "100", capsys=capsys)[1]
+    out, err = run(folder, "once upon", "--max-new", "100", "--sliding-window", capsys=capsys)
+    assert out == bpe.decode(ids + complete(model, [ids], max_new=100, eos_id=bpe.eos_id, window=48)[0]) + "\n"
+    assert "100 tokens in" in err and "cut" not in err
+    assert run(folder, "once upon", "--max-new", "100", "--sliding-window", "--no-cache", capsys=capsys)[0] == out
+    prompt = "a big red ball " * 30  # longer than the model
+    ids = bpe.encode(prompt)
+    expected = bpe.decode(ids + complete(model, [ids[-48:]], max_new=9, window=48)[0])
+    assert run(folder, prompt, "--max-new", "9", "--sliding-window", capsys=capsys)[0] == expected + "\n"
+    saved(tmp_path / "s2s", Seq2SeqConfig(**TINY, vocab_size=bpe.vocab_size, d_ff=32, seq_len=48), bpe)
+    assert "--sliding-window: it is for gpt and llama" in fails(tmp_path / "s2s", "once", "--sliding-window", capsys=capsys)
+
+
 def test_a_prompt_longer_than_the_model(gpt, bpe, capsys):
     prompt = "a big red ball " * 30
     said = fails(gpt[0], "short", prompt, capsys=capsys)
@@ -274,7 +290,7 @@ def test_tokenizers_that_are_missing_or_anothers(tmp_path, bpe, capsys):
         (["--max-new", "0"], "--max-new=0"),
         (["--top-k", "5"], "no effect at temperature 0"),
         (["--temperature", "-1"], "temperature=-1"),
-        (["--temperature", "1", "--top-p", "2"], "top_p=2"),
+        (["--temperature", "1", "--top-p", "2"], "--top-p=2: must be at most 1"),
     ],
 )
 def test_settings_out_of_range(gpt, words, said, capsys):

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -311,6 +313,54 @@ def test_a_labelled_run(tmp_path):
     assert split[6] == f"{right} of 6 right"
 
 
+def named_run(tmp_path, kind) -> list[str]:
+    """A run of two classes in tmp_path/run; returns inputs of it."""
+    from PIL import Image
+
+    names, inputs = ("airy", "heavy"), []
+    if kind == "text":
+        rows = [f"a {'light' if i % 2 else 'leaden'} film {i},{names[i % 2]}" for i in range(40)]
+        (tmp_path / "data.csv").write_text("text,label\n" + "\n".join(rows))
+        inputs, more = ["a light film", "leaden"], {"tokenizer": {"kind": "bpe", "vocab_size": 300}, "model": {"family": "bert", **TINY, "seq_len": 24}}
+        data = {"kind": "labelled", "path": str(tmp_path / "data.csv")}
+    else:
+        rng = np.random.default_rng(0)
+        for i in range(24):
+            file = tmp_path / "data" / names[i % 2] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 100 + 100 * (i % 2), (16, 16, 3), dtype=np.uint8)).save(file)
+            inputs = [str(file), *inputs][:2]
+        data, more = {"kind": "images", "path": str(tmp_path / "data")}, {"model": {"family": "vit", **TINY, "image_size": 16, "patch_size": 4}}
+    recipe = {
+        "task": {"name": "classification"}, "data": data, **more, "optimizer": {"name": "adamw", "lr": 1e-2}, "batch": {"samples": 8},
+        "train": {"steps": 6}, "log": {"dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    train(recipes.load("named", text=json.dumps(recipe)))
+    return inputs
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_class_names_go_from_the_data_to_transformers(tmp_path, kind, capsys):
+    transformers = pytest.importorskip("transformers")
+    inputs, names = named_run(tmp_path, kind), {0: "airy", 1: "heavy"}
+    run_lines = run(tmp_path / "run", *inputs)
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    for folder in (tmp_path / "run/checkpoints/best", tmp_path / "run/checkpoints/step-00000006", tmp_path / "out"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert config.id2label == names and config.label2id == {"airy": 0, "heavy": 1}
+    assert run(tmp_path / "out", *inputs) == run_lines and run_lines[0].split()[0] in ("airy", "heavy")
+    if kind == "text":
+        model, pipe = transformers.AutoModelForSequenceClassification, "text-classification"
+        beside = {"tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path / "out")}
+    else:
+        model, pipe = transformers.AutoModelForImageClassification, "image-classification"
+        beside = {"image_processor": transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", use_fast=False)}
+    theirs = transformers.pipeline(pipe, model=model.from_pretrained(tmp_path / "out"), **beside)
+    for line, text in zip(run_lines, inputs):
+        best = theirs(text)[0]
+        assert line.startswith(best["label"]) and float(line.split(",")[0].split()[1]) == pytest.approx(best["score"], abs=2e-4)
+
+
 def test_a_translation_run(tmp_path):
     german, english = ["ein Hund läuft", "eine Katze schläft", "zwei Hunde"] * 4, ["a dog runs", "a cat sleeps", "two dogs"] * 4
     for split in ("train", "valid"):
@@ -374,3 +424,51 @@ def test_options_without_effect_and_models_without_a_head(tmp_path, capsys):
     for (name, *words), said in cases:
         message = fails("predict", tmp_path / name, *words, capsys=capsys)
         assert said in message and message.count("\n") == 1, message
+
+
+# ---------------------------------------------------------------- line by line
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    torch.manual_seed(5)
+    tokenizer = tokenizers.ByteTokenizer()
+    config = BertConfig(**TINY, vocab_size=tokenizer.vocab_size, seq_len=32, head="classification", n_classes=2)
+    models.save(shake(models.build(config)), tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_lines_of_standard_input_are_answered_as_they_come_and_a_closed_pipe_is_quiet(classifier):
+    """An answer is read before the next line is written: one that waited for all lines, or in a buffer, would hang here."""
+    expected = run(classifier, *TEXTS)
+    command = [sys.executable, "-m", "gradus", "predict", str(classifier), "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as p:
+        for text, answer in zip(TEXTS, expected):
+            p.stdin.write(f"{text}\n\n")
+            p.stdin.flush()
+            label, _, name = answer.partition("  ←  ")
+            said, _, its = p.stdout.readline().rstrip("\n").partition("  ←  ")
+            assert its == name and numbers(said) == pytest.approx(numbers(label), abs=2e-4)
+        p.stdout.close()
+        p.stdin.write("one more\nand another\n")
+        p.stdin.close()
+        assert (p.wait(60), p.stderr.read()) == (0, "")
+
+
+def numbers(line: str) -> list[float]:
+    return [float(word) for word in re.findall(r"0\.\d+", line)]
+
+
+def test_a_dash_reads_the_model_once_and_writes_its_records(classifier, monkeypatch, tmp_path):
+    loads = []
+    monkeypatch.setattr(models, "load", lambda *a, load=models.load, **k: loads.append(a) or load(*a, **k))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{text}\n" for text in TEXTS)))
+    lines = run(classifier, "-", "--to", tmp_path / "out.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(loads) == 1 and [r["input"] for r in records] == TEXTS and len(lines) == 4
+
+
+def test_a_reader_who_has_enough_is_no_error():
+    told = subprocess.run(f"{sys.executable} -m gradus keys | head -n 1", shell=True, capture_output=True, text=True)
+    assert told.stderr == "" and told.stdout.startswith("# recipe")

@@ -34,6 +34,7 @@ def test_a_kill_through_the_launcher_that_starts_again_by_itself(tmp_path):
     assert bench.kills(0, 2, launcher=1, folder=tmp_path, seed=3, say=said.append) == 1, "\n".join(said)
 
 
+@pytest.mark.slow
 def test_a_difference_is_found(tmp_path):
     """The comparison fails where one weight differs in its last bit, and where a step stands twice."""
     import json

@@ -21,9 +21,10 @@ HOST = re.escape(socket.gethostname())
 
 # a stand-in for a training process; what happens to whom in which attempt is told by its arguments
 WORKER = '''
-import os, signal, sys, time
+import os, signal, sys, time, traceback
 from pathlib import Path
 from types import SimpleNamespace
+from gradus.errors import exit_code
 from gradus.launch.local import die_with_parent
 die_with_parent()
 from gradus.parallel.status import Status, watched
@@ -63,6 +64,12 @@ if what == "restart":
     time.sleep(30 if restart == 0 else 0)
     print("attempt", restart, sys.argv[4:])
     os._exit(0)
+if what == "fault":
+    if mine and restart < 2:
+        print("error: run/metrics.jsonl: the disk is full (0.00 GB free): free some space.", file=sys.stderr)
+        os._exit(74)
+    time.sleep(30 if restart < 2 else 0)
+    os._exit(0)
 if what == "raise":
     Status(folder, world).at("reading data", 37)
     if mine:
@@ -85,6 +92,9 @@ with watched(folder, here):
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "data":  # what a data set says that is read over a network
+                sys.excepthook = lambda *error: (traceback.print_exception(*error), sys.stderr.flush(), os._exit(exit_code(error[1])))
+                raise ConnectionResetError(f"Connection reset by peer, in start {restart}")
         status.at("the gradient all-reduce")
         if step == 38 and mine and what == "inside":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,6 +141,7 @@ def test_all_goes_well_and_what_a_worker_is_told(case, monkeypatch):
     assert code == 0 and error == "" and out.splitlines() == ["rank 0 says $HOME a b", f"{share} 1 0 127.0.0.1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed(case, rank):
     code, _, error = case("kill", str(rank))
@@ -144,11 +155,13 @@ def test_a_rank_is_killed_in_a_collective(case):
     assert code == 1 and "rank 1" in error and "at step 38 while in the gradient all-reduce" in error
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_before_it_came_anywhere(case):
     code, _, error = case("early", "1")
     assert code == 1 and re.match(rf"error: rank 1 on {HOST} was killed by SIGKILL \(exit code -9\) while starting", error)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_a_traceback(case):
     code, _, error = case("raise", "1")
     assert code == 1
@@ -159,6 +172,7 @@ def test_a_rank_ends_with_a_traceback(case):
     assert error.rstrip().splitlines()[-1] == f"error: rank 0 on {socket.gethostname()} ended with exit code 1 at step 37 while reading data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_hangs(case, rank):
     code, _, error = case("stop", str(rank))
@@ -170,6 +184,7 @@ def test_a_rank_hangs(case, rank):
     ), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["01", "0", "1"])
 def test_a_mistake_of_the_user_is_said_once(case, who):
     code, _, error = case("user", who, max_restarts=3)
@@ -184,6 +199,64 @@ def test_a_restart_goes_on(case):
     assert "rank 1" in first and "SIGKILL" in first and second == "starting again from the last checkpoint: 1 of 2"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["0", "1", "01"])
+def test_a_fault_of_the_machine_is_started_again(case, who):
+    code, _, error = case("fault", who, max_restarts=2)
+    assert code == 0 and error.count("the disk is full") == 2 and error.count("starting again") == 2
+    assert case("fault", who, max_restarts=0)[0] == 74, "and its code is kept when restarts run out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_data_is_no_lost_rank(case, tmp_path, rank):
+    """Whatever its words. The error that came first is shown, and kept of each start."""
+    code, _, error = case("data", str(rank), max_restarts=1)
+    assert code == 74 and "did not reach" not in error and error.count("Traceback") >= 2
+    for start in (0, 1):
+        assert f"ConnectionResetError: Connection reset by peer, in start {start}\n" in error
+    told = re.findall(rf"error: rank {rank} on {HOST} ended with exit code 74 at step 37 while reading data", error)
+    assert len(told) == 2 or rank == 0, "rank 0 says it itself, where there is time"
+    ranks = tmp_path / "run" / "ranks"
+    for name, start in ((f"rank-000{rank}.error.1", 0), (f"rank-000{rank}.error", 1)):
+        kept = (ranks / name).read_text()
+        assert kept.startswith("Traceback") and kept.endswith(f"in start {start}\n")
+    other = (ranks / f"rank-000{1 - rank}.error").read_text()
+    assert "gloo" in other, "that of the rank that only lost the other, too"
+
+
+WHOLE = """
+import os
+from gradus.data import loader
+if os.environ["RANK"] == "1":
+    original, asked = loader._Fetch.sample, []
+    def sample(self, index, epoch):
+        asked.append(index)
+        if len(asked) > 30:
+            raise ConnectionResetError("Connection reset by peer")
+        return original(self, index, epoch)
+    loader._Fetch.sample = sample
+from gradus.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_run_whose_data_fail_on_one_rank(tmp_path, capfd):
+    (tmp_path / "worker.py").write_text(WHOLE)
+    folder = tmp_path / "runs" / "a"
+    words = ["train", "copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8"]
+    words += ["schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", f"log.dir={folder}"]
+    code = local.run(2, words, folder=folder, timeout=60, command=(sys.executable, str(tmp_path / "worker.py")))
+    error = capfd.readouterr().err
+    assert code == 74, error
+    assert re.search(rf"error: rank 1 on {HOST} ended with exit code 74 at step \d while reading data; the last lines it wrote:\n", error), error
+    assert "ConnectionResetError: Connection reset by peer" in error and "did not reach" not in error
+    kept = (folder / "ranks" / "rank-0001.error").read_text()
+    assert "raise ConnectionResetError" in kept and "OSError" in kept, "the traceback inside the data, and that of the run"
+
+
+@pytest.mark.slow
 def test_restarts_run_out(case):
     code, _, error = case("early", "1", max_restarts=1)
     assert code == 1 and error.count("SIGKILL") == 2 and error.count("starting again") == 1
@@ -212,6 +285,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
     return parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     parent = start(tmp_path, "wait")
@@ -222,6 +296,7 @@ def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     assert not alive(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_workers_that_do_not_listen(tmp_path):
     parent = start(tmp_path, "deaf")
     parent.send_signal(signal.SIGINT)
@@ -263,7 +338,7 @@ def test_the_command_line(capsys):
     assert main(["train", "copy-task", "--resume", "--auto-resume", "--processes", "2"]) == 2
     assert "Give one of them." in capsys.readouterr().err
     assert main(["train", "copy-task", "--processes", "2", "layout.timeout=1e30"]) == 2
-    assert "layout.timeout: expected a number > 0 and ≤ 1e+07, got 1e30." in capsys.readouterr().err
+    assert "layout.timeout: 1e30 is more than a size one could mean: at most 10,000,000." in capsys.readouterr().err
     assert main(["train", "copy-task", "--processes", "2", "optimizer.lrr=1"]) == 2
     assert json.dumps(capsys.readouterr().err).count("error:") == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,11 +42,32 @@ def test_mpirun_trains_as_one_process_does(tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
-def test_mpi_without_mpirun_says_how_to_start(tmp_path, capsys):
-    words = ["train", "copy-task", *TINY, "layout.replicate=manual", "layout.transport=mpi", f"log.dir={tmp_path / 'run'}"]
-    assert main([*words, "--processes", "2"]) == 2  # before anything is started
+ON_MPI = ["train", "copy-task", *TINY, "layout.replicate=manual", "layout.transport=mpi"]
+
+
+def under_torchrun(folder, **environment) -> str:
+    """What a run with MPI's transport says on standard error when torchrun starts it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradus"]
+    command = [*torchrun, *ON_MPI, f"log.dir={folder}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=os.environ | environment).stderr
+
+
+def test_processes_are_not_for_mpi(tmp_path, capsys):
+    assert main([*ON_MPI, f"log.dir={tmp_path / 'run'}", "--processes", "2"]) == 2  # before anything is started
     assert "mpirun -n 2 gradus train" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradus", *words]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=180)
-    assert "MPI sees 1 process(es), the layout 2. Start with mpirun: mpirun -n 2 gradus train" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
+def test_mpi_without_its_library_says_what_to_install(tmp_path):
+    """mpi4py's wheel installs without an MPI library, and looks for one when it is imported."""
+    said = under_torchrun(tmp_path / "run", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert "layout.transport=mpi: mpi4py is here, an MPI library is not (cannot load MPI library). Install one" in said
+    assert "in load_mpi" not in said  # no traceback of ours
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+def test_mpi_without_mpirun_says_how_to_start(tmp_path):
+    said = under_torchrun(tmp_path / "run")
+    assert "MPI sees 1 process(es), the layout 2. Start with mpirun: mpirun -n 2 gradus train" in said

@@ -70,6 +70,10 @@ if [ "$code" -eq 138 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 100 ]; then
     echo "gradus: job $SLURM_JOB_ID got USR1 and saved; requeued, to go on from there"
     scontrol requeue "$SLURM_JOB_ID" && exit
 fi
+if [ "$code" -eq 74 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 100 ]; then
+    echo "gradus: job $SLURM_JOB_ID met a fault of the machine; requeued, to go on from the last checkpoint"
+    scontrol requeue "$SLURM_JOB_ID" && exit
+fi
 [ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"
 exit "$code"
 """
@@ -119,7 +123,7 @@ def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
         (["copy-task", "--time", "soon"], "--time=soon: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS"),
         (["copy-task", "--time", "1", "--signal", "USR1@60"], "--signal=USR1@60: the limit is only 60 s (--time=1). Give a longer --time or a later signal, e.g. USR1@15."),
         (["copy-task", "--nodes", "0"], "--nodes=0: must be at least 1."),
-        (["copy-task", "--nodes", "two"], "argument -N/--nodes: invalid int value: 'two'"),
+        (["copy-task", "--nodes", "two"], "--nodes=two: must be a whole number."),
         (["copy-task", "-N", "4", "-n", "2"], "--ntasks=2: 4 nodes need a process each. Give --ntasks=4, or --nodes=2."),
         (["copy-task", "-n", "2", "--ntasks-per-node", "2"], "--ntasks=2 and --ntasks-per-node=2 say the same thing. Give one of them."),
         (["copy-task", "--gpus", "many"], "--gpus=many: give a number of GPUs a node, or TYPE:NUMBER"),
@@ -168,6 +172,9 @@ def test_time_limits(limit, seconds):
         (1, 0, 1, ["gradus: job 7 on n1, start 1"]),
         (138, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 got USR1 and saved; requeued, to go on from there", "scontrol requeue 7"]),
         (138, 3, 138, ["gradus: job 7 on n1, start 4"]),
+        (74, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 met a fault of the machine; requeued, to go on from the last checkpoint", "scontrol requeue 7"]),
+        (74, 3, 74, ["gradus: job 7 on n1, start 4"]),
+        (2, 0, 2, ["gradus: job 7 on n1, start 1"]),
     ],
 )
 def test_what_the_script_does(tmp_path, capsys, code, restarts, ends_with, log):

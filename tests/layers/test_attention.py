@@ -16,8 +16,9 @@ BATCH, SEQ, D_MODEL, HEADS = 3, 7, 24, 4
 
 
 def twins(bias: bool = True) -> tuple[Attention, nn.MultiheadAttention]:
-    """Ours and PyTorch's with the same weights."""
-    ours, theirs = Attention(D_MODEL, HEADS, bias=bias), nn.MultiheadAttention(D_MODEL, HEADS, bias=bias, batch_first=True)
+    """Ours and PyTorch's with the same weights, in float64: no processor's sums are compared."""
+    ours = Attention(D_MODEL, HEADS, bias=bias).double()
+    theirs = nn.MultiheadAttention(D_MODEL, HEADS, bias=bias, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
         for kind in ("weight", "bias") if bias else ("weight",):
             parts = [getattr(layer, kind).uniform_(-0.5, 0.5) for layer in (ours.to_q, ours.to_k, ours.to_v)]
@@ -32,8 +33,9 @@ def twins(bias: bool = True) -> tuple[Attention, nn.MultiheadAttention]:
 def test_equals_torch(case, name, bias):
     ours, theirs = twins(bias)
     ours.kernel = get_kernel(name, 3)
-    x = torch.randn(BATCH, SEQ, D_MODEL, requires_grad=True)
-    context = torch.randn(BATCH, 5, D_MODEL, requires_grad=True) if "cross" in case else x
+    wide = {"dtype": torch.float64, "requires_grad": True}
+    x = torch.randn(BATCH, SEQ, D_MODEL, **wide)
+    context = torch.randn(BATCH, 5, D_MODEL, **wide) if "cross" in case else x
     keep = torch.arange(context.shape[1]) < torch.tensor([5, 3, 1])[:, None] if "padding" in case else None
     triangle = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1) if case == "causal" else None
     expected, _ = theirs(x, context, context, key_padding_mask=None if keep is None else ~keep, attn_mask=triangle, need_weights=False)

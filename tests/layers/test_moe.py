@@ -207,6 +207,7 @@ def test_balance_loss_is_not_kept_and_adds_up(config, mode):
         torch.testing.assert_close(found[name], grad, atol=1e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.slow
 def test_compiled_as_eager():
     model = shake(models.build(LLAMA))
     compiled = copy.deepcopy(model)
@@ -292,10 +293,15 @@ HF = {
 
 
 def assert_same(model: nn.Module, hf: nn.Module) -> None:
-    """Logits, and the gradient of every parameter."""
+    """Logits, and the gradient of every parameter. Grouped products have no float64: within 256 units in
+    the last place of the largest, for some 100 sums of 16 to 40 terms one after the other."""
+
+    def same(got: torch.Tensor, wanted: torch.Tensor, name: str = "logits") -> None:
+        assert (got - wanted).abs().max() <= 256 * torch.finfo(torch.float32).eps * wanted.abs().max(), name
+
     ids = torch.randint(V, (3, 20))
     ours, theirs = model(ids), hf(ids, use_cache=False).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    same(ours, theirs)
     probe = torch.randn_like(ours)
     (ours * probe).sum().backward()
     (theirs * probe).sum().backward()
@@ -310,10 +316,10 @@ def assert_same(model: nn.Module, hf: nn.Module) -> None:
         pairs[f"{them}.mlp.gate.weight"] = f"{us}.feedforward.router.weight"
         gate, up, down = (mine.pop(f"{us}.feedforward.experts.{name}.weight").transpose(1, 2) for name in ("gate", "up", "down"))
         for name, wanted in (("gate_up_proj", torch.cat((gate, up), 1)), ("down_proj", down)):
-            torch.testing.assert_close(grads.pop(f"{them}.mlp.experts.{name}"), wanted, atol=2e-4, rtol=1e-4)
+            same(grads.pop(f"{them}.mlp.experts.{name}"), wanted, name)
     assert set(pairs) == set(grads) and set(pairs.values()) == set(mine)
     for theirs, ours in pairs.items():
-        torch.testing.assert_close(mine[ours], grads[theirs], atol=2e-4, rtol=1e-4, msg=lambda m, name=ours: f"{name}: {m}")
+        same(mine[ours], grads[theirs], ours)
 
 
 def test_ours_in_transformers(tmp_path):

@@ -28,13 +28,13 @@ def test_extract_cuts_row_by_row(batch, channels, rows, columns, p, seed):
 
 
 def test_three_ways_give_the_same_tokens_and_gradients():
-    images = torch.randn(2, 3, 12, 12)
-    reference = nn.Conv2d(3, 10, 4, stride=4)
+    images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    reference = nn.Conv2d(3, 10, 4, stride=4, dtype=torch.float64)
     expected = reference(images).flatten(2).transpose(1, 2)
     probe = torch.randn_like(expected)
     (expected * probe).sum().backward()
     for how in WAYS:
-        patches = Patches(12, 4, 3, 10, how)
+        patches = Patches(12, 4, 3, 10, how).double()
         patches.load_state_dict(reference.state_dict())
         tokens = patches(images)
         assert tokens.shape == (2, patches.n_patches, 10) == (2, 9, 10)

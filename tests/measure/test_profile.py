@@ -34,6 +34,7 @@ def profiled(tmp_path_factory):
     return folder, list(profile(tiny(), folder, repeat=2))
 
 
+@pytest.mark.slow
 def test_files(profiled):
     folder, lines = profiled
     assert sorted(p.name for p in folder.iterdir()) == ["memory.jsonl", "top.txt", "trace-2.json", "trace.json"]

@@ -46,6 +46,7 @@ def value(found, name: str, n: int) -> float:
     return found[f"scale/{name}", n]["value"]
 
 
+@pytest.mark.slow
 def test_figures_agree_with_each_other(strong):
     _, _, found, rows = strong
     rounds = {n: [r["value"] for r in rows if r["name"] == "scale/round/samples_per_s" and r["processes"] == n] for n in (1, 2)}
@@ -103,6 +104,7 @@ def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch)
 # ------------------------------------------------------------ weak, to the end
 
 
+@pytest.mark.slow
 def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path):
     lines = []
     rows = scaling.measure(tiny(), [1, 2], tmp_path, steps=2, warm_up=2, repeat=1, weak=True, scale_lr=True, to_the_end=True, say=lines.append)
@@ -203,7 +205,7 @@ def test_clocks_tell_computing_from_sleeping():
         (["--processes", "1,2", "layout.shard=2"], "--processes 1: layout.shard=2 needs a multiple of 2"),
         (["--processes", "1,2", "--scale-lr"], "--scale-lr"),
         (["--processes", "1,2", "--warmup", "1"], "--warmup 1: must be at least 2"),
-        (["--processes", "1,2", "--repeat", "0"], "--repeat 0: must be at least 1"),
+        (["--processes", "1,2", "--repeat", "0"], "--repeat=0: must be at least 1"),
         (["--processes", "1,2", "log.dir=x"], "log.dir cannot take effect"),
         (["--processes", "1,2", "layout.replicate=manual", "layout.transport=mpi"], "layout.transport=mpi"),
         (["--processes", "1,2", "layout.replicate=none"], "--processes 2: copy-task: layout.replicate=none"),
@@ -237,6 +239,7 @@ def failed(here):
 """
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -268,6 +271,7 @@ def session(number: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("number", "group", "code"), [(signal.SIGINT, True, 130), (signal.SIGKILL, False, -signal.SIGKILL)])
 def test_nothing_is_left_when_it_is_stopped(number, group, code, tmp_path):

@@ -52,7 +52,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def run_theirs(hf, batch) -> tuple[torch.Tensor, ...]:
-    out = hf(batch["ids"], attention_mask=batch["keep"].long(), token_type_ids=batch["token_types"])
+    out = hf.double()(batch["ids"], attention_mask=batch["keep"].long(), token_type_ids=batch["token_types"])
     if isinstance(hf, transformers.BertModel):
         return out.last_hidden_state[batch["keep"]], out.pooler_output
     if isinstance(hf, transformers.BertForPreTraining):
@@ -61,7 +61,8 @@ def run_theirs(hf, batch) -> tuple[torch.Tensor, ...]:
 
 
 def run_ours(model, batch) -> tuple[torch.Tensor, ...]:
-    out, keep = model(**batch), batch["keep"]
+    """In float64, as theirs: what differs then is the equations, not a processor's sums."""
+    out, keep = model.double()(**batch), batch["keep"]
     match model.config.head:
         case "none":
             return out[keep], model.pooled(out)
@@ -270,7 +271,7 @@ def test_a_real_checkpoint():
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     keep = tokens["attention_mask"].bool()
     assert not keep.all()
-    model, hf = load(folder).eval(), transformers.BertModel.from_pretrained(folder).eval()
+    model, hf = load(folder).eval().double(), transformers.BertModel.from_pretrained(folder).eval().double()
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == len(model.blocks) == 6
     with torch.no_grad():
         ours = model(tokens["input_ids"], token_types=tokens["token_type_ids"], keep=keep)

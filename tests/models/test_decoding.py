@@ -217,6 +217,48 @@ def test_t5_greedy_is_hugging_faces():
         assert together[i] == expected
 
 
+# ---------------------------------------------------------------- beyond the positions
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_sliding_window_reads_the_last_tokens_as_if_they_were_the_first(family, cache):
+    """The oracle computes the last 24 tokens (all the positions that there are) from nothing for every token; prompts shorter and longer."""
+    model, window = wild(CONFIGS[family]), 24
+    prompts = [PROMPTS[0], PROMPTS[2] * 4, PROMPTS[1]]
+    for kept in (prompts, prompts[:1]):
+        expected = []
+        for prompt in kept:
+            row = list(prompt)
+            with torch.no_grad():
+                for _ in range(60):
+                    row.append(int(model(torch.tensor([row[-window:]]))[0, -1].argmax()))
+            expected.append(row[len(prompt) :])
+        assert complete(model, kept, max_new=60, cache=cache, window=window) == expected
+        assert all(len(set(row[30:])) > 3 for row in expected), "a model that says one thing proves nothing"
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_window_changes_nothing_while_there_are_positions(family):
+    model = wild(CONFIGS[family])
+    assert complete(model, PROMPTS, max_new=14, window=24) == complete(model, PROMPTS, max_new=14)
+    with pytest.raises(UserError, match="seq_len=24"):
+        complete(model, PROMPTS, max_new=40)
+
+
+def test_a_sliding_window_is_hugging_faces_model_on_the_last_tokens():
+    transformers = pytest.importorskip("transformers")
+    ours = wild(CONFIGS["gpt"])
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, n_layer=2, n_embd=32, n_head=4, n_positions=24)).eval()
+    theirs.load_state_dict(dict(to_hf(ours)), strict=False)
+    theirs.tie_weights()
+    row = list(PROMPTS[0])
+    with torch.no_grad():
+        for _ in range(50):
+            row.append(int(theirs(torch.tensor([row[-24:]])).logits[0, -1].argmax()))
+    assert complete(ours, [PROMPTS[0]], max_new=50, window=24)[0] == row[len(PROMPTS[0]) :]
+
+
 # ---------------------------------------------------------------- half precision
 
 

@@ -37,7 +37,7 @@ def test_stories260k_through_hugging_face(shared_data, tmp_path):
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.randint(512, (2, 100))
     with torch.no_grad():
-        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model.double()(ids), theirs.double()(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def minilm() -> Path:
@@ -60,8 +60,8 @@ def test_minilm_is_transformers_bert():
     )  # fmt: skip
     keep = batch["attention_mask"].bool()
     with torch.no_grad():
-        ours = model(batch["input_ids"], token_types=batch["token_type_ids"], keep=keep)
-        expected = theirs(**batch).last_hidden_state
+        ours = model.double()(batch["input_ids"], token_types=batch["token_type_ids"], keep=keep)
+        expected = theirs.double()(**batch).last_hidden_state
     torch.testing.assert_close(ours[keep], expected[keep], atol=1e-5, rtol=1e-5)
     assert expected[keep].std() > 0.1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gradus.errors import UserError
@@ -54,8 +54,9 @@ def gradients(model: nn.Module, folder: Path, theirs: bool) -> dict[str, torch.T
 
 
 def compare(ours: nn.Module, theirs: nn.Module, tmp_path: Path) -> None:
-    images = torch.randn(3, 3, 8, 8)
-    out = theirs.eval()(images)
+    """In float64: what differs then is the equations, not a processor's sums."""
+    images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    ours, out = ours.double(), theirs.eval().double()(images)
     got, want = (ours(images), out.logits) if ours.config.n_classes else (ours.features(images), out.last_hidden_state)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     weight = torch.randn_like(got)
@@ -95,8 +96,8 @@ def test_a_pooler_of_theirs_is_not_read(tmp_path):
     theirs = shake(transformers.ViTModel(transformers.ViTConfig(**HF_TINY)))
     theirs.save_pretrained(tmp_path)
     assert "pooler.dense.weight" in load_file(tmp_path / "model.safetensors")
-    images = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(load(tmp_path)(images), theirs.eval()(images).last_hidden_state[:, 0], rtol=1e-4, atol=1e-5)
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(load(tmp_path).double()(images), theirs.eval().double()(images).last_hidden_state[:, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_body_takes_a_new_head(tmp_path):
@@ -111,29 +112,55 @@ def test_a_body_takes_a_new_head(tmp_path):
 
 
 def test_mean_pooling(tmp_path):
-    """No class token, and the mean over patches of the final norm's output; nothing of Hugging Face's has that."""
+    """No class token, and the mean over patches of the final norm's output: I-JEPA's encoder with its classifier."""
     ours = shake(build(ViTConfig(**TINY, n_classes=5, pool="mean", patches="unfold")))
     images = torch.randn(2, 3, 8, 8)
     features = ours.features(images)
     assert features.shape == (2, 4, 24) and ours.class_token is None and ours.positions.shape == (1, 4, 24)
     torch.testing.assert_close(ours(images), features.sum(1) / 4 @ ours.head.weight.T + ours.head.bias)
     save(ours, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gradus-vit"
     again = load(tmp_path)
     assert again.config == ours.config
     assert torch.equal(again(images), ours(images))
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert isinstance(theirs, transformers.IJepaForImageClassification)
+    torch.testing.assert_close(ours(images), theirs(images).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_classes", [5, None])
+def test_reads_mean_pooling_of_theirs(n_classes, tmp_path):
+    config = transformers.IJepaConfig(**HF_TINY, num_labels=n_classes or 2)
+    theirs = shake(transformers.IJepaForImageClassification(config) if n_classes else transformers.IJepaModel(config)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, images = load(tmp_path), torch.randn(2, 3, 8, 8)
+    assert ours.config == ViTConfig(**TINY, n_classes=n_classes, pool="mean")
+    out = theirs(images)
+    want = out.logits if n_classes else out.last_hidden_state.mean(1)
+    torch.testing.assert_close(ours(images), want, rtol=1e-4, atol=1e-5)
+
+
+def test_mean_pooling_of_before_is_read(tmp_path):
+    """It was once written as gradus-vit, with the names of ViT."""
+    ours = shake(build(ViTConfig(**TINY, n_classes=5, pool="mean")))
+    save(ours, tmp_path)
+    tensors = {name.replace("ijepa.", "vit."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "gradus-vit", "architectures": ["ViT"], **ours.config.model_dump(mode="json", exclude={"preset", "init"})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    images = torch.randn(2, 3, 8, 8)
+    assert config_of(tmp_path) == ours.config and torch.equal(load(tmp_path)(images), ours(images))
 
 
 def test_mean_pooling_is_the_encoder_of_theirs(tmp_path):
     """Their encoder over the patches alone, its states averaged: without the class token both are the same."""
-    theirs = shake(transformers.ViTModel(transformers.ViTConfig(**HF_TINY), add_pooling_layer=False)).eval()
-    ours = build(ViTConfig(**TINY, pool="mean"))
+    theirs = shake(transformers.ViTModel(transformers.ViTConfig(**HF_TINY), add_pooling_layer=False)).eval().double()
+    ours = build(ViTConfig(**TINY, pool="mean")).double()
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["embeddings.cls_token"]
     tensors["embeddings.position_embeddings"] = tensors["embeddings.position_embeddings"][:, 1:]
     from_hf(ours, tensors)
-    images = torch.randn(2, 3, 8, 8)
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     x = theirs.embeddings.patch_embeddings(images) + theirs.embeddings.position_embeddings[:, 1:]
     for layer in theirs.layers:
         x = layer(x)
@@ -144,13 +171,12 @@ def test_mean_pooling_is_the_encoder_of_theirs(tmp_path):
 def test_three_ways_of_patches_are_one_model(pool):
     config = ViTConfig(**TINY, n_classes=5, pool=pool)
     first = shake(build(config))
-    images = torch.randn(3, 3, 8, 8)
-    weight = torch.randn(3, 5)
+    images, weight = torch.randn(3, 3, 8, 8, dtype=torch.float64), torch.randn(3, 5)
     results = []
     for how in ("convolution", "unfold", "rearrange"):
         model = build(config.model_copy(update={"patches": how}))
         model.load_state_dict(first.state_dict())
-        out = model(images)
+        out = model.double()(images)
         (out * weight).sum().backward()
         results.append((out, {name: p.grad for name, p in model.named_parameters()}))
     for out, grads in results[1:]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from gradus import models
 from gradus.errors import UserError
 from gradus.models import weights
-from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, RopeScaling, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.models.weights import checksums
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Model, RopeScaling, Seq2SeqConfig, T5Config, ViTConfig
 
 LLAMA = LlamaConfig(vocab_size=31, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, seq_len=32)
 CONFIGS = [
@@ -85,6 +89,73 @@ def test_saved_and_loaded_is_the_same(config, tmp_path):
 def test_every_model_type_is_known():
     known = {kind: family for family in models.CLASSES for kind in weights.rules_of(family).MODEL_TYPES}
     assert known == weights.FAMILIES
+
+
+# ---------------------------------------------------------------- the table of docs/export.md
+
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (Path(__file__).parents[2] / "docs" / "export.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| family")
+]
+SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 24, "dropout": 0.0}
+SIZES = {"vit": {"image_size": 8, "patch_size": 4}, "t5": {"vocab_size": 40, "d_head": 6}}
+
+
+def of_the_table(family: str, settings: str):
+    """The small configuration of a row."""
+    given = dict(setting.removeprefix("model.").split("=") for setting in re.findall(r"model\.\w+=\S+(?=[ `])", settings))
+    config = {"family": family, **SMALL, **SIZES.get(family, {"vocab_size": 40, "seq_len": 32}), **given}
+    return TypeAdapter(Model).validate_python(config)
+
+
+def auto_class(name: str):
+    endings = {"LMHeadModel": "ForCausalLM", "MTModel": "ForSeq2SeqLM", "ForConditionalGeneration": "ForSeq2SeqLM"}
+    kind = re.search(r"(LMHeadModel|MTModel|For\w+|Model)$", name)[1]
+    return getattr(transformers, "AutoModel" + endings.get(kind, kind.removeprefix("Model")))
+
+
+def outputs(ours, theirs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same inputs through both: scores, or of a body the last hidden states."""
+    config = ours.config
+    ids, images = torch.randint(1, 30, (2, 9)), torch.randn(2, 3, 8, 8)
+    if config.family in ("seq2seq", "t5"):
+        return ours(ids, ids[:, :7]), theirs(input_ids=ids, decoder_input_ids=ids[:, :7]).logits
+    if config.family == "vit":
+        out = theirs(images)
+        return (ours(images), out.logits) if config.n_classes else (ours.features(images), out.last_hidden_state)
+    got, out = ours(ids), theirs(input_ids=ids)
+    if config.family == "bert" and config.head == "pretraining":
+        return torch.cat([part.flatten() for part in got]), torch.cat([out.prediction_logits.flatten(), out.seq_relationship_logits.flatten()])
+    return got, out.last_hidden_state if getattr(config, "head", "") == "none" else out.logits
+
+
+@pytest.mark.parametrize(("family", "settings", "known"), TABLE, ids=[f"{family} {settings}" for family, settings, _ in TABLE])
+def test_what_transformers_loads_is_what_the_table_says(family, settings, known, tmp_path):
+    config = of_the_table(family, settings)
+    ours = random_model(config)
+    models.save(ours, tmp_path)
+    again = models.load(tmp_path).eval()
+    assert again.config == config and all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    name, why = weights.loads_in_transformers(config)
+    if known == "no":
+        assert name is None and "set model." in why
+        with pytest.raises(ValueError, match="gradus-"):
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        return
+    assert (name, why) == (known, "")
+    theirs, info = auto_class(known).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == known and not info["unexpected_keys"] and not info["mismatched_keys"]
+    got, want = outputs(ours, theirs.eval())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * max(1.0, want.abs().max().item()))
+
+
+def test_the_table_has_every_family_and_every_class_that_is_written():
+    assert {family for family, *_ in TABLE} == set(models.CLASSES)
+    assert len(TABLE) == 28
+
+
+# ---------------------------------------------------------------- shards
 
 
 def test_transformers_reads_our_shards(tmp_path):
@@ -251,6 +322,43 @@ def test_truncated_safetensors(tmp_path):
         assert "\n" not in str(e.value)
 
 
+def test_checksums_are_those_of_what_lies_there(tmp_path):
+    model = random_model(LLAMA)
+    models.save(model, tmp_path)
+    checksums.write(tmp_path)
+    zlib_says = f"{zlib.crc32((tmp_path / 'model.safetensors').read_bytes()):08x}"
+    assert json.loads((tmp_path / checksums.FILE).read_text())["model.safetensors"]["crc32"] == zlib_says
+    models.load(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors["model.norm.weight"].neg_())
+    models.config_of(tmp_path)
+    with pytest.raises(UserError, match=r"model\.safetensors is not what was written"):
+        models.load(tmp_path)
+    models.save(model, tmp_path)
+    models.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_quantised_weight_is_refused_by_name(dtype, kind, tmp_path):
+    model = random_model(LLAMA)
+    models.save(model, tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    if kind == "bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    fresh = models.build(LLAMA)
+    for use in (
+        lambda: models.load(tmp_path), lambda: models.load(tmp_path, strict=False), lambda: models.load_weights(fresh, tmp_path),
+        lambda: models.convert(tmp_path, tmp_path / "out"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=rf"{name} is stored as \w+: quantised checkpoints are not loaded\. .*float32"):
+            use()
+
+
 def test_missing_shard(tmp_path):
     models.save(random_model(LLAMA), tmp_path, max_shard_bytes=5000)
     next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
@@ -318,7 +426,7 @@ def test_absent_folders(tmp_path):
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ("{", "config.json: not readable as JSON"),
+        ("{", "config.json: line 1, column 2: not valid JSON"),
         ("[]", "config.json: not a JSON object"),
         ("{}", "no model_type.* Known: bert, gpt2, "),
         ('{"model_type": "gtp2"}', r"model_type=gtp2 is none of Gradus' families. Did you mean gpt2\?"),

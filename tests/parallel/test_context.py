@@ -109,6 +109,7 @@ def expected() -> dict:
     return plain | {(f, "packed"): curve(f, common.build(f, **changes_of(f)), packed) for f in ("gpt", "llama")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_twenty_steps_follow_the_curve_of_one_process(n, expected):
     cases = [c for c in CASES if n == 2 or c != ("gpt", "packed")]
@@ -162,6 +163,7 @@ def _kernels(world) -> None:
                     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m: f"{method} d{name} length {length}: {m}")  # noqa: B023
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_kernels_give_what_the_textbook_gives(n):
     distributed.run(n, _kernels)
@@ -200,6 +202,7 @@ def _ring_alone(world, length: int) -> tuple[list[int], int]:
     return blocks, largest.numel
 
 
+@pytest.mark.slow
 def test_the_causal_ring_shares_the_work_equally_and_never_holds_the_scores():
     n, length = 4, 256
     found = distributed.run(n, _ring_alone, length)
@@ -294,6 +297,7 @@ def _dropout(world) -> tuple[float, float, float]:
     return *results.tolist(), float(mean)
 
 
+@pytest.mark.slow
 def test_it_composes_with_checkpointing_mixed_precision_and_dropout():
     for by_difference, by_gradient, mean in distributed.run(2, _composed):
         assert by_difference == pytest.approx(by_gradient, rel=1e-7)
@@ -340,6 +344,7 @@ def _refused(world) -> str:
     return str(e.value)
 
 
+@pytest.mark.slow
 def test_evaluation_takes_any_length_that_the_model_takes_and_decoding_needs_no_other_process():
     wanted = "a sequence of 17 tokens is longer than model.seq_len=16; cut it or raise model.seq_len"
     assert distributed.run(2, _evaluated) == [wanted, wanted]

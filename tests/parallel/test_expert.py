@@ -134,7 +134,7 @@ def several(world, checks: list, folder: str) -> list:
     for family, n, more in checks:
         split = isinstance(n, dict)
         found.append(engine(world, family, n, **more, folder=folder) if split else curve(family, meshes[n], **more))
-    if world.size == 2:  # what four saved
+    if world.size == 2 and folder:  # what four saved
         for layout in (Layout(shard=2), Layout(expert=2)):
             resume(world, layout, Path(folder))
     return found
@@ -168,15 +168,26 @@ CHECKS = {  # processes -> (family, processes along expert or the layout that th
 }  # fmt: skip
 
 
+def same(checks: list, found: list[list], alone: dict) -> None:
+    """What each process found is what one process finds."""
+    for answers in found:
+        for (family, _, how), (steps, weights) in zip(checks, answers, strict=True):
+            expected, expected_weights = alone[family, how.get("few", False)]
+            assert steps == [pytest.approx(step, rel=1e-5) for step in expected[: len(steps)]]
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_experts_on_two_processes():
+    checks = [("gpt", 2, {})]
+    same(checks, distributed.run(2, several, checks, ""), {("gpt", False): curve("gpt")})
+
+
+@pytest.mark.slow
 def test_experts_over_processes_as_on_one(tmp_path):
     alone = {(family, few): curve(family, few=few) for family, few in (("gpt", False), ("llama", False), ("gpt", True))}
     for n, checks in CHECKS.items():
-        for answers in distributed.run(n, several, checks, str(tmp_path)):
-            for (family, _, how), (steps, weights) in zip(checks, answers, strict=True):
-                expected, expected_weights = alone[family, how.get("few", False)]
-                assert steps == [pytest.approx(step, rel=1e-5) for step in expected[: len(steps)]]
-                for name, weight in weights.items():
-                    torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        same(checks, distributed.run(n, several, checks, str(tmp_path)), alone)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
@@ -222,6 +233,7 @@ def other_ways(world) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_half_precision_decoding_and_a_process_without_rows():
     for found in distributed.run(2, other_ways):
         same, distance = found.pop("autocast")

@@ -76,6 +76,7 @@ def gpt_shapes(c: GPTConfig, t: int = 1) -> list[tuple[int, ...]]:
     return [(math.ceil(c.vocab_size / t), d), (c.seq_len, d), (d,), (d,)] + block * c.n_layers
 
 
+@pytest.mark.slow
 def test_fsdp_and_tensor_at_1024():
     start = time.process_time()
     s, t, c, batch = 256, 4, GPT2, 4
@@ -100,6 +101,7 @@ def test_fsdp_and_tensor_at_1024():
     assert set(found) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_own():
     whole = dict.fromkeys(dict(models.build(SMALL.model_copy(update={"vocab_size": 510})).named_parameters()), 0)
     for rank in range(4):
@@ -111,6 +113,7 @@ def test_each_rank_holds_its_own():
         assert whole[name] == p.numel() * copies, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [True, False], ids=["fake tensors", "real tensors"])
 def test_closed_forms(fake):
     c, batch, seq = SMALL, 2, 64
@@ -151,6 +154,7 @@ def test_closed_forms(fake):
         assert sent(2, {"expert": 2}, experts)["all_to_all"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", common.CONFIGS)
 def test_families(family):
     """Built under FakeTensorMode, and stepped."""
@@ -198,6 +202,7 @@ def sent_really(world: World, layouts: list[dict]) -> list[dict]:
     return [sent_by(world, layout, fake=False) for layout in layouts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", REAL)
 def test_as_in_a_real_world(n):
     """The same parts of parameters, calls and bytes, on the first rank and the last. (Three real steps: DDP makes its buckets anew in the second.)"""

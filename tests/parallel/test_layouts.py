@@ -64,16 +64,23 @@ def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
             assert worst < tolerance, f"{family} {case} rank {rank} of {n}: {worst:.1e} from one process"
 
 
+def test_one_layout_of_each_axis():
+    check(2, [("gpt", {}), *(("gpt", {axis: 2}) for axis in ("shard", "tensor", "pipeline", "context"))])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes(family):
     check(2, [(family, layout) for layout in PLAIN] + [(family, {}, 2), (family, {}, 4), (family, {"shard": 2}, 4)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_processes(family):
     check(4, [(family, {}), (family, {}, 2), (family, {"shard": 2}), (family, {"shard": 4}, 2)])
 
 
+@pytest.mark.slow
 def test_in_bf16_the_curve_is_near():
     told = run(2, curves, [("gpt", {}, 1, 20, True), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})], timeout=300)
     for curve, tolerance in zip(told[0], (1e-2, 1e-2, 1e-2)):
@@ -97,5 +104,6 @@ COMPOSED = [
 ]
 
 
+@pytest.mark.slow
 def test_axes_compose():
     check(4, COMPOSED)

@@ -128,6 +128,7 @@ def check(n: int, cases: list[tuple[str, str, dict, int]]) -> None:
         assert owners == names, f"{family} {schedule}: every parameter on exactly one process"
 
 
+@pytest.mark.slow
 def test_two_processes_follow_one():
     cases = [(family, "gpipe", {}, 20) for family in common.CONFIGS]
     cases += [(family, "interleaved", {}, 20) for family in ("gpt", "t5")]
@@ -135,6 +136,7 @@ def test_two_processes_follow_one():
     check(2, cases)
 
 
+@pytest.mark.slow
 def test_four_processes_follow_one():
     cases = [(family, "1f1b", {}, 20) for family in common.CONFIGS]
     cases += [("t5", "interleaved", {}, 20), ("gpt", "zero_bubble", {"n_layers": 8}, 20)]

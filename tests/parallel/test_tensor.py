@@ -316,14 +316,17 @@ def check(world, *names):
         globals()[name](world)
 
 
+@pytest.mark.slow
 def test_one_curve_on_two_processes():
     distributed.run(2, check, "families", "variants", "bert_heads", "lengths_and_packing", timeout=300)
 
 
+@pytest.mark.slow
 def test_other_uses_on_two_processes():
     distributed.run(2, check, "evaluation", "checkpointing_and_precision", "dropout", timeout=300)
 
 
+@pytest.mark.slow
 def test_one_curve_on_four_processes():
     distributed.run(4, check, "with_shards", "four_ways", "lengths_and_packing", timeout=300)
 

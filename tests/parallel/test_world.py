@@ -51,6 +51,7 @@ def finish(process: subprocess.Popen) -> list[list]:
     return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
 
 
+@pytest.mark.slow
 def test_torchrun(program):
     """Rank, size, and all ranks added up together."""
     found = finish(start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]))

@@ -8,7 +8,7 @@ import pytest
 
 from gradus import cli
 from gradus.errors import UserError
-from gradus.plan.answer import Request, answer, optimal, search, serve
+from gradus.plan.answer import Request, answer, devices, optimal, search, serve
 from gradus.plan.show import _between, duration, energy, explain, money, rate
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
@@ -39,6 +39,7 @@ def test_a_missed_deadline_says_how_many():
     assert "NOT made" in line and f"{made.value('budget/devices', case='expected'):,} or more" in line
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
     keys = (*TINY, "batch.samples=2048", "layout.micro_batch=2048")
     made = answer(Request("gpt2-small", keys, "T4"))
@@ -47,6 +48,7 @@ def test_what_does_not_fit_says_what_would():
     assert answer(Request("gpt2-small", (*keys, *settings), "T4")).fits is True
 
 
+@pytest.mark.slow
 def test_a_device_without_bf16_is_planned_in_what_it_has():
     made = answer(Request("gpt2-small", (*TINY, "batch.samples=64"), "V100"))
     assert made.recipe.layout.precision == "fp16" and made.value("time/mfu") and any("no bf16" in note for note in made.notes)
@@ -54,6 +56,7 @@ def test_a_device_without_bf16_is_planned_in_what_it_has():
     assert kept.recipe.layout.precision == "bf16" and kept.value("time/mfu") is None and any("without an MFU" in note for note in kept.notes)
 
 
+@pytest.mark.slow
 def test_another_batch_is_not_another_number_of_tokens():
     one, two = (answer(Request("gpt2-small", (*TINY, f"batch.samples={n}"))).recipe for n in (64, 128))
     assert one.train.steps == pytest.approx(2 * two.train.steps, abs=1)
@@ -74,6 +77,12 @@ def test_a_search_prices_the_whole_run_and_traces_the_fastest():
     assert fastest.value == pytest.approx(given["USD a device-hour"] * given["devices"] * seconds * given["steps"] / 3600)
 
 
+def test_what_a_device_does_not_hold_is_served_in_no_time():
+    lines, rows = serve(Request("llama2-70b", on="A100-40GB"))
+    assert lines[1].startswith("NO FIT") and not any(line.startswith("how fast") for line in lines)
+    assert "serving/device" in {row.name for row in rows} and not any("time" in row.name or "per_s" in row.name for row in rows)
+
+
 def test_serving_by_batch_and_length():
     lines, rows = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
     found = {row.name: row.value for row in rows}
@@ -87,6 +96,57 @@ def test_serving_by_batch_and_length():
     assert any("no single one holds it" in line for line in none)
 
 
+ABSENT = "data.path=absent/folder"
+SMALL_VIT = ("model.n_layers=1", "model.d_model=64", "model.n_heads=2", "model.d_ff=128", "batch.samples=8", ABSENT)
+
+
+@pytest.mark.slow
+def test_a_vits_plan_needs_neither_data_nor_a_vocabulary():
+    made = answer(Request("cifar10-vit-small", (*SMALL_VIT, "train.steps=100", "train.epochs=null"), "A100"))
+    assert made.fits and made.value("budget/time", case="expected") and any("could not be opened" in note for note in made.notes)
+    epochs = answer(Request("cifar10-vit-small", SMALL_VIT, "A100"))
+    assert epochs.value("time/step") and epochs.value("budget/time") is None and any("how long in all" in note for note in epochs.notes)
+    unknown = answer(Request("cifar10-vit-small", (*SMALL_VIT, "model.n_classes=null")))
+    assert unknown.recipe.model.n_classes == 1000 and any("ImageNet's 1,000" in note for note in unknown.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ask", [devices, serve, search], ids=lambda ask: ask.__name__)
+def test_a_vit_without_data_is_asked_other_questions(ask):
+    lines, rows = ask(Request("cifar10-vit-small", SMALL_VIT, None if ask is devices else "A100"))
+    assert rows and any("could not be opened" in line for line in lines)
+
+
+def test_a_vit_of_hugging_face_is_planned(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128, "image_size": 32, "patch_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes}))
+    made = answer(Request(f"hf:{tmp_path}", ("batch.samples=8", "layout.micro_batch=8"), "A100"))
+    assert made.fits and made.value("time/samples_per_s") and made.recipe.tokenizer is None
+    assert serve(Request(f"hf:{tmp_path}", on="A100"))[1]
+
+
+@pytest.mark.slow
+def test_what_only_names_data_is_a_mistake_and_told(tmp_path):
+    """The data can be opened; a setting cannot be followed: its text says `data` and is an error all the same."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 50)
+    request = Request("shakespeare-char-gpt", (f"data.path={text}",))
+    assert answer(request).recipe.model.vocab_size  # by the data
+    for words, said in [
+        (("data.valid=nothing.txt",), r"data\.valid=nothing\.txt: no such file"),
+        (("data.valid_fraction=0.999",), "data"),
+        (("tokenizer.kind=bpe", "tokenizer.vocab_size=3", "model.vocab_size=500"), r"tokenizer\.vocab_size=3"),
+        (("model.vocab_size=5",), "the tokenizer has"),
+        (("data.x=1",), r"data\.x"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            answer(Request(request.recipe, (*request.overrides, "train.steps=10", "train.epochs=null", *words)))
+    absent = Request(request.recipe, (f"data.path={tmp_path / 'absent'}", "model.vocab_size=65", "train.steps=10", "train.epochs=null"))
+    assert any("could not be opened" in note for note in answer(absent).notes)
+    with pytest.raises(UserError, match=r"the plan needs model\.vocab_size=N"):
+        answer(Request(request.recipe, absent.overrides[:1]))
+
+
 def test_optimal_sizes_are_of_decoders():
     with pytest.raises(UserError, match="not of family vit"):
         optimal(Request("vit-b16"))
@@ -97,7 +157,7 @@ def test_optimal_sizes_are_of_decoders():
     [
         (["llama2-7b", "--port", "80"], "--port is of --web"),
         (["llama2-7b", "--batch", "4"], "--batch is of --serve"),
-        (["llama2-7b", "--serve", "--batch", "0"], "1 or more"),
+        (["llama2-7b", "--serve", "--batch", "0"], "--batch=0: must be at least 1"),
         (["llama2-7b", "--serve", "--search"], "different questions"),
         (["--accuracy", "--json"], "--json has no effect"),
         (["llama2-7b", "--examples"], "no effect"),

@@ -161,6 +161,7 @@ def whole_step(r: Recipe, kernel: str = "naive") -> int:
     return count_flops(lambda: sum(task.losses(model, batch).values()).backward())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counted_closed_and_whole_steps_agree(name):
     r = FAMILIES[name]
@@ -267,6 +268,7 @@ def test_grouped_queries_save_projections_and_no_scores():
 # ---------------------------------------------------------------- what is computed again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "mixtral", "t5"])
 def test_checkpointing_in_order(name):
     """none ≤ selective < attention < full; a fused kernel's backward pass computes the scores again: a sixth of attention's operations."""

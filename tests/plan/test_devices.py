@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 
 import pytest
 
@@ -11,7 +13,8 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.plan import devices as ranking
 from gradus.plan import examples
-from gradus.plan.devices import computed_in, devices, lines, order, rank_devices, to_serve
+from gradus.plan.answer import Request, answer, open_recipe
+from gradus.plan.devices import devices, in_tf32, lines, order, rank_devices, to_serve
 from gradus.plan.serving import least
 from gradus.plan.work import Op, Work
 from gradus.recipe.presets import config_of
@@ -38,6 +41,7 @@ def ranked(session):
     return rank_devices(session.recipe, session.task, names=NAMES)
 
 
+@pytest.mark.slow
 def test_every_precision_a_device_has_and_no_other(ranked):
     found = {(one["device"], one["precision"]) for one in ranked}
     has = {"P100": "fp32 fp16", "V100-32GB": "fp32 fp16", "T4": "fp32 fp16", "A100-80GB": "fp32 tf32 bf16 fp16",
@@ -75,7 +79,10 @@ def test_what_does_not_fit_is_last_and_says_by_how_much(session, tmp_path):
     found = rank_devices(session.recipe, session.task, path=file, names=["Thimble", "P100"], precisions=["fp32"])
     assert [(one["device"], one["fits"]) for one in found] == [("P100", True), ("Thimble", False)]
     assert found[1]["missing"] == found[1]["memory"] - 100e6
-    assert any("Thimble" in line and "too much" in line for line in lines(found))
+    assert found[1]["seconds"] is found[1]["hours"] is found[1]["cost"] is None, "what does not fit takes no time and no money"
+    line = next(line for line in lines(found) if "Thimble" in line)
+    assert "too much" in line and not re.search(r"\d m?s\b|\$", line)
+    assert {row.name for row in ranking.rows(found) if row.conditions["device"] == "Thimble"} == {"device/memory"}
 
 
 def test_without_data_it_is_per_tokens(session):
@@ -84,13 +91,24 @@ def test_without_data_it_is_per_tokens(session):
     assert ranking.epoch_of(session.recipe, None, Work([], [], [], samples=8)) == (125_000, "1e6 samples")
 
 
-def test_other_numbers_of_the_same_width():
-    op = Op("matmul", "mm", "fp32", "forward", 2.0, 4.0)
-    work = Work([op, Op("memory", "add", "fp32", "forward", 0, 8.0)], [Op("memory", "adamw", "fp32", "optimizer", 0, 8.0)], [])
-    tf32 = computed_in(work, "fp32", "tf32")
-    assert [o.dtype for o in (*tf32.micro, *tf32.step)] == ["tf32", "fp32", "fp32"], "only matrix products have tf32"
-    half = Work([Op("matmul", "mm", "bf16", "forward", 2.0, 4.0), op], [], [])
-    assert [o.dtype for o in computed_in(half, "bf16", "fp16").micro] == ["fp16", "fp32"]
+def test_tf32_is_of_matrix_products():
+    ops = [Op(kind, name, "fp32", "forward", 2.0, 4.0) for kind, name in (("matmul", "mm"), ("attention", "efficient"), ("memory", "add"))]
+    tf32 = in_tf32(Work([*ops, Op("matmul", "mm", "bf16", "forward", 2.0, 4.0)], [Op("memory", "adamw", "fp32", "optimizer", 0, 8.0)], []))
+    assert [o.dtype for o in (*tf32.micro, *tf32.step)] == ["tf32", "fp32", "fp32", "bf16", "fp32"]
+
+
+@pytest.mark.slow
+def test_every_row_is_the_plan_of_its_keys(session):
+    """`--on DEVICE` and the row's keys: the same memory, step and money."""
+    sizes = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=64", "data.n_train=1000", "data.n_valid=50", "batch.samples=40"]
+    asked = Request("copy-task", (*sizes, "layout.device=cpu", "layout.checkpointing=full", "train.epochs=1", "train.steps=null"))
+    recipe, task, _ = open_recipe(asked, [])
+    found = rank_devices(recipe, task, names=["A100"], precisions=["tf32", "fp16"])
+    for one in found:
+        again = answer(dataclasses.replace(asked, overrides=(*asked.overrides, *one["layout"].split()), on=one["device"]))
+        assert (again.fits, again.value("memory/device")) == (one["fits"], one["memory"])
+        assert again.value("time/step") == pytest.approx(one["seconds"], rel=1e-12)
+        assert again.value("budget/cost", case="expected") == pytest.approx(one["cost"][1], rel=1e-12)
 
 
 def test_one_device_keeps_no_layout_of_many():
@@ -137,11 +155,12 @@ def test_least_is_the_least_memory_then_the_least_money():
     assert least(1e15, "fp32") == []
 
 
+@pytest.mark.slow
 def test_lines_and_rows(session):
     printed, rows = devices(session.recipe, session.task, names=["A100"])
     text = "\n".join(printed)
-    assert text.count("A100-80GB") == 3 and "bf16, fp16" in text and "time per epoch" in text and "One device to serve it on" in text
-    at = {"device": "A100-80GB", "precision": "bf16"}
+    assert text.count("A100-80GB") == 4 and "layout.precision=fp32 layout.tf32=true" in text and "time per epoch" in text and "One device to serve it on" in text
+    at = {"device": "A100-80GB", "precision": "bf16", "layout": "layout.precision=bf16"}
     found = {(r.name, r.conditions.get("case")): r for r in rows if all(r.conditions.get(k) == v for k, v in at.items())}
     assert set(found) == {(name, None) for name in ("device/memory", "device/step", "device/hours")} | {
         ("device/cost", case) for case in ("low", "expected", "high")

@@ -163,6 +163,7 @@ TRACED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, n, how", TRACED, ids=str)
 def test_memory_is_the_traced(name, n, how):
     """Of the whole step on a GPU, at its peak."""
@@ -223,6 +224,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, how, n, count", CASES)
 def test_traffic_is_what_a_step_sends(family, how, n, count):
     config, layout = CONFIGS[family].model_copy(update={"n_layers": 4}), Layout(**how)

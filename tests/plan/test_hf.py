@@ -50,6 +50,8 @@ THEIRS = {  # name → (configuration, class)
             hf.MT5ForConditionalGeneration),
     "vit": (hf.ViTConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=7),
             hf.ViTForImageClassification),
+    "ijepa": (hf.IJepaConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=7),
+              hf.IJepaForImageClassification),
 }  # fmt: skip
 
 
@@ -212,6 +214,7 @@ def test_a_hub_name_without_internet(monkeypatch):
 # ---------------------------------------------------------------- recipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_recipe(name):
     notes: list[str] = []

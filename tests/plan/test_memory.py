@@ -46,6 +46,7 @@ def summed(counted: dict[tuple, tuple[float, float]], *places: int) -> dict[tupl
 HALF = {"precision": "bf16", "checkpointing": "full"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [*((family, {}) for family in FAMILIES), ("gpt", HALF), ("bert", HALF)], ids=str)
 def test_layers(family, layout):
     r = making.complete(recipe(family, **SMALL, **layout))
@@ -57,6 +58,7 @@ def test_layers(family, layout):
     assert (extended.levels[extended.levels[:, : len(NAMES)].sum(1).argmax()] == top).all()  # by component
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "layout"), [(1, {"micro_batch": 1}), (2, {}), (4, {"shard": 4, "param_dtype": "bf16", "checkpointing": "full"}), (2, {"tensor": 2})], ids=str
 )
@@ -68,6 +70,7 @@ def test_layouts(n, layout):
     assert summed(extended.transfers, 0, 1, 5, 6) == summed(whole.transfers, 0, 1, 5, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipelines(schedule):
     """First stage and last, of four stages and seven micro-batches; the schedule's own indices are a few bytes."""
@@ -93,11 +96,13 @@ def preset(name: str, samples: int, **layout) -> schema.Recipe:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_notes_say_what_was_not_traced():
     m = plan_memory(recipe("gpt", samples=4, **SMALL, shard=2, micro_batch=1, offload=True), 2)
     assert any("offload" in note for note in m.notes) and any("layout.micro_batch" in note for note in m.notes)
 
 
+@pytest.mark.slow
 def test_175b_on_1024():
     r = preset("gpt3-175b", 1024, shard=1024, micro_batch=1, param_dtype="bf16", checkpointing="full")
     began = time.process_time()

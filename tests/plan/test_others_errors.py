@@ -49,6 +49,7 @@ def held(t: Traced, part: str) -> float:
 # ---------------------------------------------------------------- 1: cookbook's memory script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["weights", "gradients", "optimizer"])
 def test_1_all_states_are_divided_by_tensor_and_pipeline(part):
     """Not only the weights. Of four devices each holds about a quarter: norms and row biases are whole under tensor parallelism."""
@@ -66,6 +67,7 @@ def test_1_blooms_gradients_fit_beside_its_measured_memory():
     assert gradients == 4 * formulas.local_parameters(BLOOM, layout)
 
 
+@pytest.mark.slow
 def test_1_zero_divides_by_replicas_not_by_devices():
     """On four devices: sharded by two, with two replicas, a device holds half of the states; with ZeRO-1 over four replicas, a quarter of the
     optimizer's. Two tensor ranks by two shards hold a quarter."""
@@ -86,6 +88,7 @@ def test_1_the_cache_has_keys_and_values_and_only_the_key_heads():
     assert without_both == 5 * GIB
 
 
+@pytest.mark.slow
 def test_1_full_checkpointing_is_not_the_selective_formula():
     b, s, h, a = 1, 2048, 12_288, 96
     full, selective, none = (formulas.korthikanti(b, s, h, a, checkpointing=mode) for mode in ("full", "selective", "none"))
@@ -110,6 +113,7 @@ def test_1_the_inner_width_need_not_be_a_whole_multiple():
 # ---------------------------------------------------------------- 2: DeepSpeed's estimator
 
 
+@pytest.mark.slow
 def test_2_zero_2_has_whole_weights_once_and_a_share_of_all_states():
     """2P of gathered weights and states over N (Rajbhandari et al. 2020, figure 1), of ours 16P with fp32 gradients; 4P + 16P/N and
     2P + 18P/N were both to be read."""
@@ -119,6 +123,7 @@ def test_2_zero_2_has_whole_weights_once_and_a_share_of_all_states():
         assert sum(held(traced_, part) for part in ("weights", "gradients", "optimizer")) == pytest.approx(16 * t.parameters / 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_2_the_plan_is_more_than_states():
     """0.49 GB were predicted and 14.7 seen: activations and logits are memory too, and grow with the batch."""
     small, large = trace(GPT, samples=2), trace(GPT, samples=16)
@@ -131,6 +136,7 @@ def test_2_the_plan_is_more_than_states():
 # ---------------------------------------------------------------- 3: accelerate's estimate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_3_states_are_added_not_compared(precision):
     """Mixed precision has all of 16 bytes a parameter at once; max(4P, 6P, 8P) is half of that."""
@@ -144,6 +150,7 @@ def test_3_states_are_added_not_compared(precision):
 # ---------------------------------------------------------------- 4: Megatron's activation formula
 
 
+@pytest.mark.slow
 def test_4_experts_gates_and_grouped_queries_are_in_the_activations():
     dense = trace(LLAMA, precision="bf16").memory["activations"]  # in fp32 a GPU's attention shares no keys
     assert trace(LLAMA.model_copy(update={"n_experts": 4, "top_k": 2}), precision="bf16").memory["activations"] > 1.2 * dense
@@ -153,6 +160,7 @@ def test_4_experts_gates_and_grouped_queries_are_in_the_activations():
     assert wider - dense >= 2 * 4 * 32 * 64 * 2 * 3  # layers · samples · tokens · more width · bytes · (gate, up, their product)
 
 
+@pytest.mark.slow
 def test_4_the_scores_are_there_without_a_fused_kernel_and_gone_with_one():
     """5as²: a fused kernel has removed them already, so that selective recomputation then saves little (25.52 → 24.94 GB)."""
     naive, fused = trace(LONG, attention="naive"), trace(LONG)
@@ -190,6 +198,7 @@ def test_6_fused_attention_counts_on_a_cpu_and_under_fake_tensors():
     assert rows["flops/model"] == 4 * found.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT, LLAMA, LLAMA.model_copy(update={"n_experts": 4})])
 def test_6_the_traced_step_has_the_same_operations(model):
     """All scores written out: what fused kernels leave out or compute again is no matter."""

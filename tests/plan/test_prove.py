@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan import prove
+from gradus.plan import prove, show
 from gradus.plan.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
 from gradus.rows import Row, read_rows
 from gradus.train.session import open_session, train
@@ -61,8 +62,8 @@ def test_memory_of_the_third_step_is_what_the_plan_said(run):
 
 def test_the_plan_is_of_the_largest_batch_and_of_this_machine(run):
     largest = {r["name"]: r for r in read_rows(run / "plan.jsonl") if not r.get("step")}
-    assert largest["memory/capacity"]["value"] == prove.capacity(torch.device("cpu")) > largest["memory/device"]["value"]
-    assert largest["memory/device"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
+    assert largest["memory/capacity"]["value"] == prove.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
+    assert largest["memory/process"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
     assert all(r["kind"] == "predicted" for r in largest.values())
 
 
@@ -72,10 +73,35 @@ def test_summary_and_prove_have_the_same_figures(run, capsys):
     assert proof["memory/weights"]["error"] == 0
     assert main(["prove", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == ["the", "plan", "predicted", "measured", "error"] and "memory at the peak" in out and "+0.0%" in out
+    assert out.splitlines()[0].split() == ["the", "plan", "predicted", "measured", "error"] and "tensors at the peak" in out and "+0.0%" in out
     assert main(["prove", str(run), "--json"]) == 0
     rows = {r["name"]: r for r in map(json.loads, capsys.readouterr().out.splitlines())}
     assert rows["proof/memory/allocated"]["predicted"] == proof["memory/allocated"]["predicted"]
+
+
+@pytest.mark.slow
+def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(tmp_path):
+    """Both measures, by the same words, planned and measured, with both errors; one of them never stands for the other."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "gradus", "train", *words(**{"log.dir": folder, "log.every": 4})]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = read_rows(folder / "plan.jsonl")
+    tensors = next(r["value"] for r in rows if r["name"] == "memory/allocated" and not r.get("step"))
+    process = next(r for r in rows if r["name"] == "memory/process")
+    assert f"plan: tensors {show.size(tensors)}, process {show.size(process['value'])} of " in out
+    assert process["value"] == tensors + process["how"]["inputs"]["before"] and "memory/device" not in {r["name"] for r in rows}
+    live = re.findall(r"^step \d+/12 .* process (\d+\.\d\d) GB", out, re.M)
+    assert len(live) == 3 and not re.search(r"(?<!process )\b\d+\.\d\d GB  ETA", out), out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert len(summary["memory_process_per_rank"]) == 1 and "memory_per_rank" not in summary and "memory_tensors_per_rank" not in summary
+    for name, label in (("memory/allocated", "tensors at the peak"), ("memory/process", "process at the peak")):
+        pair = summary["proof"][name]
+        assert pair["error"] == pytest.approx(pair["predicted"] / pair["measured"] - 1)
+        line = next(line for line in out.splitlines() if line.strip().startswith(label))
+        assert line.split(label)[1].split() == [*show.size(pair["predicted"]).split(), *show.size(pair["measured"]).split(), f"{pair['error']:+.1%}"]
+    measured = {r["name"]: r["value"] for r in read_rows(folder / "metrics.jsonl")}
+    assert "memory/peak" not in measured and measured["memory/process"] <= summary["proof"]["memory/process"]["measured"]
+    assert summary["proof"]["memory/process"]["measured"] > 10 * summary["proof"]["memory/allocated"]["measured"], "a process is more than its tensors"
 
 
 def test_several_runs_are_one_table(run, tmp_path, capsys):
@@ -100,6 +126,7 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
     assert "no proof.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
     values = json.dumps({**TINY, "log.dir": str(tmp_path / "plain")})
     train_it = "import json, sys; from gradus import recipe; from gradus.train.session import train; train(recipe.load('copy-task', **json.loads(sys.argv[1])))"
@@ -115,6 +142,7 @@ def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
 SMALL = {"model.n_layers": 1, "batch.samples": 12}
 
 
+@pytest.mark.slow
 def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
     case = dataclasses.replace(prove.case_of(session), step=None, micro_batches=None)
@@ -138,7 +166,7 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
 
 def need(case, k: int) -> int:
     found = prove.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k)))
-    return next(r.value for r in found.rows if r.name == "memory/device")
+    return next(r.value for r in found.rows if r.name == "memory/process")
 
 
 def with_micro(recipe, k: int):
@@ -183,6 +211,7 @@ def test_the_third_step_may_be_in_the_next_epoch():
     assert not torch.equal(a[0]["source"], c[0]["source"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_planned_from_where_it_stands(tmp_path, monkeypatch):
     folder, positions, real = tmp_path / "run", [], prove.batches_of
     monkeypatch.setattr(prove, "batches_of", lambda session, position: positions.append(position) or real(session, position))
@@ -237,6 +266,7 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
     assert prove.fix_of(dataclasses.replace(case, target="cuda"), (2, 1, 1)).startswith("Not one sample fits: set layout.shard=N over N GPUs")
 
 
+@pytest.mark.slow
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
     monkeypatch.setattr(prove, "fix_of", lambda *_: time.sleep(60))
     with ended(Planner()) as planner:
@@ -299,6 +329,7 @@ def test_an_interrupt_waits_for_the_end_of_a_trace():
 DEEP = ["model.n_layers=12", "layout.micro_batch=1"]  # planned for some seconds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("processes", "number", "group", "code"),
@@ -345,6 +376,7 @@ def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
     assert len(begun) == 1 and not begun[0].process.is_alive()
 
 
+@pytest.mark.slow
 def test_scale_refuses_what_will_not_fit_unless_forced(monkeypatch):
     monkeypatch.setattr(prove, "capacity", lambda device: 1_000_000)
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []

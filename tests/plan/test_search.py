@@ -40,7 +40,7 @@ def test_the_winners_fit_and_are_allowed(found):
 def test_every_loser_says_why(found):
     assert all(bool(c.reason) == (c is not found.fastest) for c in found.table)
     names = {row.conditions["layout"] for row in found.rows()}
-    assert found.fastest.keys in names and any("fastest" in line for line in found.lines())
+    assert found.keys(found.fastest) in names and any("fastest" in line for line in found.lines())
 
 
 def test_the_keys_make_the_same_layout(found):
@@ -59,7 +59,9 @@ def test_nothing_fits():
     assert found.fastest is None and found.cheapest is None and not any(c.fits for c in found.table)
     assert "does not fit" in found.table[0].reason and "optimizer" in " ".join(c.reason for c in found.table)
     text = "\n".join(found.lines())
-    assert "nothing fits" in text and "it fits on" in text
+    assert "nothing fits" in text
+    on = hardware.cluster(text.partition("--on ")[2].split()[0])  # where the batch as it is can be split so
+    assert on.n > 2 and best_candidates(found.recipe, on)[0].fits
 
 
 def test_time_falls_with_devices_until_traffic_rules():

@@ -17,7 +17,7 @@ from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
 from gradus.plan import batches as making
-from gradus.plan.trace import trace_recipe
+from gradus.plan.trace import _attention, trace_recipe
 from gradus.plan.work import COMPONENTS
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
@@ -93,6 +93,7 @@ def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     return held, held["weights"] + held["optimizer"] + data + tables + buckets + min(peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,12 +111,14 @@ def test_peak_of_a_real_step(family, precision, checkpointing):
         assert 0 <= (peak - traced.peak) / peak < 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_as_large_as_weights(family):
     r = making.complete(recipe(family))
     assert trace_recipe(r).held["gradients"] == 4 * models.count(r.model)["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5", "vit"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_operations(family, checkpointing):
@@ -143,6 +146,48 @@ def test_closed_form_of_the_operations():
     assert attention == 4 * c.n_layers * c.d_model * 64 * tokens / 2  # causal
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_forward_is_its_closed_form(family, precision, target):
+    """4 · batch · heads · queries · keys · head width of each layer, half of it where a causal kernel runs: whichever kernel it is. T5's is
+    masked by its bias, GPT's and Llama's is causal, those of the others look at all places."""
+    r = making.complete(recipe(family, precision=precision))
+    r = r.model_copy(update={"model": r.model.model_copy(update={"dropout": 0.0})})  # a CPU's kernel has none
+    ops = [op for op in trace_recipe(r, target=target).work.micro if op.kind == "attention"]
+    layers = {"gpt": 2, "llama": 2, "bert": 2, "vit": 2, "t5": 6, "seq2seq": 6}[family]  # of a decoder's layer two
+    if target == "cuda" or family != "t5":  # a CPU's has no trained bias either
+        assert sum(op.count for op in ops if op.phase == "forward") == layers
+    for op in ops:
+        batch, heads, queries, keys, dim = op.shape
+        causal = family in ("gpt", "llama") or (family == "seq2seq" and op.flops != 4 * batch * heads * queries * keys * dim * BACK[op.phase])
+        assert op.flops == 4 * batch * heads * queries * keys * dim * BACK[op.phase] / (2 if causal else 1)
+    if family == "seq2seq":  # the encoder's two and the crossing two see all, the decoder's own two half
+        whole = 4 * 4 * 4 * 64 * 64 * 16
+        assert sum(op.flops * op.count for op in ops if op.phase == "forward") == whole * (2 + 2 + 2 / 2)
+
+
+BACK = {"forward": 1.0, "backward": 2.5}
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"])
+def test_every_kernel_says_causal_in_its_own_place(kernel):
+    """Forwards and backwards, by the operator's own schema: none of its other truths (compute_log_sumexp, grad_input_mask) is taken for it."""
+    q = torch.empty(2, 3, 8, 16, device="meta")
+    other = {"int": 8, "SymInt": 8, "float": 0.0, "bool": True, "Tensor": q}
+    for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward"):
+        operator = getattr(torch.ops.aten, name).default
+        arguments = operator._schema.arguments
+        for causal in (False, True):
+            values = {a.name: [True] * 4 if "bool[" in str(a.type) or "List" in str(a.type) else other.get(str(a.type)) for a in arguments}
+            values["is_causal"] = causal
+            full = 4 * 2 * 3 * 8 * 8 * 16 * (2.5 if name.endswith("backward") else 1)
+            args = tuple(values[a.name] for a in arguments if not a.kwarg_only)
+            kwargs = {a.name: values[a.name] for a in arguments if a.kwarg_only}
+            assert _attention(operator, args, kwargs) == ((2, 3, 8, 8, 16), full / 2 if causal else full)
+
+
 # ---------------------------------------------------------------- several processes
 
 LAYOUTS = [{}, {"shard": 2}, {"tensor": 2}, {"shard": 2, "checkpointing": "full", "param_dtype": "bf16"}]
@@ -157,6 +202,7 @@ def real_peaks(world, families: list[str]) -> list:
     return out
 
 
+@pytest.mark.slow
 def test_peak_of_two_processes():
     families = ["gpt"]
     told = run(2, real_peaks, families, timeout=300)
@@ -173,6 +219,7 @@ def test_peak_of_two_processes():
     assert sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.10, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_traffic(n):
     """Of a GPT: calls and bytes as they follow from its sizes (and as `Traffic` counts them in real processes: tests/parallel)."""
@@ -196,11 +243,13 @@ def test_traffic(n):
 # ---------------------------------------------------------------- properties
 
 
+@pytest.mark.slow
 def test_more_processes_never_need_more():
     peaks = [trace_recipe(recipe("gpt", samples=8, shard=n), n).peak for n in (1, 2, 4, 8)]
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_keeps_less(family):
     kept = [trace_recipe(recipe(family, layers=3, checkpointing=mode)) for mode in ("none", "selective", "full")]
@@ -208,6 +257,7 @@ def test_checkpointing_keeps_less(family):
     assert kept[0].memory["activations"] > kept[2].memory["activations"]
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_no_scores():
     """CUDA's kernels keep none with dropout or a trained bias either, where a CPU's do."""
     for family in ("t5", "gpt"):
@@ -215,6 +265,7 @@ def test_a_gpu_keeps_no_scores():
         assert trace_recipe(r, target="cuda").peak < 0.8 * trace_recipe(r, target="cpu").peak
 
 
+@pytest.mark.slow
 def test_a_gpu_keeps_one_byte_of_dropout():
     """A CPU keeps the factors, four bytes each."""
     shapes = {}
@@ -226,6 +277,7 @@ def test_a_gpu_keeps_one_byte_of_dropout():
     assert not any(name == "bernoulli_" or name == "native_dropout" for name, _ in shapes["cpu"])
 
 
+@pytest.mark.slow
 def test_workers_apart_meet_once_in_so_many_steps():
     weights = 4 * models.count(recipe("gpt").model)["total"]
     for every in (1, 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.resources
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradus import limits
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.plan import web
@@ -71,7 +73,8 @@ class Planner:
         device = next(r.value for r in rows if r.name == "memory/device")
         fits = None if request.on is None else device <= 80 * GB
         lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s a step"]
-        return SimpleNamespace(recipe=recipes.load("copy-task"), rows=rows, headline=lines, notes=["the link's efficiency is assumed"], fits=fits, n=8)
+        return SimpleNamespace(recipe=recipes.load("copy-task"), rows=rows, headline=lines, notes=["the link's efficiency is assumed"], fits=fits, n=8,
+                               chosen=request.on == "64xH100", layout_keys="layout.micro_batch=1 layout.tensor=2")  # fmt: skip
 
     def search(self, request: Request):
         self.asked.append(request)
@@ -79,7 +82,9 @@ class Planner:
         half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4 layout.micro_batch=128 layout.reshard=false layout.param_dtype=bf16", "fits": True, "reason": "context traffic within a node and between nodes 10 % of the step"}
         lost = {"rank": 3, "devices": 8, "layout": "", "fits": False, "reason": "does not fit: 28 GB too much"}
         rows = [figure("search/memory", size * GB, "bytes", **c) for size, c in ((40, won), (50, half), (108, lost))]
-        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], [*rows, figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
+        rows += [figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
+        rows += [figure("search/money", 12.0, "$", **won, of="the whole run"), figure("search/time", 7200.0, "s", **won)]
+        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], rows
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def server(planner):
 
 def ask(server, path="/api/plan", body=None, method="POST", **headers):
     """(status, JSON or bytes, headers)"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=240)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, data, {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}})
     reply = connection.getresponse()
@@ -130,10 +135,16 @@ def test_the_command_gives_the_same_request(server):
     assert words[2:] == ["gpt2-small", "--on", "8xA100-80GB", "--tokens", "3000000000", "--days", "30.5", "layout.tensor=2", "optimizer.betas=[0.9, 0.95]"]
 
 
+def test_the_command_of_a_layout_that_the_plan_chose_says_it(server):
+    command = ask(server, body={**PLAN, "on": "64xH100", "overrides": ["layout.checkpointing=full", "batch.samples=64"]})[1]["command"]
+    assert shlex.split(command)[3:] == ["--on", "8xH100", "--tokens", "3000000000", "batch.samples=64", "layout.micro_batch=1", "layout.tensor=2"]
+
+
 def test_search_answers_with_ranked_layouts(server, planner):
     status, found, _ = ask(server, "/api/search", PLAN)
     assert status == 200 and [x["best"] for x in found["layouts"]] == [True, False, False] and "--search" in found["command"]
-    assert found["layouts"][0]["cells"] == {"devices": "8", "memory a device": "40 GB", "a step": "200 ms"} and found["layouts"][0]["reason"] == "fastest, fewest devices"
+    cells = {"devices": "8", "memory a device": "40 GB", "a step": "200 ms", "cost of the whole run": "$12.00", "time in all": "2 h"}
+    assert found["layouts"][0]["cells"] == cells and found["layouts"][0]["reason"] == "fastest, fewest devices"
     assert found["layouts"][1]["on"] == "4xA100-80GB" and found["summary"] == ["gpt2 on 8: 3 layouts in 0.1 s"]
 
 
@@ -156,7 +167,7 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
     ("body", "said"),
     [
         (b"{", "not valid JSON"),
-        (b"[" * 20_000, "not valid JSON"),
+        (b"[" * 20_000, "nested deeper than 64 levels"),
         ([], "expected a JSON object"),
         ({}, "recipe: expected a short text"),
         ({**PLAN, "recipe": 5}, "recipe: expected a short text"),
@@ -197,7 +208,7 @@ def test_a_fault_of_the_planner_is_told_and_the_server_goes_on(server, capfd):
 
 
 def test_too_large_a_body_is_refused(server, planner):
-    status, found, _ = ask(server, body={**PLAN, "recipe": "x" * web.LARGEST_BODY})
+    status, found, _ = ask(server, body={**PLAN, "recipe": "x" * limits.BODY})
     assert status == 413 and "at most 65,536" in found["error"] and not planner.asked
     with socket.create_connection(server.server_address[:2], timeout=20) as s:
         s.sendall(b"POST /api/plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n")
@@ -267,6 +278,7 @@ def test_a_taken_port_names_the_next_free_one(server, planner):
         web.serve(port=70_000, answer=planner.answer, search=planner.search)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly():
     code = "from gradus.plan import web; import sys; sys.exit(web.serve(port=0, answer=lambda r: None, search=lambda r: None))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -275,6 +287,81 @@ def test_ctrl_c_ends_cleanly():
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0 and "Traceback" not in err
+
+
+# ---------------------------------------------------------------- what the buttons send, to the planner itself
+
+SCRIPT = (importlib.resources.files("gradus.plan") / "page.html").read_text()
+SENT = {"search": "api/search", "clear": "api/plan", "use": "api/plan", "copy": None, "explain": None}  # button → what a click sends
+SHOWN_BY = {"api/plan": ("show",), "api/search": ("layouts",), "api/options": ("start", "buildForm")}  # → the functions that read the answer
+TINY = ("model.n_layers=2", "batch.samples=64")
+
+
+def read_by(path: str, name: str) -> set[str]:
+    """The keys of `name` that the page's code reads from an answer of `path`."""
+    bodies = (re.search(rf"^function {function}\(.*?^}}", SCRIPT, re.S | re.M)[0] for function in SHOWN_BY[path])
+    return {key for body in bodies for key in re.findall(rf"\b{name}\.(\w+)", body)} - {"value", "flatMap", "map"}
+
+
+def test_every_button_and_request_of_the_page_is_in_the_tables():
+    written = re.findall(r'<button [^>]*id="(\w+)"', SCRIPT)
+    made = re.findall(r'make\("button", \{[^\n]*\}, "(\w+)"\)', SCRIPT)
+    assert len(written) + len(made) == len(re.findall(r'<button |"button", \{', SCRIPT)) and {*written, *made} == SENT.keys()
+    assert set(re.findall(r'(?:post|fetch)\("([^"]+)"', SCRIPT)) == SHOWN_BY.keys() == {*filter(None, SENT.values()), "api/options"}
+
+
+@pytest.fixture(scope="module")
+def real_server():
+    from gradus.plan import answer
+
+    with web.open_server("127.0.0.1", 0, None, answer.answer, answer.search) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+ASKED = {  # preset or recipe, device, tokens, settings
+    "gpt": ("gpt2-small", "2xA100-80GB", 1e9, TINY),
+    "vit": ("vit-ti16", "4xH100-SXM", None, (*TINY, "layout.micro_batch=8")),
+    "bert": ("bert-base-uncased", "T4", 1e9, ("model.n_layers=2", "batch.samples=32", "layout.tensor=1")),
+    "seq2seq": ("seq2seq-base", "2xRTX-4090", 1e8, ("batch.tokens=4096", "model.n_layers=2", "model.n_decoder_layers=2")),
+    "no fit": ("gpt3-13b", "T4", 1e9, TINY),
+    "no device": ("copy-task", None, None, ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ("bert", "seq2seq", "no fit"))) for case in ASKED])
+@pytest.mark.parametrize("path", sorted(filter(None, {*SENT.values()})))
+def test_the_planner_answers_every_request_as_the_page_reads_it(real_server, path, case):
+    recipe, on, tokens, settings = ASKED[case]
+    status, found, _ = ask(real_server, f"/{path}", {"recipe": recipe, "on": on, "tokens": tokens, "days": None, "overrides": list(settings)})
+    if path == "api/search" and on is None:
+        assert status == 400 and found["error"].startswith("--search: on which hardware?")  # a line of text: all that `errors` reads
+        return
+    assert status == 200, found
+    assert read_by(path, "found") <= found.keys() and read_by(path, "found")
+    if path == "api/plan":
+        assert all({"name", "value", "unit", "text"} <= row.keys() for row in found["rows"]) and isinstance(found["settings"], dict)
+        assert {"memory/device", "memory/allocated", "memory/reserved"} <= {row["name"] for row in found["rows"]}
+        assert found["fits"] is (None if on is None else case != "no fit") and found["devices"] >= 1 and found["headline"]
+    else:
+        read = read_by(path, "l")
+        assert read == {"keys", "cells", "best", "reason", "on"} - {"on"} and found["layouts"] and found["summary"]
+        for layout in found["layouts"]:
+            assert read | {"on"} <= layout.keys() and all(isinstance(text, str) for text in layout["cells"].values())
+            assert re.fullmatch(rf"\d+x{re.escape(on.partition('x')[2] or on)}", layout["on"])
+        best = [layout for layout in found["layouts"] if layout["best"]]
+        assert bool(best) == (case != "no fit")
+        assert all({"a step", "memory a device"} <= layout["cells"].keys() for layout in best)
+        assert all(("time in all" in layout["cells"]) for layout in best)
+
+
+def test_the_options_are_as_the_page_reads_them(real_server):
+    status, found, _ = ask(real_server, "/api/options", method="GET")
+    assert status == 200 and read_by("api/options", "offered") == found.keys()
 
 
 # ---------------------------------------------------------------- in the browser
@@ -328,6 +415,7 @@ def planned(page, text="✓ Fits|✗ Does not fit|No device"):
         " && document.body.dataset.turn", arg=text)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_page_loads_with_the_answer(visit, planner):
     page = visit()
     assert planner.asked == [Request("gpt2-small", (), "8xA100-80GB")]
@@ -339,6 +427,7 @@ def test_the_page_loads_with_the_answer(visit, planner):
     assert "416,800" in page.inner_text("#budget") and page.inner_text("#budget").count("device-hours") == 1
 
 
+@pytest.mark.slow
 def test_planning_by_keyboard_alone(visit, planner):
     page = visit()
 
@@ -398,6 +487,7 @@ def test_bars_are_as_wide_as_their_numbers(visit, planner):
     assert "weights 20 GB" in label and "capacity 80 GB" in label
 
 
+@pytest.mark.slow
 def test_an_error_stands_by_its_field_and_nothing_is_lost(visit):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512&layout.tensor=2")
     page.fill("#layout\\.tensor", "3")
@@ -420,6 +510,7 @@ def test_an_error_stands_by_its_field_and_nothing_is_lost(visit):
     assert "positive whole number" in page.inner_text("#wrong-on")
 
 
+@pytest.mark.slow
 def test_only_the_newest_answer_counts(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB")
     planner.slow["layout.tensor=4"] = 1.0
@@ -445,6 +536,7 @@ def test_typing_asks_once(visit, planner):
     assert [request.tokens for request in planner.asked] == [None, 300e9]
 
 
+@pytest.mark.slow
 def test_the_address_holds_the_plan(visit, planner):
     page = visit("#recipe=copy-task&on=A100-80GB&tokens=3e9&days=30&batch.tokens=4096&layout.precision=bf16&layout.offload=true&optimizer.lr=0.1")
     first = planner.asked[-1]
@@ -463,6 +555,7 @@ def test_the_address_holds_the_plan(visit, planner):
     page.wait_for_function("() => document.getElementById('command').textContent === 'gradus plan gpt2-xl --on 2xA100-80GB'")
 
 
+@pytest.mark.slow
 def test_search_then_use(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512&layout.tensor=1&layout.pipeline=4&model.dropout=0.1")
     page.click("#search")
@@ -479,6 +572,85 @@ def test_search_then_use(visit, planner):
     page.click("#clear")
     page.wait_for_function("() => !document.getElementById('command').textContent.includes('layout.')")
     assert set(planner.asked[-1].overrides) == {"batch.samples=512", "model.dropout=0.1"}
+
+
+def test_layouts_of_another_question_go(visit):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB")
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    page.fill("#layout\\.tensor", "2")  # another layout is the same question
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.tensor=2')")
+    assert page.is_visible("#found")
+    page.fill("#tokens", "1e9")
+    page.wait_for_selector("#found", state="hidden")
+    assert page.inner_text("#searching") == ""
+
+
+def test_every_field_switch_and_button_is_driven(visit, planner):
+    """Whatever the page holds is used once, by what it is: a new element is driven too. `visit` fails on any error of the page's script."""
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    for summary in page.locator("summary").all():
+        was = summary.evaluate("e => e.parentElement.open")
+        summary.click()
+        assert summary.evaluate("e => e.parentElement.open") is not was
+    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    body = "[...document.querySelectorAll('%s')].map(e => e.id)"
+    selects, fields = page.evaluate(body % "form select"), page.evaluate(body % "form input, form textarea")
+    assert len(selects) + len(fields) == page.locator("input, select, textarea").count() - 1  # "find" stands outside the form
+    page.clock.install()  # the pause after a key need not be waited for
+
+    def sent(name: str, text: str, put) -> str:
+        before = page.evaluate("Number(document.body.dataset.turn)")
+        put(page.locator(f"[id='{name}']"), text)
+        page.clock.run_for(400)
+        page.wait_for_function("before => Number(document.body.dataset.turn) > before", arg=before)
+        return page.inner_text("#command")
+
+    for name in selects:
+        options = page.evaluate(f"[...document.getElementById('{name}').options].map(o => o.value)")
+        first = page.input_value(f"[id='{name}']")
+        for value in [*[value for value in options if value not in (first, "gpt2-large")][-2:], first]:
+            command = sent(name, value, lambda e, v: e.select_option(v))
+            assert not value or name == "batch-of" or value in command, (name, value, command)
+    for name in fields:
+        text = {"extra": "optimizer.name=sgd", "layout.tensor": "4"}.get(name, "16")
+        assert text in sent(name, text, lambda e, v: e.fill(v)), name
+    page.fill("#find", "memory/")
+    assert page.locator("#rows tbody tr:visible").count() < page.locator("#rows tbody tr").count()
+    page.fill("#find", "")
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    pressed = set()
+    for button in page.locator("button:visible").all():
+        name = button.get_attribute("id") or button.inner_text()
+        if name == "search" or (name in pressed and name == "use"):
+            continue
+        pressed.add(name)
+        button.click()
+    assert pressed | {"search"} == SENT.keys()
+    assert page.locator("tr.how:visible").count() == page.locator("#rows button").count() > 20
+    planned(page)
+    assert page.locator("#state.bad").count() == 0
+
+
+@pytest.mark.slow
+def test_the_page_searches_and_plans_with_the_planner_itself(chromium, real_server):
+    page, wrong = chromium.new_page(), []
+    page.set_default_timeout(180_000)
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.goto(real_server.url + "#recipe=gpt2-small&on=1xA100-80GB&tokens=1e9&model.n_layers=2&batch.samples=64&layout.checkpointing=full")
+    planned(page)
+    page.click("#search")
+    page.wait_for_selector("#found table")
+    assert "time in all" in page.inner_text("#found") and "$" in page.inner_text("#found") and "fastest" in page.inner_text("#found tr.best >> nth=0")
+    keys = page.get_attribute("#found button >> nth=0", "aria-label").partition(": ")[2].split()
+    page.click("#found button >> nth=0")
+    page.wait_for_function("keys => keys.every(k => document.getElementById('command').textContent.includes(k))", arg=keys)
+    planned(page, "✓ Fits")
+    page.click("#rows button >> nth=20")
+    assert page.locator("tr.how:visible").count() == 1 and page.locator("#state.bad").count() == 0
+    page.close()
+    assert not wrong and keys
 
 
 def test_every_figure_is_explained_on_demand(visit):
@@ -519,6 +691,7 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_is_enough(visit, scheme):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB", color_scheme=scheme)
@@ -532,6 +705,7 @@ def test_contrast_is_enough(visit, scheme):
         assert seen > 100 and not bad, bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 320, 1280])
 def test_nothing_scrolls_sideways_or_overlaps(visit, width):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2&layout.offload=true&set=optimizer.lr=0.1", width=width, height=844)

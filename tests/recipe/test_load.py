@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from gradus.errors import UserError
 from gradus.recipe import Recipe, adopt, dump, load, resolve, schema, validate
+from gradus.train import resolve as command_line
 
 COPY = """
 model: {family: seq2seq, n_layers: 2, d_model: 64, n_heads: 4, d_ff: 128}
@@ -584,13 +586,14 @@ def test_a_null_that_wins_over_a_preset_survives(write):
 
 
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t"), min_size=1).filter(lambda s: s.strip() == s)
+paths = words.filter(lambda s: not Path(os.path.expanduser(s)).exists())  # one that is there becomes absolute
 small = st.floats(min_value=1e-300, max_value=0.999, allow_nan=False)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lr=st.floats(min_value=1e-320, max_value=1e300), eps=small, beta=small, name=words, path=st.none() | words,
-    classes=st.lists(words, max_size=3) | st.sampled_from([["null", "no", "~", "1e3", "true"]]), seed=st.integers(0, 2**63),
+    lr=st.floats(min_value=1e-320, max_value=1e12), eps=small, beta=small, name=words.map(schema.right_name), path=st.none() | paths,
+    classes=st.lists(words, max_size=3) | st.sampled_from([["null", "no", "~", "1e3", "true"]]), seed=st.integers(0, 2**63 - 1),
 )  # fmt: skip
 def test_any_recipe_round_trips(tmp_path_factory, lr, eps, beta, name, path, classes, seed):
     recipe = Recipe(
@@ -608,6 +611,7 @@ def test_any_recipe_round_trips(tmp_path_factory, lr, eps, beta, name, path, cla
     assert load(file) == recipe
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.text(max_size=60)
@@ -626,3 +630,62 @@ def test_no_text_gets_through_as_anything_but_a_user_error(tmp_path_factory, tex
 def test_reading_recipes_loads_no_torch():
     code = "import sys, gradus.recipe as r; r.dump(r.load('copy-task')); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("name=../../x", "command line: name: '../../x': a name is that of a folder: no slashes, line breaks .* Try 'x'."),
+        ("name=/etc/x", "command line: name: '/etc/x': .* Try 'etc-x'."),
+        ("name=a\nb", r"command line: name: 'a\\nb': .* Try 'a-b'."),
+        ("name=a\x1b[31m", r"command line: name: .* Try 'a-\[31m'."),
+        ("name=..", "command line: name: '..': .* Try 'recipe'."),
+        ("name=" + "x" * 101, "command line: name: .* at most 100 bytes"),
+        ("log.dir=a\nb", r"command line: log.dir: 'a\\nb': a folder has no line breaks or control characters in its name."),
+        ("log.dir=a\0b", r"command line: log.dir: 'a\\x00b': "),
+    ],
+)
+def test_a_name_and_a_folder_that_are_none(override, told):
+    with pytest.raises(UserError, match=told) as e:
+        load("copy-task", [override])
+    assert "\n" not in str(e.value)
+
+
+def test_names_and_folders_that_are_right(write):
+    for name in ("copy-task", "my recipe", "ViT-B_16 (lr=1e-3, 2nd)", "Übung 3 😀", "$(x)", "a--b"):
+        assert load("copy-task", [f"name={name}"]).name == name
+    for folder in ("/tmp/a b/$x", "../runs/a", "~/runs"):
+        assert load("copy-task", [f"log.dir={folder}"]).log.dir == folder
+    path = write(COPY, "$(x) ../y`.yaml".replace("/", ":"))
+    assert load(path).name == "$(x) ..:y`", "what a folder may be called"
+    assert load(write(COPY, "-a\nb.yaml")).name == "a-b", "the nearest right name to the file's"
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_the_nearest_right_name_is_one(text):
+    name = schema.right_name(text)
+    assert schema.right_name(name) == name and 0 < len(name.encode()) <= 100
+    assert Path("runs", name).resolve().parent == Path("runs").resolve() and name.isprintable()
+    assert schema._name(name) == name
+
+
+def test_python_and_the_command_line_load_the_same_recipes(tmp_path, monkeypatch):
+    """A recipe that says no more of its model than where the weights lie: the sizes are those of config.json beside them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    config = {"model_type": "bert", "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 99,
+              "max_position_embeddings": 40, "type_vocab_size": 2}  # fmt: skip
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.yaml").write_text(
+        "task: {name: classification}\nmodel: {init: ./weights, head: classification}\ndata: {kind: labelled, path: texts}\n"
+        "optimizer: {name: adamw, lr: 1e-4}\nbatch: {samples: 4}\ntrain: {steps: 2}\n"
+    )
+    ours = load("mine.yaml")
+    assert (ours.model.family, ours.model.d_model, ours.model.n_layers, ours.model.seq_len) == ("bert", 24, 3, 40)
+    assert ours == command_line.load("mine.yaml", [])[0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(dump(ours))
+    assert load(tmp_path / "run") == command_line.load("run", [])[0] and load("run").model == ours.model
+    with pytest.raises(UserError, match=r"model.init: \./nowhere: no such file or folder|model.init=\./nowhere: no such file"):
+        load("mine.yaml", ["model.init=./nowhere"])

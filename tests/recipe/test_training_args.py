@@ -8,7 +8,9 @@ import json
 import pytest
 
 from gradus.errors import UserError
+from gradus.parallel import check
 from gradus.recipe import load, training_args
+from gradus.recipe.schema import Layout
 from gradus.recipe.training_args import from_training_args
 
 HANDS_ON = {
@@ -30,10 +32,10 @@ HANDS_ON = {
 def read(tmp_path):
     """(what the file maps to, its notes)"""
 
-    def read(**arguments):
+    def read(*processes, **arguments):
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"TrainingArgs": arguments}), encoding="utf-8")
-        return from_training_args(path)
+        return from_training_args(path, *processes)
 
     return read
 
@@ -141,6 +143,104 @@ def test_what_is_not_mapped_is_named_with_what_to_do(read, arguments, note):
     assert read(**arguments)[1] == [note]
 
 
+def test_a_batch_of_each_device_is_of_all_of_them(read):
+    """As their names say: times the accumulation, times the processes that see samples of their own."""
+    eight = {"per_device_train_batch_size": 8}
+    for processes, layout, samples in ((1, Layout(), 8), (4, Layout(), 32), (8, Layout(tensor=2), 32), (8, Layout(pipeline=2, context=2), 16)):
+        ours, notes = read(processes, None, layout, **eight)
+        assert ours == {"batch.samples": samples, "layout.micro_batch": 8} and f"batch.samples={samples}: 8 × " in notes[0]
+    assert read(4, gradient_accumulation_steps=2, **eight)[0] == {"batch.samples": 64, "layout.micro_batch": 8}
+    assert read(4, None, Layout(expert=2), fsdp=True, **eight)[0] == {"batch.samples": 32, "layout.micro_batch": 8, "layout.shard": 2}
+    ours, notes = read(4, None, Layout(), True, **eight)  # a run that goes on
+    assert ours == {"layout.micro_batch": 8} and "keeps its batch" in notes[0]
+
+
+ZERO = "zero_optimization"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        ({"fsdp": True}, {"layout.shard": 8}),
+        ({"fsdp": "full_shard auto_wrap"}, {"layout.shard": 8}),
+        ({"fsdp": ["full_shard", "offload"]}, {"layout.shard": 8, "layout.offload": True}),
+        ({"fsdp": "shard_grad_op"}, {"layout.shard": 8, "layout.reshard": False}),
+        ({"fsdp": "hybrid_shard"}, {"layout.shard": 4}),
+        ({"fsdp": "hybrid_shard_zero2"}, {"layout.shard": 4, "layout.reshard": False}),
+        ({"fsdp": ""}, {}),
+        ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True, "fsdp_reshard_after_forward": False}},
+         {"layout.shard": 8, "layout.checkpointing": "full", "layout.reshard": False}),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, {"layout.shard": 8, "layout.offload": True}),
+        ({"deepspeed": {ZERO: {"stage": 1}}}, {"layout.shard_optimizer": True}),
+        ({"deepspeed": {ZERO: {"stage": 2}}}, {"layout.shard": 8, "layout.reshard": False}),
+        ({"deepspeed": {ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}},
+         {"layout.shard": 8, "layout.offload": True, "layout.precision": "bf16", "train.clip_norm": 1.0}),
+        ({"deepspeed": {ZERO: {"stage": 0}, "train_batch_size": "auto"}}, {}),
+        ({"ddp_bucket_cap_mb": 50, "ddp_timeout": 1800}, {"layout.bucket_mb": 50, "layout.timeout": 1800}),
+        ({"ddp_backend": "mpi"}, {"layout.replicate": "manual", "layout.transport": "mpi"}),
+    ],
+)  # fmt: skip
+def test_layouts_are_taken_over(read, arguments, ours):
+    """8 processes, 4 on this host. What comes out is a layout that 8 processes can have."""
+    found, notes = read(8, 4, **arguments)
+    assert found == ours and notes == []
+    check.validate(load("copy-task", **found), 8)
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments", "ours", "note"),
+    [
+        (1, {"fsdp": True}, {}, "fsdp=full_shard: one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"),
+        (1, {"deepspeed": {ZERO: {"stage": 1}}}, {}, "deepspeed, ZeRO stage 1: one process has nobody to share with."),
+        (1, {"ddp_bucket_cap_mb": 50}, {}, "ddp_bucket_cap_mb=50.0: no effect here"),
+        (2, {"fsdp": "no_shard"}, {}, "fsdp=no_shard: replicas of whole weights, as without it"),
+        (2, {"fsdp_config": {"version": 2}}, {}, 'fsdp_config={"version": 2}: no effect without fsdp'),
+        (2, {"fsdp": True, "fsdp_config": {"min_num_params": 1000}}, {"layout.shard": 2}, "fsdp_config (min_num_params): sharding is FSDP2"),
+        (2, {"fsdp": True, "fsdp_config": {"xla": True}}, {"layout.shard": 2}, "fsdp_config.xla=true: it has no counterpart here"),
+        (2, {"deepspeed": {ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}}, {"layout.shard": 2}, "deepspeed.offload_param=nvme: only"),
+        (2, {"deepspeed": {"optimizer": {"type": "AdamW"}}}, {}, 'deepspeed.optimizer={"type": "AdamW"}: it has no counterpart here'),
+        (2, {"deepspeed": {"train_batch_size": 32}}, {}, "deepspeed.train_batch_size=32: the batch is per_device_train_batch_size ×"),
+        (2, {"ddp_backend": "gloo"}, {}, "ddp_backend=gloo: the backend follows from layout.device: nccl on GPUs, gloo on processors"),
+        (2, {"local_rank": 0}, {}, "local_rank=0: the launcher tells each process its rank: --processes N, torchrun, mpirun or srun"),
+        (2, {"ddp_find_unused_parameters": False}, {}, "ddp_find_unused_parameters=false: every weight has a gradient in every step"),
+    ],
+)  # fmt: skip
+def test_what_of_a_layout_is_not_taken_over_is_told(read, processes, arguments, ours, note):
+    found, notes = read(processes, **arguments)
+    assert found == ours and len(notes) == 1 and notes[0].startswith(note)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fsdp": True, "deepspeed": {}}, None),
+        ({"fsdp": True, "deepspeed": {ZERO: {"stage": 2}}}, "fsdp and TrainingArgs.deepspeed are both given. Keep one."),
+        ({"fsdp": "full_shrad"}, 'fsdp: "full_shrad" is no option of it. Did you mean full_shard?'),
+        ({"fsdp": 3}, "fsdp: 3 is no option of it."),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": 3}}, "fsdp_config.reshard_after_forward: expected true or false, got 3."),
+        ({"deepspeed": {ZERO: {"stage": 4}}}, "deepspeed.zero_optimization.stage: expected 0, 1, 2 or 3, got 4."),
+        ({"deepspeed": {ZERO: 3}}, "deepspeed.zero_optimization: expected an object, got 3."),
+        ({"deepspeed": "no.json"}, "deepspeed=no.json: cannot be read (No such file or directory). Give its path from here, or its content."),
+        ({"deepspeed": 3}, "deepspeed: expected an object or the name of a JSON file, got 3."),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_one_line(read, tmp_path, arguments, text):
+    if text is None:
+        assert read(2, **arguments)[0] == {"layout.shard": 2}
+        return
+    with pytest.raises(UserError) as e:
+        read(2, **arguments)
+    assert str(e.value).startswith(f"{tmp_path / 'config.json'}: TrainingArgs.{text}") and "\n" not in str(e.value)
+
+
+def test_a_configuration_of_deepspeed_may_be_a_file(read, tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps({ZERO: {"stage": 3}}))
+    assert read(2, deepspeed=str(tmp_path / "zero.json")) == ({"layout.shard": 2}, [])
+    (tmp_path / "zero.json").write_text("[")
+    with pytest.raises(UserError, match="not readable as JSON"):
+        read(2, deepspeed=str(tmp_path / "zero.json"))
+
+
 def test_every_name_of_the_library_is_known():
     """Oracle: the dataclass of the installed transformers. Each of its names is taken up in exactly one place."""
     transformers = pytest.importorskip("transformers")
@@ -154,7 +254,8 @@ def test_a_name_that_is_mapped_is_taken(read):
     """Nothing falls through: every mapped name leaves the list of those that are left."""
     for name in [*training_args.SAME, *training_args.MAPPED]:
         value = True if name in ("fp16", "bf16", "gradient_checkpointing", "group_by_length", "torch_compile", "use_cpu", "no_cuda") else 1
-        value = "no" if name.endswith(("_strategy", "_type", "_mode", "optim", "report_to")) else value
+        value = "no" if name.endswith(("_strategy", "_type", "_mode", "optim", "report_to", "_backend")) else value
+        value = {"fsdp": "full_shard", "fsdp_config": {}, "deepspeed": {}}.get(name, value)
         assert not any("not a name" in note or "no counterpart" in note for note in read(**{name: value})[1])
 
 

@@ -106,6 +106,7 @@ def test_pure_half_casts_the_weights():
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_rows(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -120,6 +121,7 @@ def test_tensorboard_gets_the_rows(tmp_path):
     assert len(board.Scalars("train/loss")) == 4 and all(math.isfinite(e.value) for e in board.Scalars("train/loss"))
 
 
+@pytest.mark.slow
 def test_a_bad_sample_is_named_and_the_run_ends_in_one_line(tmp_path):
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na film\t0\na good film\t7\n")
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t0\n")

@@ -39,7 +39,7 @@ def labelled(tmp_path) -> Path:
 
 
 def sst2(*overrides: str):
-    return recipes.load("sst2-bert", [*overrides, "data.max_len=16"], configure=lambda init: models.config_of(init).model_dump())
+    return recipes.load("sst2-bert", [*overrides, "data.max_len=16"])
 
 
 def test_local_pieces_are_copied_and_the_command_trains_from_the_copies(weights, labelled, tmp_path):
@@ -55,9 +55,7 @@ def test_local_pieces_are_copied_and_the_command_trains_from_the_copies(weights,
 
     (labelled / "train.tsv").unlink()
     (weights / "config.json").unlink()
-    staged = recipes.load(
-        words[2], [*words[3:], f"data.cache={tmp_path}/cache", "layout.device=cpu"], configure=lambda init: models.config_of(init).model_dump()
-    )
+    staged = recipes.load(words[2], [*words[3:], f"data.cache={tmp_path}/cache", "layout.device=cpu"])
     session = open_session(staged)
     assert session.recipe.model.d_model == 8
     assert len(session.task.splits["train"]) == 2
@@ -123,6 +121,7 @@ def hub(monkeypatch, weights):
     return asked
 
 
+@pytest.mark.slow
 def test_the_hub_is_asked_for_weights_tokenizer_and_data(hub, tmp_path):
     to = tmp_path / "to"
     recipe = recipes.load("imdb-bert", ["tokenizer.path=someone/words", "data.path=hf:owner/films:small"])
@@ -139,7 +138,6 @@ def test_the_hub_is_asked_for_weights_tokenizer_and_data(hub, tmp_path):
 
     staged = recipes.load(
         "imdb-bert", [*shlex.split(lines[-1])[3:], "data.max_len=16", "data.text=sentence", f"data.cache={tmp_path}/cache", "layout.device=cpu"],
-        configure=lambda init: models.config_of(init).model_dump(),
     )  # fmt: skip
     session = open_session(staged)
     assert (len(session.task.splits["train"]), len(session.task.splits["valid"])) == (2, 1)

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel import check
+from gradus.parallel.world import World
+from gradus.train import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -77,6 +80,7 @@ def same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
         assert b[key] == pytest.approx(a[key], rel=tolerance, abs=1e-12), f"{other.name}: {key}"
 
 
+@pytest.mark.slow
 def test_copying_ragged_batches_on_two_and_four(tmp_path):
     """400 samples in batches of 32: the last of an epoch has 16."""
     of = {n: [] for n in (1, 2, 4)}
@@ -103,6 +107,7 @@ def test_copying_ragged_batches_on_two_and_four(tmp_path):
     assert sent["zero1"] == pytest.approx(1.5 * size, rel=0.02)  # and a broadcast of the weights
 
 
+@pytest.mark.slow
 def test_a_language_model_in_every_way_to_split_it(tmp_path):
     text = gpt(tmp_path)
     two = {
@@ -123,6 +128,118 @@ def test_a_language_model_in_every_way_to_split_it(tmp_path):
             assert (weights[key] - value).abs().max() < 1e-4, f"{name}: {key}"
 
 
+def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, dict[int, str]]]:
+    """For each layout: (metrics of the validation split, sequences that this process decoded, what it translated) of fresh weights."""
+    from gradus.models import decoding
+    from gradus.parallel.apply import apply
+    from gradus.tasks import translation
+    from gradus.train import loop
+    from gradus.train.session import open_session
+
+    found, counts = [], []
+
+    def counted(model, prompts, **kwargs):
+        counts.append(len(prompts))
+        return decoding.complete(model, prompts, **kwargs)
+
+    translation.complete = counted
+    for overrides in layouts:
+        session, mine = open_session(recipes.load(name, overrides), here=world), {}
+        if hasattr(session.task, "decode_split"):
+            original = session.task.decode_split
+            session.task.decode_split = lambda *args, original=original, mine=mine: mine.update(original(*args)) or mine
+        parallel = apply(session.build(), session.recipe.layout, session.mesh)
+        counts.clear()
+        metrics = loop.evaluate(parallel, session.task, "valid", session.precision, session.device)
+        found.append((metrics, sum(counts), mine))
+    translation.complete = decoding.complete
+    return found
+
+
+SHARES = [  # processes, layouts, sentences of each: 4 batches and 3, or 3 and twice 2
+    (2, ([], ["layout.tensor=2"]), [29, 24]),
+    pytest.param(2, (["layout.shard=2"], ["layout.pipeline=2", "layout.micro_batch=4"]), [29, 24], marks=pytest.mark.slow),
+    pytest.param(3, ([],), [21, 16, 16], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("n", "layouts", "shares"), SHARES)
+def test_decoding_is_shared_and_bleu_is_the_same_to_the_digit(n, layouts, shares, tmp_path):
+    """53 sentences of unequal length: batches of 8, the last of 5. Half the references are what one process writes, so that BLEU has digits."""
+    words = ["eins", "zwei", "drei", "vier", "eins", "drei", "zwei", "fünf", "sechs"]
+    lines = [" ".join(words[i % 4 : i % 4 + 2 + i % 5]) for i in range(53)]
+    for split, language in ((s, x) for s in ("train", "val") for x in ("de", "en")):
+        (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
+    overrides = [
+        f"data.path={tmp_path}", f"data.cache={tmp_path / 'cache'}", "model.n_layers=2", "model.d_model=16", "model.n_heads=2", "model.d_ff=32",
+        "model.seq_len=16", "tokenizer.kind=word", "batch.tokens=256", "evaluate.test=false", "evaluate.batch=7", "data.test=null",
+        "layout.precision=fp32", "layout.device=cpu", "layout.threads=1",
+    ]  # fmt: skip
+    ((_, total, written),) = decode(World(), "multi30k-seq2seq", [overrides])
+    assert total == 53 and sorted(written) == list(range(53))
+    (tmp_path / "val.en").write_text("\n".join(written[i] if i % 2 else lines[i] for i in range(53)) + "\n")
+    ((alone, _, _),) = decode(World(), "multi30k-seq2seq", [overrides])
+    assert 1 < alone["bleu"] < 99
+    of_ranks = run(n, decode, "multi30k-seq2seq", [[*overrides, *more] for more in layouts])
+    for i, layout in enumerate(layouts):
+        metrics, counts, parts = zip(*(found[i] for found in of_ranks))
+        assert [m["bleu"] for m in metrics] == [alone["bleu"]] * n, layout
+        assert metrics[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert sorted(counts, reverse=True) == shares, layout
+        assert {i: text for part in parts for i, text in part.items()} == written
+
+
+def test_the_copies_of_exact_match_are_shared(tmp_path):
+    overrides = [*COPY, "data.n_valid=45", "evaluate.batch=8"]
+    ((alone, n, _),) = decode(World(), "copy-task", [overrides])
+    assert n == 45
+    layouts = ([], ["layout.tensor=2"], ["layout.pipeline=2", "layout.micro_batch=8"])
+    of_ranks = run(2, decode, "copy-task", [[*overrides, *more] for more in layouts])
+    for i, layout in enumerate(layouts):
+        counts = [found[i][1] for found in of_ranks]
+        assert counts == [23, 22], layout  # of 16, 16 and 13
+        for found in of_ranks:
+            assert found[i][0] == pytest.approx(alone, rel=1e-5), layout
+
+
+def on_the_command_line(world, *commands: list[str]) -> list[tuple[int, str]]:
+    """(exit code, what went to standard error) of each."""
+    from gradus import cli
+
+    found = []
+    for words in commands:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            code = cli.run(words)
+        found.append((code, said.getvalue()))
+    return found
+
+
+def test_the_batch_of_each_device_is_stored_and_kept(tmp_path):
+    """TrainingArguments on two processes; the run goes on with one and with four, with the file and without it."""
+    file, folder = tmp_path / "args.json", tmp_path / "run"
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "fsdp": "full_shard", "save_total_limit": 9}
+    file.write_text(json.dumps({"TrainingArgs": arguments}))
+    small = [word for word in COPY if not word.startswith(("batch.", "train.steps"))]
+    train = ["train", "copy-task", *small, f"log.dir={folder}", "--json_file", str(file)]
+    again = ["train", str(folder), "--resume"]
+    (((code, said),), ((_, silent),)) = run(2, on_the_command_line, train)
+    assert code == 0 and "batch.samples=16: 4 × 2 processes × accumulation 2" in said and silent == "", "said once"
+    stored = recipes.load(folder)
+    assert (stored.batch.samples, stored.layout.micro_batch, stored.layout.shard) == (16, 4, 2)
+    found = {(r["name"], r["step"]): r["value"] for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if r.get("step")}
+    assert found["train/samples", 3] == 48
+    ((code, said),) = on_the_command_line(World(), [*again, "--json_file", str(file)])
+    assert code == 0 and "per_device_train_batch_size=4: a run that goes on keeps its batch" in said, said
+    for n, words, given in ((1, [], str(file)), (4, [], str(file)), (8, ["layout.shard=1"], None)):
+        recipe, notes = resolve.load(str(folder), words, resolve.Given(given, World(size=n, local_size=n), resuming=True))
+        assert (recipe.batch.samples, recipe.layout.micro_batch) == (16, min(4, 16 // n))
+        assert recipe.layout.shard == (n if given else 1)
+        assert any("layout.micro_batch=2 instead of 4" in note for note in notes) == (n == 8)
+        check.validate(recipe, n)
+    assert recipes.load(folder).batch.samples == 16
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "shard"])
 def test_a_stop_on_one_process_stops_all_and_a_resume_is_bitwise(tmp_path, layout):
     more = ["model.dropout=0.1", *(["layout.shard=2"] if layout == "shard" else [])]
@@ -133,6 +250,7 @@ def test_a_stop_on_one_process_stops_all_and_a_resume_is_bitwise(tmp_path, layou
     same(Path(whole), Path(cut), tolerance=0.0)
 
 
+@pytest.mark.slow
 def test_four_two_one_four(tmp_path):
     one, moved = (str(tmp_path / name) for name in ("one", "moved"))
     run(1, train, "copy-task", [*COPY, f"log.dir={one}"])
@@ -143,6 +261,21 @@ def test_four_two_one_four(tmp_path):
     same(Path(one), Path(moved))
 
 
+@pytest.mark.slow
+def test_all_processes_take_the_checkpoint_before_a_damaged_one(tmp_path):
+    whole, hurt = (str(tmp_path / name) for name in ("whole", "hurt"))
+    run(2, many, [("copy-task", [*COPY, f"log.dir={folder}", "train.checkpoint_every=5"]) for folder in (whole, hurt)])
+    checkpoints = Path(hurt, "checkpoints")
+    part = sorted((checkpoints / "step-00000020" / "sharded").iterdir())[1]
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    for n in (2, 1):
+        run(n, train, hurt, [], True)
+        same(Path(whole), Path(hurt), tolerance=0.0 if n == 2 else 1e-5)
+        shutil.rmtree(checkpoints / "step-00000020")
+    assert (checkpoints / "damaged-step-00000020").is_dir()
+
+
+@pytest.mark.slow
 def test_workers_that_train_apart(tmp_path):
     text = gpt(tmp_path)
     runs = [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / key}", f"layout.{key}.every=5"]) for key in ("diloco", "local_sgd")]
@@ -159,6 +292,7 @@ def test_workers_that_train_apart(tmp_path):
         run(1, train, str(tmp_path / "cut"), ["layout.diloco=null", "train.steps=10"], True)
 
 
+@pytest.mark.slow
 def test_a_bad_sample_names_its_file_and_the_process(tmp_path):
     """Images are decoded when they are wanted, so only the process that wants it meets a damaged one."""
     from PIL import Image

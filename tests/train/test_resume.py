@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,8 +18,12 @@ import pytest
 import torch
 
 from gradus import recipe as recipes
-from gradus.errors import UserError
+from gradus.errors import EnvironmentFault, UserError
+from gradus.models.weights import checksums
+from gradus.recipe.schema import Log
 from gradus.rows import read_rows
+from gradus.train import checkpoint, log, loop
+from gradus.train.checkpoint import Checkpoints
 from gradus.train.session import train
 
 # dropout is on: the generator's state must be part of what is saved
@@ -49,6 +55,7 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_bitwise_the_same(undisturbed, tmp_path):
     train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}"]))
     assert digest(tmp_path / "run") == digest(undisturbed)
@@ -113,10 +120,6 @@ def test_sigterm_saves_and_says_how_to_go_on(undisturbed, tmp_path):
 
 def test_half_a_checkpoint_is_never_taken_for_a_whole_one(undisturbed, tmp_path):
     """What a kill while writing leaves (a folder aside, cut files in it) is not seen."""
-    import shutil
-
-    from gradus.train.checkpoint import Checkpoints
-
     copy = tmp_path / "checkpoints"
     shutil.copytree(undisturbed / "checkpoints", copy, symlinks=True)
     aside = copy / ".writing-step-00000050"
@@ -136,8 +139,6 @@ def test_a_run_folder_is_not_overwritten(undisturbed):
 
 
 def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path, monkeypatch):
-    from gradus.train import checkpoint
-
     run = tmp_path / "run"
     real, calls = checkpoint.save_file, []
 
@@ -148,7 +149,7 @@ def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path, monkeypatch):
         return real(tensors, path, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(UserError, match="the disk is full") as e:
+    with pytest.raises(EnvironmentFault, match="the disk is full") as e:
         train(recipes.load("copy-task", [*TINY, f"log.dir={run}"]))
     assert "\n" not in str(e.value) and "--resume" in str(e.value)
     assert sorted(p.name for p in (run / "checkpoints").glob("*step-*") if "best" not in p.name) == ["step-00000003", "step-00000006"]
@@ -231,8 +232,6 @@ def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
 
 
 def test_what_changes_no_update_may_change_on_resume(undisturbed, tmp_path):
-    import shutil
-
     from gradus.cli import main
 
     run = tmp_path / "run"
@@ -240,7 +239,7 @@ def test_what_changes_no_update_may_change_on_resume(undisturbed, tmp_path):
     (run / "checkpoints" / ".writing-step-00000050").mkdir()
     assert main(["train", str(run), "--resume", "train.on_nonfinite=skip", "train.keep=5", "train.checkpoint_every=9"]) == 0
     assert not list((run / "checkpoints").glob(".writing-*")), "what a kill left behind is cleared away"
-    assert main(["train", str(run), "--resume", "train.steps=50"]) == 2
+    assert main(["train", str(run), "--resume", "train.seed=1"]) == 2
     assert main(["train", str(run), "--resume", f"log.dir={tmp_path / 'other'}"]) == 2
 
 
@@ -257,7 +256,7 @@ def test_resume_finds_the_folder_that_a_recipe_file_names(tmp_path, monkeypatch,
     assert "run folder: there" in capsys.readouterr().out
 
 
-def test_another_best_metric_on_resume_starts_from_nothing(tmp_path):
+def test_another_best_metric_on_resume_is_read_by_that_metric(tmp_path):
     """Values of two metrics have no order: a loss of 2.6 must not keep an accuracy of 0.1 from being the best."""
     from gradus.train.loop import Progress
 
@@ -269,5 +268,346 @@ def test_another_best_metric_on_resume_starts_from_nothing(tmp_path):
     assert Progress(**state["progress"]).best_metric == "valid/loss"
     state["progress"]["evaluation_due"] = True
     path.write_text(json.dumps(state))
+    checksums.write(path.parent)
     outcome = train(recipes.load(run, ["evaluate.best=valid/accuracy"]), resume=run)
     assert outcome.summary["best"] == {"metric": "valid/accuracy", "value": outcome.summary["metrics"]["valid/accuracy"], "step": 7}
+
+
+# ---------------------------------------------------------------- the run folder has one owner
+
+
+class OneSecond:
+    """A clock that stands still: all names by the time are alike."""
+
+    class datetime:
+        @staticmethod
+        def now():
+            import datetime
+
+            return datetime.datetime(2026, 1, 2, 3, 4, 5)
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(log, "datetime", OneSecond)
+    together, found = threading.Barrier(8), []
+
+    def start() -> None:
+        together.wait()
+        with log.run_folder(Log(), "mine") as folder:
+            found.append(folder)
+            (folder / "recipe.yaml").touch()
+            together.wait()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 8 and {f.name for f in found} == {"20260102-030405", *(f"20260102-030405-{n}" for n in range(1, 8))}
+
+
+@pytest.mark.slow
+def test_two_processes_of_one_second_write_two_runs(tmp_path):
+    program = (
+        "import sys, datetime; from gradus.train import log; from gradus.cli import main; now = datetime.datetime(2026, 1, 2, 3, 4, 5)\n"
+        "log.datetime = type('d', (), {'datetime': type('c', (), {'now': staticmethod(lambda: now)})}); sys.exit(main(sys.argv[1:]))"
+    )
+    words = [[sys.executable, "-c", program, "train", "copy-task", *TINY, "train.steps=12", f"train.seed={seed}"] for seed in (0, 1)]
+    started = [subprocess.Popen(w, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for w in words]
+    assert [p.communicate()[1] and p.returncode for p in started] in ([0, 0], [b"", b""])
+    runs = sorted((tmp_path / "runs" / "copy-task").iterdir())
+    assert [f.name for f in runs] == ["20260102-030405", "20260102-030405-1"]
+    assert {recipes.load(f).train.seed for f in runs} == {0, 1}
+    assert all(set(losses(f)) == set(range(1, 13)) for f in runs)
+
+
+def test_a_run_folder_has_one_owner_until_its_process_ends(tmp_path):
+    """The owner is another process, and is killed: nothing that it leaves stands in the way."""
+    run = tmp_path / "a" / "run"
+    ready, wrote = os.pipe()
+    child = os.fork()
+    if not child:
+        with log.run_folder(Log(dir=str(run)), "mine"):
+            os.write(wrote, b"x")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        for resume in (None, run):
+            with pytest.raises(UserError, match=rf"{run}: another run writes there \(process {child} on "), log.run_folder(Log(dir=str(run)), "mine", resume):
+                pass
+        with pytest.raises(UserError, match="another run writes there"):
+            train(recipes.load("copy-task", [*TINY, f"log.dir={run}"]))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [p.name for p in run.iterdir()] == [log.LOCK]
+    with log.run_folder(Log(dir=str(run)), "mine") as folder:
+        assert folder == run
+        (folder / "recipe.yaml").touch()
+    assert [p.name for p in run.iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path, monkeypatch, there):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    if there:
+        (tmp_path / "a" / "run").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for more in ([], ["log.dir=a/run"], ["log.dir=a/b/c"]):
+        with pytest.raises(UserError, match="valid/nothing"):
+            train(recipes.load("copy-task", [*TINY, *more, "evaluate.best=valid/nothing"]))
+        assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"log\.dir=file/x: cannot write there"):
+        train(recipes.load("copy-task", [*TINY, "log.dir=file/x"]))
+
+
+# ---------------------------------------------------------------- what is called best is what was evaluated
+
+
+class Killed(BaseException):
+    pass
+
+
+def scripted(monkeypatch, losses_told: dict[int, float], seen: dict, accuracies: dict[int, float] | None = None) -> None:
+    """Evaluations say these losses, by step; the weights that they were asked about are noted in `seen`, by loss."""
+    real = loop.Trainer.evaluate
+
+    def noted(self, log=None, split="valid"):
+        def told(parallel, *rest):
+            loss = losses_told.get(self.progress.step, 9.0)
+            seen[loss] = {k: v.clone() for k, v in parallel.bare.state_dict().items()}
+            return {"loss": loss, "accuracy": (accuracies or {}).get(self.progress.step, 0.0)}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "evaluate", told)
+            return real(self, log, split)
+
+    monkeypatch.setattr(loop.Trainer, "evaluate", noted)
+
+
+@pytest.fixture(params=["after the best", "before its name"])
+def killed_after_best(request, tmp_path, monkeypatch) -> tuple[Path, dict]:
+    """A run killed when the best weights, of step 14, were written and no checkpoint knows of them; and what was evaluated."""
+    run, seen = tmp_path / "run", {}
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        scripted(patch, {7: 2.6, 14: 2.5}, seen, {7: 0.2, 14: 0.1})
+        real_save, real_call = Checkpoints.save, Checkpoints._call_best
+        patch.setattr(Checkpoints, "save", lambda self, step, *a: real_save(self, step, *a) if step < 12 else kill())
+        if request.param == "before its name":
+            patch.setattr(Checkpoints, "_call_best", lambda self, target, metric: kill() if "14" in target.name else real_call(self, target, metric))
+        with pytest.raises(Killed):
+            train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "train.checkpoint_every=10"]))
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
+    return run, seen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "best"),
+    [
+        ([], {14: 2.5}, (2.5, 14)),
+        (["layout.precision=bf16"], {14: 2.55}, (2.5, 14)),
+        (["layout.precision=bf16"], {14: 2.45}, (2.45, 14)),  # the same step again, other weights
+        (["evaluate.every=5"], {15: 2.55, 20: 2.58}, (2.5, 14)),
+        (["evaluate.every=5"], {15: 2.55, 20: 2.4}, (2.4, 20)),
+        (["evaluate.best=valid/accuracy", "evaluate.every=20"], {20: 2.3}, (0.1, 14)),  # by its own metrics, though it was not chosen by this one
+    ],
+)
+def test_best_after_a_kill_is_what_was_evaluated(killed_after_best, monkeypatch, overrides, told, best):
+    from gradus import models
+
+    run, seen = killed_after_best
+    metric = "valid/accuracy" if "accuracy" in str(overrides) else "valid/loss"
+    scripted(monkeypatch, told, seen)
+    if metric == "valid/accuracy" and (run / "checkpoints" / "best-step-00000007").exists():
+        best = (0.2, 7)  # killed before the one of step 14 took its place
+    outcome = train(recipes.load(run, overrides), resume=run)
+    assert outcome.summary["best"] == {"metric": metric, "value": best[0], "step": best[1]}
+    stored = json.loads((run / "checkpoints" / "best" / "best.json").read_text())
+    assert stored["metrics"][metric] == best[0] and stored["step"] == best[1]
+    weights = models.load(run / "checkpoints" / "best").state_dict()
+    evaluated = seen[stored["metrics"]["valid/loss"]]
+    assert all(torch.equal(weights[k], evaluated[k].float()) for k in evaluated), "other weights than those that were evaluated"
+    assert len(list((run / "checkpoints").glob("best-step-*"))) == 1
+
+
+def test_best_of_an_earlier_version_is_known_by_the_checkpoint(undisturbed, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    best, true = run / "checkpoints" / "best", json.loads((undisturbed / "summary.json").read_text())["best"]
+    for name in ("best.json", checksums.FILE):
+        (best / name).unlink()
+    assert train(recipes.load(run), resume=run).summary["best"] == true
+    (best / "model.safetensors").write_bytes(b"x" * (best / "model.safetensors").stat().st_size)
+    checksums.write(best)
+    assert train(recipes.load(run), resume=run).summary["best"] == true, "whole by its checksums"
+    (best / "model.safetensors").write_bytes(b"")
+    assert train(recipes.load(run), resume=run).summary["best"] is None, "what is damaged is not the best"
+    assert "is damaged: model.safetensors has 0 bytes" in capsys.readouterr().out and not best.is_symlink()
+
+
+# ---------------------------------------------------------------- the mean loss
+
+
+def test_the_mean_loss_is_of_the_steps_that_were_taken(tmp_path, monkeypatch):
+    run, real, bad = tmp_path / "run", loop.Trainer.step, {2: (1000.0, torch.inf), 5: (torch.nan, torch.nan), 8: (3000.0, torch.nan)}
+
+    def step(self, *arguments):
+        loss, norm = real(self, *arguments)
+        return tuple(map(torch.tensor, bad.get(self.progress.step + 1, (float(loss), float(norm)))))
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=6", "train.on_nonfinite=skip"]))
+    summary = train(recipes.load(run, ["train.steps=9"]), resume=run).summary
+    taken = [value for at, value in losses(run).items() if at not in bad]
+    assert summary["skipped_steps"] == 3 and len(taken) == 6
+    assert summary["train_loss"] == pytest.approx(sum(taken) / 6, rel=1e-12)
+
+
+# ---------------------------------------------------------------- damaged checkpoints
+
+
+def garble(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "garbled": garble,
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b" "),
+    "another": lambda file: file.write_text("{}"),
+}
+FILES = ("training.json", "training.safetensors", "model.safetensors", "config.json", "tokenizer.json", checksums.FILE)
+
+
+def without_checksums(folder: Path) -> None:
+    """As the version before wrote it."""
+    (folder / checksums.FILE).unlink()
+    state = json.loads((folder / "training.json").read_text())
+    del state["checksums"]
+    (folder / "training.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(file, how, undisturbed, tmp_path, capsys):
+    if (file, how) == (checksums.FILE, "longer"):
+        pytest.skip("a space after JSON changes nothing")
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(undisturbed / "checkpoints", copy, symlinks=True)
+    (copy / "step-00000040" / "tokenizer.json").write_text('{"model": {"vocab": ["a", "b"]}}')
+    checksums.write(copy / "step-00000040")
+    DAMAGE[how](copy / "step-00000040" / file)
+    assert Checkpoints(copy, keep=2).newest_whole().name == "step-00000039"
+    (told,) = capsys.readouterr().out.splitlines()
+    assert f"{copy / 'step-00000040'} is damaged: " in told and "step-00000039 is taken" in told
+    assert file == checksums.FILE or file in told
+    assert sorted(p.name for p in copy.glob("*step-*") if "best" not in p.name) == ["damaged-step-00000040", "step-00000039"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [name for name in DAMAGE if name not in ("garbled", "longer")])
+@pytest.mark.parametrize("file", FILES[:4])
+def test_so_is_one_of_the_version_before_which_had_no_checksums(file, how, undisturbed, tmp_path, capsys):
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(undisturbed / "checkpoints", copy, symlinks=True)
+    for folder in copy.glob("step-*"):
+        without_checksums(folder)
+    assert Checkpoints(copy, keep=2).newest_whole().name == "step-00000040"
+    DAMAGE[how](copy / "step-00000040" / file)
+    assert Checkpoints(copy, keep=2).newest_whole().name == "step-00000039"
+    assert "is damaged: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(old, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    if old:
+        for folder in (run / "checkpoints").glob("step-*"):
+            without_checksums(folder)
+    (run / "checkpoints" / "step-00000040" / "training.json").unlink()
+    outcome = train(recipes.load(run), resume=run)
+    assert outcome.trainer.start_step == 39
+    assert digest(run) == digest(undisturbed) and losses(run) == losses(undisturbed)
+
+
+def test_where_no_checkpoint_is_whole_nothing_starts_again(undisturbed, tmp_path, capsys):
+    from gradus.cli import main
+
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    for n in (39, 40):
+        (run / "checkpoints" / f"step-000000{n}" / "training.json").unlink()
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    assert main(["train", str(run), "--resume"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "no checkpoint here is whole: step-00000040 (training.json is missing), step-00000039 (training.json is missing)" in told
+    after = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    assert after.keys() == before.keys() and all(after[p] == before[p] for p in before if p.is_file())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_damaged_weights_are_told_to_who_reads_them(file, undisturbed, tmp_path, capsys):
+    from gradus.cli import main
+
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    garble(run / "checkpoints" / "best" / file)
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: ") and f"{file} is not what was written (its checksum differs)" in told
+
+
+# ---------------------------------------------------------------- a longer run
+
+
+def test_a_finished_run_that_is_made_longer_is_the_long_run(undisturbed, tmp_path, capsys):
+    from gradus.cli import main
+
+    run = tmp_path / "run"
+    train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "schedule.end_step=40"]))
+    capsys.readouterr()
+    for steps, told in ((20, "the run is finished"), (12, "20 steps are taken already")):
+        assert main(["train", str(run), "--resume", f"train.steps={steps}"]) == 2
+        assert told in (error := capsys.readouterr().err) and "train.steps=40" in error
+    train(recipes.load(run, ["train.steps=40"]), resume=run)
+    said = capsys.readouterr().out
+    assert "20 steps become 40, 20 of them taken; the schedule (cosine) does not change: it ends at step 40; the learning" in said
+    assert said.index("become 40") < said.index("step 21/40")
+    assert digest(run) == digest(undisturbed) and losses(run) == losses(undisturbed)
+    assert recipes.load(run).train.steps == 40
+    train(recipes.load(run), resume=run)
+    assert "become" not in capsys.readouterr().out
+    assert json.loads((run / "summary.json").read_text())["steps"] == 40
+
+
+def test_what_a_longer_run_does_to_the_schedule_is_said(tmp_path, capsys):
+    from gradus.train.schedule import learning_rate
+
+    rates = {}
+    for name, more in (("moves", []), ("stays", ["schedule.end_step=8"])):
+        run = tmp_path / name
+        schedule = ["schedule.name=linear", "schedule.final=0.1", "schedule.warmup_steps=2", "optimizer.lr=1e-3", *more]
+        train(recipes.load("copy-task", [*TINY, *schedule, f"log.dir={run}", "train.steps=8", "evaluate.every=8"]))
+        capsys.readouterr()
+        train(recipes.load(run, ["train.epochs=1"]), resume=run)  # 16 steps
+        rates[name] = next(line for line in capsys.readouterr().out.splitlines() if "become" in line)
+        of_rows = {r["step"]: r["value"] for r in read_rows(run / "metrics.jsonl") if r["name"] == "train/lr"}
+        r = recipes.load(run)
+        assert r.train.steps is None and r.train.epochs == 1
+        assert of_rows[9] == learning_rate(r.schedule, r.optimizer.lr, 9, 16, 16)
+    assert "8 steps become 16, 8 of them taken; the schedule (linear) now ends at step 16" in rates["moves"]
+    assert "goes from 1.00e-04 (step 8) to 5.50e-04 (step 9)" in rates["moves"]  # 0.1 + 0.9 · (1 - 7/14), of 1e-3
+    assert "does not change: it ends at step 8; the learning rate goes from 1.00e-04 (step 8) to 1.00e-04 (step 9)" in rates["stays"]

@@ -27,8 +27,9 @@ import distributed
 from gradus import models
 from gradus.cli import main
 from gradus.data.tokenizers import train_bpe
-from gradus.errors import UserError
+from gradus.errors import EnvironmentFault, UserError
 from gradus.layers import Block
+from gradus.models.weights import checksums
 from gradus.train import checkpoint, sharded
 from gradus.train.optim import load_state_tensors
 
@@ -134,6 +135,7 @@ def chain(world, folder: str, source: str | None, target: str, layouts: tuple[st
         write(world, Path(folder, f"{target}-{family}"), family, layouts[0])
 
 
+@pytest.mark.slow
 def test_written_by_any_number_of_processes_read_by_any_other(tmp_path):
     """4 → 2 → 1 → 4, in five layouts, bit for bit."""
     distributed.run(4, chain, str(tmp_path), None, "from4", ("both",))
@@ -203,7 +205,7 @@ def fails(world, folder: str) -> list[str]:
         raise OSError(28, "No space left on device")
 
     def attempt(fill=note_beside) -> None:
-        with pytest.raises(UserError) as e:
+        with pytest.raises(EnvironmentFault) as e:
             sharded.save(target, model.config, tensors, fill).finish()
         told.append(str(e.value))
         dist.barrier()
@@ -270,6 +272,7 @@ def killed(world, folder: str, moment: str) -> None:
     pending.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["at once", "while writing", "before the rename", "after the rename"])
 def test_a_kill_at_any_instant_leaves_the_whole_checkpoint_or_none(tmp_path, moment):
     kept = checkpoint.Checkpoints(tmp_path, keep=2)
@@ -288,6 +291,27 @@ def again(world, folder: str) -> None:
     write(world, Path(folder, "step-00000002"), "gpt", "shard")
 
 
+def test_every_part_has_a_checksum(tmp_path):
+    source = tmp_path / "step-00000002"
+    distributed.run(2, again, str(tmp_path))
+    parts = sorted(str(p.relative_to(source)) for p in source.rglob("*.safetensors"))
+    assert len(parts) == 2 and {*parts, "config.json", "training.json"} == set(checksums.read(source))
+    assert [checkpoint.damage(source, rank, 2) for rank in range(2)] == [None, None]
+    for name in (*parts, "config.json", "training.json"):
+        file = source / name
+        whole_file = file.read_bytes()
+        for damaged in (None, b"", whole_file[:-9], whole_file[:-9] + b"123456789"):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            problems = [checkpoint.damage(source, rank, 2) for rank in range(2)]
+            assert len(list(filter(None, problems))) == 1 and name in "".join(filter(None, problems))
+            if name != "training.json":
+                with pytest.raises(UserError, match=name):
+                    models.load(source)
+        file.write_bytes(whole_file)
+    (source / checksums.FILE).unlink()  # as the version before wrote it
+    verify(None, source, "gpt", "none")
+
+
 def test_a_damaged_or_foreign_checkpoint_is_told_by_name(tmp_path):
     distributed.run(2, chain, str(tmp_path), None, "a", ("shard",))
     source = tmp_path / "a-gpt"
@@ -299,6 +323,7 @@ def test_a_damaged_or_foreign_checkpoint_is_told_by_name(tmp_path):
     files = sorted((source / "sharded").iterdir())
     whole_file = files[1].read_bytes()
     files[1].write_bytes(whole_file[:-10])
+    (source / checksums.FILE).unlink()
     with pytest.raises(UserError, match="not a whole safetensors file"):
         models.load(source)
     files[1].unlink()
@@ -332,7 +357,7 @@ def exports(world, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
             patch.setattr("safetensors.torch.save_file", _full)
-        with pytest.raises(UserError, match="the disk is full"):
+        with pytest.raises(EnvironmentFault, match="the disk is full"):
             sharded.export(mine, model.config, Path(folder, "full"))
     assert not Path(folder, "full").exists()
 
@@ -368,7 +393,9 @@ def test_export_of_a_run_loads_in_transformers(tmp_path, capsys):
     for family in ("gpt", "llama"):
         run, to = tmp_path / family, tmp_path / f"{family}-out"
         assert main(["export", str(run), "--to", str(to), "--shard-gb", "2e-5"]) == 0
-        assert str(run / "checkpoints" / "step-00000001") in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert str(run / "checkpoints" / "step-00000001") in out
+        assert out.splitlines()[-1] == f"transformers loads this as {'GPT2LMHeadModel' if family == 'gpt' else 'LlamaForCausalLM'}"
         assert len(list(to.glob("model-*.safetensors"))) > 1
         theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
         ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(to)("to be or not")["input_ids"]])
@@ -379,7 +406,10 @@ def test_export_of_a_run_loads_in_transformers(tmp_path, capsys):
         assert main(["export", str(to), "--to", str(tmp_path / f"{family}-again")]) == 0
         once, twice = models.load(to), models.load(tmp_path / f"{family}-again")
         assert all(torch.equal(a, b) for a, b in zip(once.parameters(), twice.parameters(), strict=True))
-    capsys.readouterr()
+    models.save(common.build("gpt", n_experts=4), tmp_path / "experts")
+    assert main(["export", str(tmp_path / "experts"), "--to", str(tmp_path / "experts-out")]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("transformers does not know this architecture (experts in a GPT; set model.n_experts=null") and last.endswith("gradus loads it")
     step = tmp_path / "gpt" / "checkpoints" / "step-00000001"
     for to, why in ((step, "holds the checkpoint that is read"), (tmp_path / "gpt", "holds the checkpoint"), (tmp_path, "holds the checkpoint")):
         assert main(["export", str(step), "--to", str(to)]) == 2

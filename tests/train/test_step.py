@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from gradus import recipe as recipes
+from gradus import tasks
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -247,6 +249,24 @@ def test_a_best_metric_that_will_not_be_there_is_told_before_step_0(name, more, 
 
     with pytest.raises(UserError, match=f"evaluate.best=valid/{metric}: no such metric here"):
         trainer(name, text, tmp_path, *more)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word"])
+def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, tmp_path):
+    """By hand: bits are nats / ln 2; a word is what stands between spaces."""
+    more = ["data.limit_valid=null", f"tokenizer={{kind: {kind}}}", f"log.dir={tmp_path / 'run'}"]
+    t = trainer("shakespeare-char-gpt", text, tmp_path, *more)
+    found = t.evaluate()
+    assert {name.removeprefix("valid/") for name in found} == set(t.task.units)
+    assert ("valid/bits_per_character" in found) == (kind == "char") and ("valid/word_perplexity" in found) == (kind == "word")
+    size, loss = t.task.sizes["valid"], found["valid/loss"]
+    assert found["valid/perplexity"] == pytest.approx(math.exp(loss)) and found["valid/bits_per_byte"] > 0
+    if kind == "char":
+        assert found["valid/bits_per_character"] == pytest.approx(loss / math.log(2))
+        t.task.tokenizer.save(tmp_path / "stored")  # as a checkpoint holds it
+        assert tasks.open_task(t.recipe, tasks.load_tokenizers(tmp_path / "stored")).units == t.task.units
+    if kind == "word":
+        assert found["valid/word_perplexity"] == pytest.approx(math.exp(loss * size["targets"] / size["words"]))
 
 
 def test_more_next_sentences_right_is_better(text, tmp_path):

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-import shutil
+import secrets
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from gradus import limits
 from gradus.data.collate import stack
-from gradus.errors import UserError, did_you_mean, need
+from gradus.data.text import cache_dir, features_in, keep, tenths
+from gradus.errors import DataError, UserError, did_you_mean, need
+from gradus.recipe.load import looked_for
 from gradus.recipe.schema import ImagesData
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -37,7 +40,7 @@ FORMAT = 1  # of the cache
 # ---------------------------------------------------------------- opening
 
 
-def open_images(config: ImagesData, image_size: int | None = None) -> dict[str, Any]:
+def open_images(config: ImagesData, image_size: int | None = None, names: Sequence[str] | None = None) -> dict[str, Any]:
     """The splits of a data set: `train`, `valid`, and `test` where the data has one.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a folder of
@@ -49,6 +52,8 @@ def open_images(config: ImagesData, image_size: int | None = None) -> dict[str, 
     hash (of class folders: after every file's name, size and time). Images of several sizes are decoded each time they are
     asked for: their shorter side is scaled to image_size, and the centre cut out; without image_size they are an error.
 
+    names: of the classes, where the data name none; where class folders are all among them, they are numbered in this order.
+
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of range; with
     file and row.
     """
@@ -59,8 +64,8 @@ def open_images(config: ImagesData, image_size: int | None = None) -> dict[str, 
         splits = _digits()
     else:
         splits = {}
-        for split, source in _find(config).items():
-            splits[split] = _open(source, image_size, splits["train"].classes if "train" in splits else None)
+        for split, source in _find(config, names).items():
+            splits[split] = _open(source, image_size, splits["train"].classes if "train" in splits else None, names)
         for split in splits.values():
             shape, train = split.shape, splits["train"].shape
             if shape[0] != train[0]:
@@ -78,12 +83,8 @@ def open_images(config: ImagesData, image_size: int | None = None) -> dict[str, 
 
 def hold_out(dataset: Any, every: int) -> tuple[Part, Part]:
     """(the rest, the part held out): of each class every `every`-th image, a fixed and stratified choice."""
-    held = np.zeros(len(dataset), dtype=bool)
-    for label in np.unique(dataset.labels):
-        held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
-    if not held.any():
-        raise UserError(f"{dataset.name}: no class has {every} images, so that none can be held out for validation. Add a valid split")
-    return Part(dataset, np.flatnonzero(~held), dataset.name), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
+    rest, held = tenths(dataset.labels, dataset.name, every, "images")
+    return Part(dataset, rest, dataset.name), Part(dataset, held, f"{dataset.name} (held out)")
 
 
 class ArrayImages:
@@ -178,6 +179,8 @@ def read_image(data: bytes | str | Path, where: str, n_channels: int | None = No
     The camera's orientation tag is honoured. Raises UserError, beginning with `where`, for what is no readable image, for colour
     where grey is asked for, for 16-bit and for transparent images.
     """
+    if not isinstance(data, bytes):
+        limits.regular(data)
     Image, ImageOps = need("PIL.Image", "vision", "reading images"), need("PIL.ImageOps", "vision", "reading images")
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
@@ -208,7 +211,7 @@ def _size(shape: Sequence[int]) -> str:
 
 def _digits() -> dict[str, Any]:
     """scikit-learn's 1,797 handwritten digits, 8 x 8; grey levels 0 to 16 become 0 to 255. A fixed fifth of each class is test."""
-    bunch = need("sklearn.datasets", "vision", "data.source=digits").load_digits()
+    bunch = need("sklearn.datasets", "vision", "data.source=digits", DataError).load_digits()
     images = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)  # (n, 1, 8, 8)
     train, test = hold_out(ArrayImages("digits", images, bunch.target.astype(np.int64), [str(c) for c in range(10)]), 5)
     return {"train": train, "test": test}
@@ -244,7 +247,7 @@ class ParquetSource(Source):
     """The rows of one or more files, with columns `img` or `image` (struct of bytes and path, or plain bytes) and `label`."""
 
     def __init__(self, files: list[Path], image: str | None, label: str | None):
-        parquet = need("pyarrow.parquet", "vision", "reading parquet")
+        parquet = need("pyarrow.parquet", "vision", "reading parquet", DataError)
         self.files, self.name = files, str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
         self.readers = []
         for file in files:
@@ -259,8 +262,7 @@ class ParquetSource(Source):
         for file, reader in zip(files, self.readers):
             if reader.schema_arrow.names != schema.names:
                 raise UserError(f"{file}: columns {', '.join(reader.schema_arrow.names)}, but {files[0]} has {', '.join(schema.names)}")
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-        self.classes = features.get(self.label, {}).get("names")
+        self.classes = features_in(schema.metadata).get(self.label)
 
     def key(self) -> str:
         return _hash(self.files, self.image, self.label)
@@ -332,10 +334,10 @@ class HubSource(Source):
 class FolderSource(Source):
     """folder/<class>/<image>."""
 
-    def __init__(self, folder: Path, classes: list[str] | None = None):
+    def __init__(self, folder: Path, classes: list[str] | None = None, names: Sequence[str] | None = None):
         self.name = str(folder)
         found = [d.name for d in sorted(folder.iterdir()) if d.is_dir() and not d.name.startswith(".")]
-        self.classes = classes or found
+        self.classes = classes or (list(names) if names and set(found) <= set(names) else found)
         self.paths: list[Path] = []
         self.of: list[int] = []
         for name in found:
@@ -458,16 +460,17 @@ def _no_columns(config: ImagesData, what: str) -> None:
             raise UserError(f"data.{key}={getattr(config, key)} has no effect with {what}, which has no columns. Leave it out")
 
 
-def _find(config: ImagesData) -> dict[str, Source]:
+def _find(config: ImagesData, names: Sequence[str] | None = None) -> dict[str, Source]:
     """Split → source, the training split first."""
     if config.path is None:
-        raise UserError("data.path is missing: a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)")
+        raise DataError("data.path is missing: a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)")
     if config.path.startswith("hf:"):
         return _hub(config.path[3:], config.image, config.label)
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     if not path.exists():
         beside = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"data.path={config.path}: there is no such file or folder.{did_you_mean(str(path), beside) if beside else ''}")
+        near = did_you_mean(str(path), beside) if beside else ""
+        raise DataError(f"data.path={config.path}: there is no such file or folder{looked_for(config.path)}.{near}")
     if path.is_file() and path.suffix == ".parquet":
         return {"train": ParquetSource([path], config.image, config.label)}
     if path.is_dir():
@@ -491,7 +494,7 @@ def _find(config: ImagesData) -> dict[str, Source]:
     if not folders:
         raise UserError(f"data.path={config.path}: no parquet file, no class folder and no CIFAR-10 archive in it")
     if not any(d.name in SPLITS for d in folders):
-        return {"train": FolderSource(path)}
+        return {"train": FolderSource(path, names=names)}
     named: dict[str, Path] = {}
     for folder in folders:
         if folder.name not in SPLITS:
@@ -501,7 +504,7 @@ def _find(config: ImagesData) -> dict[str, Source]:
         named[SPLITS[folder.name]] = folder
     if "train" not in named:
         raise UserError(f"data.path={config.path}: there is no train folder, only {', '.join(d.name for d in folders)}")
-    train = FolderSource(named["train"])
+    train = FolderSource(named["train"], names=names)
     return {"train": train} | {s: FolderSource(named[s], train.classes) for s in ("valid", "test") if s in named}
 
 
@@ -517,12 +520,12 @@ def _by_split(files: list[Path]) -> dict[str, list[Path]]:
 
 
 def _hub(name: str, image: str | None, label: str | None) -> dict[str, Source]:
-    datasets = need("datasets", "hf", f"data.path=hf:{name}")
+    datasets = need("datasets", "hf", f"data.path=hf:{name}", DataError)
     try:
         tables = datasets.load_dataset(name)
     except Exception as e:  # the hub's libraries raise a dozen kinds
         lines = str(e).strip().splitlines() or [type(e).__name__]
-        raise UserError(f"data.path=hf:{name}: cannot be loaded ({lines[0]}). Without internet, stage it first: gradus fetch") from None
+        raise DataError(f"data.path=hf:{name}: cannot be loaded ({lines[0]}). Without internet, stage it first: gradus fetch") from None
     found: dict[str, Source] = {}
     for split, table in tables.items():
         if split in SPLITS:
@@ -535,18 +538,19 @@ def _hub(name: str, image: str | None, label: str | None) -> dict[str, Source]:
 # ---------------------------------------------------------------- decoding once
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("GRADUS_CACHE") or "~/.cache/gradus").expanduser()
-
-
-def _open(source: Source, image_size: int | None, classes: list[str] | None) -> ArrayImages | LazyImages:
-    """Open a split from the cache, after filling it if need be. classes: the training split's."""
-    folder = cache_folder() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
+def _open(source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None) -> ArrayImages | LazyImages:
+    """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its numbers."""
+    folder = cache_dir() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
     if not (folder / "about.json").exists():
-        _write_aside(folder, lambda aside: _decode(source, aside))
+        whole = lambda folder: (folder / "about.json").exists()  # noqa: E731
+        keep(folder, lambda aside: _decode(source, aside), whole, "GRADUS_CACHE")
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
-    own = source.classes or [str(c) for c in range(int(labels.max()) + 1)]
+    if source.classes is None and labels.max() >= limits.CLASSES:
+        i = int(labels.argmax())
+        most = f"{limits.CLASSES - 1:,}"
+        raise UserError(f"{source.where(i)}: label {labels[i]}: classes are numbered from 0, without gaps, up to {most}. Number them so")
+    own = source.classes or list(names or (str(c) for c in range(int(labels.max()) + 1)))
     if classes is not None and source.classes is not None and own != classes:
         raise UserError(f"{source.name}: its classes ({', '.join(own[:5])}, ...) are not the training set's ({', '.join(classes[:5])}, ...)")
     classes = own if classes is None else classes
@@ -599,23 +603,6 @@ def _decode(source: Source, folder: Path) -> None:
     (folder / "about.json").write_text(json.dumps({"decoded": decoded, "n_channels": n_channels, "other": other}))
 
 
-def _write_aside(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under another name, then rename it: it is never seen half full, whoever else writes it at the same time."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        aside.mkdir(parents=True)
-        write(aside)
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            if not folder.exists():  # else another process was quicker, with the same content
-                raise
-    except OSError as e:
-        raise UserError(f"{folder.parent}: cannot keep the decoded images ({e}). Set GRADUS_CACHE to a folder with room") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     """(mean, standard deviation) a channel, of values in 0..1, over all pixels of a data set: one streaming pass, exact
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
@@ -637,7 +624,7 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
         raise UserError(f"{dataset.name}: channel {int(np.argmin(std))} has one value everywhere. Set data.mean and data.std")
     stats = {"mean": mean.tolist(), "std": std.tolist()}
     if kept is not None:
-        aside = kept.with_suffix(f".{os.getpid()}")
+        aside = kept.with_suffix(f".{secrets.token_hex(8)}")
         aside.write_text(json.dumps(stats))
         os.replace(aside, kept)
     return stats["mean"], stats["std"]
@@ -805,6 +792,6 @@ def picture_grid(images: Sequence[np.ndarray], titles: Sequence[str], colours: S
         smooth = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS  # single pixels stay visible
         sheet.paste(picture.resize([max(1, round(side * scale)) for side in picture.size], smooth), (left, top + band))
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     sheet.save(aside, format="PNG")
     os.replace(aside, path)

@@ -8,6 +8,7 @@ from which a run is resumed, change nothing about what is learnt from.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus.errors import UserError
+from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
 
 POOL = 50  # batches whose samples are sorted by length together: enough for little padding, few enough for a random order
 
@@ -180,7 +181,8 @@ class Loader:
     def steps(self, epoch: int, start: int = 0) -> Iterator[Step]:
         """The steps of an epoch from position `start` on. Begin the next epoch only when done with this one.
 
-        Raises UserError as the data set did; any other failure as RuntimeError that names the data set and the sample.
+        Raises UserError as the data set did; any other failure as RuntimeError that names the data set and the sample, a fault
+        of the machine as OSError.
         """
         batches = self.plan.epoch(epoch)
         assert 0 <= start <= len(batches), f"epoch {epoch} has {len(batches)} steps; there is no position {start}"
@@ -285,10 +287,12 @@ class _Fetch(torch.utils.data.Dataset):
                     batch |= {"idle": True, "counts": dict.fromkeys(batch.get("counts", {}), 0), "n_tokens": 0}
                 batches.append({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         except UserError as e:
-            return _Failure(str(e), None)
+            return _Failure(str(e), None, errno.EIO if exit_code(e) == FAULT else None)
         except Exception as e:
             name = getattr(self.dataset, "name", type(self.dataset).__name__)
-            return _Failure(f"{name}, {at} (epoch {epoch}, step {step}): {type(e).__name__}: {e}", traceback.format_exc())
+            fault = getattr(e, "errno", None) or errno.EIO if is_fault(e) else None
+            message = f"{name}, {at} (epoch {epoch}, step {step}): {type(e).__name__}: {e}"
+            return _Failure(message, traceback.format_exc(), fault)
         return batches
 
 
@@ -298,11 +302,12 @@ class _Failure:
 
     message: str
     trace: str | None  # None: a UserError
+    fault: int | None  # of the machine: the system's number of the error
 
     def error(self) -> Exception:
         if self.trace is None:
-            return UserError(self.message)
-        error = RuntimeError(self.message)
+            return (UserError if self.fault is None else EnvironmentFault)(self.message)
+        error = RuntimeError(self.message) if self.fault is None else OSError(self.fault, self.message)
         error.add_note(self.trace)
         return error
 

@@ -27,8 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from gradus import limits
 from gradus.data.tokenizers import Tokenizer, load, train_bpe
-from gradus.errors import UserError, did_you_mean, need
+from gradus.errors import DataError, UserError, did_you_mean, need
+from gradus.recipe.load import looked_for
 
 KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
     f".{kind}": kind for kind in ("csv", "tsv", "parquet")
@@ -57,13 +59,24 @@ def _suffix(path: Path) -> str:
 
 
 def _open(path: Path) -> io.BufferedIOBase:
+    limits.regular(path)
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
 
 
-def _lines(path: Path, newline: str | None = "\n") -> io.TextIOWrapper:
-    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline=newline)
+@contextlib.contextmanager
+def _lines(path: Path, newline: str | None = "\n") -> Iterator[Iterator[str]]:
+    """The lines with their ends. Raises UserError for one that does not end: what is no text, or was packed to burst."""
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline=newline) as file:
+
+        def lines() -> Iterator[str]:
+            while line := file.readline(limits.LINE):
+                if len(line) == limits.LINE:
+                    raise UserError(f"{path}: a line of more than {limits.LINE:,} characters. Is it text? Break it into lines.")
+                yield line
+
+        yield lines()
 
 
 def _counted(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
@@ -78,9 +91,9 @@ def _counted(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
         raise UserError(f"{path}: truncated or corrupt after {unit} {n} ({e}). Get the file again.") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file.{_near(Path(path))}") from None
+        raise DataError(f"{path}: no such file.{_near(Path(path))}") from None
     except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror or e}).") from None
+        raise DataError(f"{path}: cannot be read ({e.strerror or e}).") from None
     if n == 0:
         raise UserError(f"{path}: empty: there is no {unit} in it. Give a file with some.")
 
@@ -91,7 +104,7 @@ def _near(path: Path) -> str:
 
 def read_lines(path: str | Path) -> Iterator[str]:
     """The lines of a text file of any name (also .gz, .xz), without their ends. Raises UserError for one that is empty or unreadable."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
 
     def lines() -> Iterator[str]:
         with _lines(path) as file:
@@ -109,9 +122,9 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
     Raises UserError, with file and row (counted from 1, without header and blank lines), for a row that is no JSON object, has another number
     of fields, or lacks a column; and for a file that is missing, empty, truncated or of an unknown kind.
     """
-    if _is_hub(path):
+    if is_hub(path):
         return _counted(path, _hub_rows(path, columns))
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     kind = _kind(path)
     if kind == "txt":
         if columns:
@@ -143,8 +156,8 @@ def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any]
             row += 1
             try:
                 record = json.loads(line)
-            except ValueError as e:
-                raise UserError(f"{path}: row {row} is not valid JSON ({e}). Each line must be one JSON object.") from None
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"{path}: row {row} is not valid JSON ({str(e).split(';')[0]}). Each line must be one JSON object.") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}: row {row} is a JSON {type(record).__name__}. Each line must be one JSON object.")
             yield _pick(path, row, record, columns)
@@ -175,7 +188,7 @@ def _tsv(path: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    pq = need("pyarrow.parquet", "hf", "A Parquet file")
+    pq = need("pyarrow.parquet", "hf", "A Parquet file", DataError)
     arrow = need("pyarrow", "hf", "A Parquet file")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_open(path))
@@ -196,8 +209,9 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[dict[str, An
 # ---------------------------------------------------------------- Hugging Face data sets
 
 
-def _is_hub(path: str | Path) -> bool:
-    return str(path).startswith("hf:") or _is_saved(Path(path).expanduser())
+def is_hub(path: str | Path) -> bool:
+    """`hf:NAME`, or a folder that `save_to_disk` wrote."""
+    return str(path).startswith("hf:") or _is_saved(Path(os.path.expanduser(path)))
 
 
 def _is_saved(folder: Path) -> bool:
@@ -208,8 +222,8 @@ def _is_saved(folder: Path) -> bool:
 @functools.lru_cache(maxsize=4)
 def _hub(name: str) -> dict[str, Any]:
     """Splits of `NAME[:CONFIG]` or of a folder of `save_to_disk`."""
-    datasets = need("datasets", "hf", f"hf:{name}")
-    folder = Path(name).expanduser()
+    datasets = need("datasets", "hf", f"hf:{name}", DataError)
+    folder = Path(os.path.expanduser(name))
     try:
         if _is_saved(folder):
             found = datasets.load_from_disk(str(folder))
@@ -219,7 +233,7 @@ def _hub(name: str) -> dict[str, Any]:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0][:200]
         offline = any(os.environ.get(k, "") not in ("", "0") for k in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"))
         help = "Stage it where there is internet (gradus fetch), or give a local folder" if offline else "Check the name and the connection"
-        raise UserError(f"hf:{name}: cannot be loaded ({reason}). {help}.") from None
+        raise DataError(f"hf:{name}: cannot be loaded ({reason}). {help}.") from None
     return dict(found) if isinstance(found, dict) else {"train": found}
 
 
@@ -253,16 +267,16 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     explicit: the file's name below `path`, where it is not a usual one. A single file is its own train split. `hf:NAME` gives
     `hf:NAME#SPLIT`, which `read_rows` takes. Raises UserError, with what is there, for no file or several; with required=False no file is None.
     """
-    if _is_hub(path):
+    if is_hub(path):
         name = str(path).removeprefix("hf:").partition("#")[0]
         there = _hub(name)
         found = next((s for s in ((explicit,) if explicit else SPLITS[split]) if s in there), None)
         if found is None and (required or explicit):
             raise UserError(f"hf:{name}: no split {explicit or split!r}; there are: {', '.join(there)}. Set data.{split}=NAME.")
         return None if found is None else Path(f"hf:{name}#{found}")
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder.{_near(path)}")
+        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{_near(path)}")
     if explicit is not None:
         file = (path if path.is_dir() else path.parent) / explicit
         if not file.is_file():
@@ -298,7 +312,7 @@ def _named(files: list[Path], split: str) -> list[Path]:
 
 def cache_dir(cache: str | Path | None = None) -> Path:
     """Where made things are kept: `cache` if given, else $GRADUS_CACHE, else ~/.cache/gradus."""
-    return Path(cache or os.environ.get("GRADUS_CACHE") or "~/.cache/gradus").expanduser()
+    return Path(os.path.expanduser(cache or os.environ.get("GRADUS_CACHE") or "~/.cache/gradus"))
 
 
 def _digest(*parts: Any) -> str:
@@ -307,11 +321,11 @@ def _digest(*parts: Any) -> str:
 
 def identity(path: str | Path) -> str:
     """A hash of a source's content, whatever its name or date. That of a large file is remembered as long as size and date stay."""
-    if _is_hub(path):
+    if is_hub(path):
         return _digest("hf", _hub_split(path)._fingerprint)
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     try:
-        with open(path, "rb") as file:
+        with open(limits.regular(path), "rb") as file:
             about = os.fstat(file.fileno())
             stamp = [about.st_size, about.st_mtime_ns]
             memo = cache_dir() / "files" / f"{_digest(str(path.resolve()))}.json"
@@ -323,27 +337,30 @@ def identity(path: str | Path) -> str:
                         return known["hash"]
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).{_near(path) if isinstance(e, FileNotFoundError) else ''}") from None
+        raise DataError(f"{path}: cannot be read ({e.strerror}).{_near(path) if isinstance(e, FileNotFoundError) else ''}") from None
     if large and time.time() - about.st_mtime > 5:  # a file this young may change again without its date showing it
         with contextlib.suppress(OSError):  # only a convenience
             memo.parent.mkdir(parents=True, exist_ok=True)
-            aside = memo.with_suffix(f".{secrets.token_hex(4)}")
+            aside = memo.with_suffix(f".{secrets.token_hex(8)}")
             aside.write_text(json.dumps({"stamp": stamp, "hash": found}))
             os.replace(aside, memo)
     return found
 
 
-def _keep(folder: Path, write: Callable[[Path], None], whole: Callable[[Path], bool]) -> None:
+def keep(
+    folder: Path, write: Callable[[Path], None], whole: Callable[[Path], bool], setting: str = "data.cache"
+) -> None:
     """Make a folder by `write`, aside and then renamed, so that it is there whole or not at all, whenever the process is killed.
 
-    Raises UserError where the cache cannot be written or the disk is full.
+    Others may do the same at the same time, in other containers and on other hosts that share the disk: each has a folder
+    aside of its own. Raises UserError where the cache cannot be written or the disk is full; `setting` names it.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
-            if time.time() - left.stat().st_mtime > 86400:
+            if time.time() - _touched(left) > 86400:
                 shutil.rmtree(left, ignore_errors=True)
-        aside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
+        aside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
         aside.mkdir()
         try:
             write(aside)
@@ -358,7 +375,17 @@ def _keep(folder: Path, write: Callable[[Path], None], whole: Callable[[Path], b
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as e:
-        raise UserError(f"{folder.parent}: cannot write the cache ({e.strerror or e}). Set data.cache to a folder with room.") from None
+        why = f"cannot write the cache ({e.strerror or e})"
+        raise UserError(f"{folder.parent}: {why}. Set {setting} to a folder with room.") from None
+
+
+def _touched(folder: Path) -> float:
+    """When a folder or anything in it last changed, in seconds since the epoch. A file that grows leaves its folder's time."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # renamed by now
+            times.append(path.stat().st_mtime)
+    return max(times, default=time.time())
 
 
 class _Progress:
@@ -406,15 +433,15 @@ class Corpus:
     def open(cls, path: str | Path, column: str = "text", documents: bool = False) -> Corpus:
         """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is cut at blank lines instead.
         Of every other kind each row's `column` is a document."""
-        if not _is_hub(path) and _kind(Path(path)) == "txt":
+        if not is_hub(path) and _kind(Path(path)) == "txt":
             read = _paragraphs if documents else _blocks
-            return cls(functools.partial(read, Path(path).expanduser()), _digest(read.__name__, identity(path)), str(path), documents)
+            return cls(functools.partial(read, Path(os.path.expanduser(path))), _digest(read.__name__, identity(path)), str(path), documents)
         return cls.column(path, column)
 
     @classmethod
     def column(cls, path: str | Path, column: str | None) -> Corpus:
         """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document."""
-        kind = "hf" if _is_hub(path) else _kind(Path(path))
+        kind = "hf" if is_hub(path) else _kind(Path(path))
         return cls(functools.partial(_column, path, column), _digest("column", kind, column, identity(path)), str(path), True)
 
     @classmethod
@@ -439,6 +466,21 @@ class Corpus:
             for last, share in ((False, f"first {1 - fraction:.0%}"), (True, f"last {fraction:.0%}"))
         )
         return tuple(parts)
+
+    def every(self, n: int, held: bool) -> Corpus:
+        """Every n-th text (held), or all others."""
+        share = f"every {n}th" if held else f"without every {n}th"
+        return dataclasses.replace(
+            self, make=functools.partial(self._every, n, held), key=_digest(self.key, "every", n, held), name=f"{self.name} ({share})"
+        )
+
+    def _every(self, n: int, held: bool) -> Iterator[str]:
+        at = 0
+        for at, text in enumerate(self, 1):
+            if (at % n == 0) == held:
+                yield text
+        if at < n:
+            raise UserError(f"{self.name}: {at} lines are too few to hold out every {n}th for validation. Give a valid split.")
 
     @functools.cached_property
     def n_characters(self) -> int:
@@ -483,7 +525,7 @@ def _blocks(path: Path) -> Iterator[str]:
     before a space. (SentencePiece sees a word begin at each piece, which may change the token there.)"""
 
     def blocks() -> Iterator[str]:
-        with _lines(path, newline=None) as file:
+        with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as file:
             text = ""
             while more := file.read(BLOCK):
                 text += more
@@ -554,7 +596,7 @@ def cached_bpe(
     specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
     folder = cache_dir(cache) / "tokenizers" / _digest(1, key, vocab_size, lowercase, specials)
     if not folder.is_dir():
-        _keep(folder, lambda aside: train_bpe(texts(), vocab_size, lowercase, specials).save(aside), lambda folder: True)
+        keep(folder, lambda aside: train_bpe(texts(), vocab_size, lowercase, specials).save(aside), lambda folder: True)
     return load(folder)
 
 
@@ -614,7 +656,7 @@ class TokenFile:
             raise UserError("The tokenizer has no end-of-text token, which must stand between documents. Use another, such as tokenizer.kind=bpe.")
         folder = cache_dir(cache) / "tokens" / _digest(1, key, tokenizer.fingerprint, eos)
         if not cls._whole(folder):
-            _keep(folder, lambda aside: cls._write(aside, texts, tokenizer, eos, name, beside), cls._whole)
+            keep(folder, lambda aside: cls._write(aside, texts, tokenizer, eos, name, beside), cls._whole)
         return cls(folder)
 
     @classmethod
@@ -680,6 +722,16 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 # ---------------------------------------------------------------- data sets
+
+
+def tenths(labels: np.ndarray, name: str, every: int = 10, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:
+    """(the other places, every `every`-th place of each label): a fixed and stratified choice. labels: (n,)."""
+    held = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        held[np.flatnonzero(labels == label)[every - 1 :: every]] = True
+    if not held.any():
+        raise UserError(f"{name}: no class has {every} {unit}, so that none can be held out for validation. Add a valid split.")
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 class LMDataset:
@@ -791,11 +843,13 @@ class LabelledDataset:
     """Texts with a label: item i is {"ids": (up to max_len,) int64, "label": int}.
 
     rows: dicts, read only when the cache does not have them under `key`. text, label: columns; None: the first there is of text, sentence,
-    review, content and of label, labels, class, target. Labels are whole numbers from 0 or names, which are numbered in sorted order.
-    classes: their names (those of the training split, for the others); n_classes: how many there may be. `lengths`: (n,) tokens, after the
-    cut to max_len; `truncated`: how many were cut.
+    review, content and of label, labels, class, target. Labels are whole numbers from 0, or names.
+    like: the training split, whose classes the others have. names: of the training split's numbers; where its labels are names, all among
+    these, they are numbered in this order, else in sorted order. n_classes: how many numbers there may be at most. `classes`: the names, or
+    the numbers as text; `lengths`: (n,) tokens, after the cut to max_len; `truncated`: how many were cut.
 
-    Raises UserError with file and row for a missing column, a text that is none, a label that is missing, of another kind or out of range.
+    Raises UserError with file and row for a missing column, a text that is none, a label that is missing, of another kind, out of range, or
+    not among the training split's.
     """
 
     def __init__(
@@ -808,7 +862,8 @@ class LabelledDataset:
         text: str | None = None,
         label: str | None = None,
         name: str = "data",
-        classes: Sequence[str] | None = None,
+        like: LabelledDataset | None = None,
+        names: Sequence[str] | None = None,
         n_classes: int | None = None,
         cache: str | Path | None = None,
     ):
@@ -835,7 +890,7 @@ class LabelledDataset:
         self.tokens = TokenFile.build(texts(), tokenizer, _digest("labelled", key, text, label), name=name, cache=cache, beside=beside)
         own = self.tokens.about.pop("classes")
         self.labels = np.array(self.tokens.about.pop("labels"), dtype=np.int64)
-        self.classes = self._number(own, None if classes is None else list(classes), n_classes)
+        self.classes, self.by_name = self._number(own, like, list(names) if names else None, n_classes)
         lengths = self.tokens.lengths()
         self.lengths = np.minimum(lengths, max_len)
         self.truncated = int((lengths > max_len).sum())
@@ -844,34 +899,75 @@ class LabelledDataset:
     def open(cls, path: str | Path, tokenizer: Tokenizer, max_len: int, **options: Any) -> LabelledDataset:
         """The data set of a file. options: as of the class."""
         columns = [options["text"], options["label"]] if options.get("text") and options.get("label") else None
-        kind = "hf" if _is_hub(path) else _kind(Path(path))
+        kind = "hf" if is_hub(path) else _kind(Path(path))
+        options["names"] = declared_classes(path, options.get("label")) or options.get("names")
         return cls(read_rows(path, columns), tokenizer, max_len, _digest(kind, identity(path)), name=str(path), **options)
 
-    def _number(self, own: list[str] | None, classes: list[str] | None, n_classes: int | None) -> list[str]:
-        """Check the labels, number them by `classes`, and give the classes' names."""
-        if own is not None and classes is not None:
+    def _number(
+        self, own: list[str] | None, like: LabelledDataset | None, names: list[str] | None, n_classes: int | None
+    ) -> tuple[list[str], bool]:
+        """Check the labels and number them. Returns (the classes, whether the labels are names)."""
+        by_name = own is not None if like is None else like.by_name
+        if like is not None:
+            classes = like.classes
+        elif own is None:
+            classes = names or [str(i) for i in range(min(int(self.labels.max()) + 1, n_classes or sys.maxsize))]
+        else:
+            classes = names if names and set(own) <= set(names) else own
+        values, places = (own, self.labels) if own is not None else np.unique(self.labels, return_inverse=True)
+        if own is None and not by_name:
+            numbers = np.where(self.labels < len(classes), self.labels, -1)
+        else:
             index = {c: i for i, c in enumerate(classes)}
-            for i, c in enumerate(own):
-                if c not in index:
-                    row = int(np.argmax(self.labels == i)) + 1
-                    raise UserError(f"{self.name}: row {row}: label {c!r} is not one of the classes.{did_you_mean(c, classes)}")
-            self.labels = np.array([index[c] for c in own], dtype=np.int64)[self.labels]
-        names = classes or own
-        n = len(names) if names else n_classes or int(self.labels.max()) + 1
-        if n_classes is not None:
-            n = min(n, n_classes)
-        bad = np.flatnonzero((self.labels < 0) | (self.labels >= n))
-        if len(bad):
-            row, value = int(bad[0]) + 1, int(self.labels[bad[0]])
-            what = f"{value} ({own[value]!r})" if own and 0 <= value < len(own) and classes is None else value
-            raise UserError(f"{self.name}: row {row}: label {what} is out of range: {n} classes are 0 to {n - 1}. Mend the row or model.n_classes.")
-        return names or [str(i) for i in range(n)]
+            numbers = np.array([index.get(str(value), -1) for value in values], dtype=np.int64)[places]
+        wrong = np.flatnonzero(numbers < 0)
+        if len(wrong):
+            value = values[places[wrong[0]]]
+            raise UserError(f"{self.name}: row {wrong[0] + 1}: {self._no_class(value, classes, by_name, like, n_classes)}")
+        self.labels = numbers
+        return classes, by_name
+
+    @staticmethod
+    def _no_class(value: int | str, classes: list[str], by_name: bool, like: LabelledDataset | None, n_classes: int | None) -> str:
+        if like is not None and (by_name or isinstance(value, str)):
+            return f"label {str(value)!r} is not one of the classes of {like.name}.{did_you_mean(str(value), classes)}"
+        if not classes:
+            return f"label {value} is out of range: labels count from 0. Mend the row, or write names."
+        wrong = f"label {value} is out of range: {len(classes)} classes are 0 to {len(classes) - 1}"
+        if n_classes is not None and len(classes) == n_classes:
+            return f"{wrong} (model.n_classes={n_classes}). Mend the row, or leave model.n_classes out."
+        return f"{wrong}{f', as in {like.name}' if like is not None else ''}. Mend the row, or name all classes in task.classes."
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {"ids": self.tokens.text(i)[: self.max_len], "label": int(self.labels[i])}
+
+
+def declared_classes(path: str | Path, label: str | None = None) -> list[str] | None:
+    """What Hugging Face's features call the numbers in the label column of a Parquet file or data set; None where they say nothing."""
+    if is_hub(path):
+        features = {name: getattr(feature, "names", None) for name, feature in _hub_split(path).features.items()}
+    elif Path(path).suffix == ".parquet":
+        pq, arrow = (need(f"pyarrow{part}", "hf", "A Parquet file") for part in (".parquet", ""))
+        try:
+            features = features_in(pq.read_schema(Path(os.path.expanduser(path))).metadata)
+        except (OSError, arrow.ArrowException):
+            return None  # told where the rows are read
+    else:
+        return None
+    column = label or next((c for c in LABEL_COLUMNS if c in features), None)
+    return features.get(column)
+
+
+def features_in(metadata: dict[bytes, bytes] | None) -> dict[str, list[str] | None]:
+    """Column → names of its classes, of what `datasets` writes into a Parquet file."""
+    try:
+        features = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return {name: feature.get("names") for name, feature in features.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _first(name: str, row: dict[str, Any], candidates: Sequence[str], what: str) -> str:
@@ -889,10 +985,16 @@ def _label(name: str, number: int, value: Any, before: list[int | str]) -> int |
         value = int(value)  # True is 1
     elif not isinstance(value, str) or not value.strip():
         raise UserError(f"{name}: row {number}: label {value!r} is neither a whole number nor a name.")
-    elif re.fullmatch(r"\s*[+-]?\d+\s*", value):
+    elif re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", value):  # longer ones are no numbers to Python
         value = int(value)
     if before and isinstance(before[0], str):
         return str(value).strip()
+    if isinstance(value, int) and abs(value) >= limits.CLASSES:
+        shown = str(value) if abs(value) < 10**30 else f"{str(value)[:30]}..."
+        raise UserError(
+            f"{name}: row {number}: label {shown} is out of range: classes are numbered from 0, without gaps, up to {limits.CLASSES - 1:,}. "
+            "Number them so, or write names."
+        )
     if before and isinstance(value, str):
         raise UserError(f"{name}: row {number}: label {value!r} is not a whole number, as those of the rows before are.")
     return value.strip() if isinstance(value, str) else value
@@ -940,8 +1042,8 @@ def find_pairs(
 
     explicit: the files' common name (`test_2016_flickr`), or that of the table. Raises UserError as `find_split` does, and where one side is missing.
     """
-    folder = Path(path).expanduser()
-    if not _is_hub(path) and folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if not is_hub(path) and folder.is_dir():
         sides: dict[str, dict[str, Path]] = {source: {}, target: {}}
         for file in _files(folder):
             if match := re.fullmatch(rf"(.+)\.({re.escape(source)}|{re.escape(target)})(\.txt)?(\.gz|\.xz)?", file.name):

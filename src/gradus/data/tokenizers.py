@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import heapq
 import json
@@ -15,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus.errors import UserError, did_you_mean
+from gradus import limits
+from gradus.errors import DataError, UserError, did_you_mean
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
@@ -74,6 +76,9 @@ class Tokenizer:
     def sentinel(self, i: int) -> int:
         """The id of T5's `<extra_id_i>` (Raffel et al. 2020, section 3.1.4). Raises UserError where there is none."""
         raise UserError(f"The tokenizer has no sentinel <extra_id_{i}>, which span corruption needs. Use T5's, or train one with sentinels.")
+
+    def around(self, first: int, last: int) -> None:
+        """Let other engines that read the saved files put these tokens around a text, as the model was trained, where the files do not yet say."""
 
     @property
     def fingerprint(self) -> str:
@@ -310,6 +315,8 @@ class FastTokenizer(Tokenizer):
         tokenizer.no_padding()
         self.rust = tokenizer
         vocab = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise UserError(f"{folder or 'tokenizer'}: a tokenizer without one token. Get the file again.")
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
@@ -317,6 +324,8 @@ class FastTokenizer(Tokenizer):
             name = self.config.get(f"{role}_token", False)
             if isinstance(name, dict):  # an AddedToken as JSON
                 name = name.get("content")
+            if not (name is False or name is None or isinstance(name, str)):
+                raise UserError(f"{folder or 'tokenizer'}: {role}_token {name!r:.60} is not text.")
             if name is False:
                 name = next((n for n in USUAL[role] if n in special), None)
             if name is not None and name not in vocab:
@@ -339,6 +348,13 @@ class FastTokenizer(Tokenizer):
     def sentinel(self, i: int) -> int:
         found = self.rust.token_to_id(f"<extra_id_{i}>")
         return super().sentinel(i) if found is None else found
+
+    def around(self, first: int, last: int) -> None:
+        if self.rust.post_processor is None:
+            a, b = self.token(first), self.token(last)
+            special = [(a, first), (b, last)]
+            template = _tokenizers().processors.TemplateProcessing
+            self.rust.post_processor = template(single=f"{a} $A {b}", pair=f"{a} $A {b} $B:1 {b}:1", special_tokens=special)
 
     def _content(self) -> bytes:
         return self.rust.to_str().encode()
@@ -443,11 +459,12 @@ def _whole_model(data: bytes) -> bool:
     def number() -> int:
         nonlocal at
         value = shift = 0
-        while True:
+        while shift < 64:  # a varint has at most ten bytes
             byte = data[at]
             at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
             if byte < 128:
                 return value
+        raise IndexError
 
     try:
         while at < len(data):
@@ -575,16 +592,16 @@ def load(path: str | Path) -> Tokenizer:
 
     Raises UserError where there is none, or where a file is of an unknown kind, truncated or corrupt.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.exists():
         near = did_you_mean(path.name, os.listdir(path.parent)) if path.parent.is_dir() else f" There is no folder {path.parent} either."
-        raise UserError(f"{path}: no such file or folder to read a tokenizer from.{near}")
+        raise DataError(f"{path}: no such file or folder to read a tokenizer from.{near}")
     file = _find(path) if path.is_dir() else path
     read = _reader(file)
     try:
-        return read(file)
+        return read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror}).") from None
+        raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
 
 
 def _find(folder: Path) -> Path:
@@ -615,9 +632,9 @@ def _reader(file: Path):
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{file}: not valid JSON ({e}): truncated or corrupt. Get the file again.") from None
+        found = limits.read_json(file, limits.TOKENIZER_FILE)
+    except UserError as e:
+        raise UserError(f"{e} Truncated or corrupt: get the file again.") from None
     if not isinstance(found, dict):
         raise UserError(f"{file}: holds a {type(found).__name__}, not an object. Use {KINDS}.")
     return found
@@ -629,13 +646,21 @@ def _config(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             config |= _json(folder / name)
-    return config
+    more, extra = config.get("additional_special_tokens") or [], config.get("extra_ids") or 0
+    config["additional_special_tokens"] = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
+    if not all(isinstance(t, str) for t in config["additional_special_tokens"]):
+        raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
+    if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
+        raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
+    return config if more else {k: v for k, v in config.items() if k != "additional_special_tokens"}
 
 
 def _read_ours(file: Path) -> Tokenizer:
     state = _json(file)
     try:
         specials = state["specials"]
+        if not all(isinstance(x, list) and all(isinstance(t, str) for t in x) for x in (specials, state["tokens"])):
+            raise TypeError("a list of texts")
         tokens = state["tokens"][len(specials) :]
         if state["kind"] == "char":
             return CharTokenizer(tokens, specials)
@@ -652,12 +677,48 @@ def _read_json(file: Path) -> Tokenizer:
     state = _json(file)
     if "model" not in state:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
+    _numbers_one_could_mean(state, file)
     package = _tokenizers()
     try:
-        rust = package.Tokenizer.from_str(json.dumps(state))
-    except Exception as e:  # the package raises plain Exception
+        rust = package.Tokenizer.from_str(json.dumps(state | {"truncation": None, "padding": None}))
+    except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(f"{file}: not a readable tokenizer.json ({_first_line(e)}). Get the file again.") from None
-    return FastTokenizer(rust, _config(file.parent), file.parent)
+    tokenizer = FastTokenizer(rust, _config(file.parent), file.parent)
+    try:
+        tokenizer.decode(tokenizer.encode("A word, 1 more."))
+    except BaseException as e:  # a panic of the package: better here than in the middle of the data
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
+        raise UserError(f"{file}: a tokenizer that cannot encode a text ({_first_line(e)}). Get the file again.") from None
+    return tokenizer
+
+
+def _numbers_one_could_mean(state: Any, file: Path) -> None:
+    """Raises UserError for an id, or any other number, that the package would reserve memory for without looking."""
+    left = [state]
+    while left:
+        node = left.pop()
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if isinstance(value, dict | list):
+                left.append(value)
+            elif isinstance(value, int) and abs(value) > limits.TOKEN_IDS:
+                raise UserError(f"{file}: {key!r}: {value}: more than {limits.TOKEN_IDS:,}, so no id of a token. Get the file again.")
+            elif key == "precompiled_charsmap" and not _whole_charsmap(value):
+                raise UserError(f"{file}: precompiled_charsmap: not a whole one. Get the file again.")
+            elif key == "length" and value == 0:
+                raise UserError(f"{file}: a pre_tokenizer of length 0. Get the file again.")
+
+
+def _whole_charsmap(text: Any) -> bool:
+    """Is this SentencePiece's table of normalised characters: in base64 the size of a trie in bytes, the trie, the characters? null is none."""
+    try:
+        data = base64.b64decode(text or "", validate=True)
+    except (ValueError, TypeError):
+        return False
+    size = int.from_bytes(data[:4], "little")
+    return not text or (len(data) > 4 and size % 4 == 0 and 0 < size <= len(data) - 4)
 
 
 def _read_wordpiece(file: Path) -> Tokenizer:

@@ -8,10 +8,12 @@ import datetime
 import functools
 import os
 import re
+import secrets
 import statistics
 from pathlib import Path
 from typing import Any
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Cluster, Device, Grid, Link, Price
 from gradus.hardware.units import in_unit, quantity
@@ -104,13 +106,7 @@ class Table:
 
 @functools.lru_cache(maxsize=16)
 def _parsed(file: Path, stamp: int) -> Any:
-    import yaml
-
-    try:
-        return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        where = getattr(e, "problem_mark", None)
-        raise UserError(f"{file}{f':{where.line + 1}' if where else ''}: not YAML ({getattr(e, 'problem', None) or e}).") from None
+    return limits.read_yaml(file)
 
 
 def read(file: Path) -> Table:
@@ -314,14 +310,15 @@ def cluster(text: str, path: str | Path | None = None, network: str | None = Non
     if found is None:
         raise UserError(f"{text!r}: no devices; write e.g. 8xA100-80GB.")
     number = (found[1] or "1").replace(",", "").replace("_", "")
-    if not number.isdecimal() or int(number) < 1:
-        raise UserError(f"{text}: {found[1]} is not a whole number of devices; write e.g. 8xA100-80GB.")
+    if not re.fullmatch(r"0*[0-9]{1,9}", number) or int(number[-9:]) < 1:
+        many = f"; at most {limits.AXIS:,}" if re.fullmatch(r"[0-9]+", number) and number.strip("0") else ""
+        raise UserError(f"{text}: {found[1]} is not a whole number of devices{many}; write e.g. 8xA100-80GB.")
     if re.fullmatch(r"[\d_,. ]+[x×*]?", found[2]):
         raise UserError(f"{text}: so many of which device? Write e.g. {found[2].strip(' x×*')}xA100-80GB (gradus hardware lists them).")
     device = find(found[2], path)
     if network is not None:
         device = dataclasses.replace(device, network=link(network, path))
-    n = int(number)
+    n = int(number[-9:])
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
             f"{text}: a node has {device.node} {device.name} and no network between nodes is known; ask for {device.node} or fewer, "
@@ -395,7 +392,7 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     known.pop(device.name, None)
     known[device.name] = device_entry(device)
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(file.name + ".new")
+    aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         aside.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=140), encoding="utf-8")
         load(aside)  # what is written can be read, or the old file stays

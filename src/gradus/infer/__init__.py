@@ -26,6 +26,8 @@ class Place:
     path: Path  # a checkpoint, a folder in Hugging Face's or Meta's layout, or llama2.c's .bin
     config: ModelConfig
     recipe: Recipe | None  # of the run that it belongs to
+    model: nn.Module | None = None  # once it is loaded
+    _read: dict[str, Tokenizer] | None = None
 
     @property
     def folder(self) -> Path:
@@ -34,8 +36,10 @@ class Place:
     def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
         """By place: "", and "target" where the target language has its own. `given` is a path that replaces what lies beside the weights.
 
-        Raises UserError where there is none, or one that does not fit the model.
+        Read once. Raises UserError where there is none, or one that does not fit the model.
         """
+        if given is None and self._read is not None:
+            return self._read
         if given is not None:
             found = {"": reading.load(given)}
         else:
@@ -53,13 +57,17 @@ class Place:
                     f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: they do not belong together. "
                     "Give the model's own with --tokenizer PATH."
                 )
+        self._read = found
         return found
 
     def load(self, precision: str = "fp32") -> nn.Module:
-        """The model with its weights, in evaluation mode, on the accelerator if there is one. precision: fp32, bf16 or fp16, of the weights too."""
-        device = pick_device("auto")
-        numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
-        return models.load(self.path, dtype=numbers.dtype).to(device).eval()
+        """The model with its weights, in evaluation mode, on the accelerator if there is one; read once, at the `precision` (fp32, bf16 or
+        fp16, of the weights too) that is asked for first."""
+        if self.model is None:
+            device = pick_device("auto")
+            numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
+            self.model = models.load(self.path, dtype=numbers.dtype).to(device)
+        return self.model.eval()
 
 
 def find(name: str) -> Place:
@@ -69,8 +77,8 @@ def find(name: str) -> Place:
     """
     path = models.locate(name)
     above = path.absolute().parent
-    recipe = recipes.load(above.parent) if above.name == "checkpoints" and (above.parent / "recipe.yaml").is_file() else None
-    return Place(name, path, models.config_of(path), recipe)
+    run = above.parent if above.name == "checkpoints" and (above.parent / "recipe.yaml").is_file() else None
+    return Place(name, path, models.config_of(path), run and recipes.load(run, configure=None))
 
 
 def note(text: str) -> None:
@@ -94,8 +102,8 @@ class Encoded:
     pad_id: int
 
 
-def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str]) -> Encoded:
-    """Texts as a generating model wants them.
+def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
+    """Texts as a generating model wants them. fit=False: a decoder's may be longer than the model.
 
     Llama as published begins with its begin token; a model trained by a recipe saw none, and GPT has none, so that these begin with
     the text, and an empty text with what stood before texts in training: the end token after documents, else a line end.
@@ -129,7 +137,8 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str]) -> 
         rows = [row or begin[-1:] for row in rows]
     if place.path.is_file():
         eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
-    _fits(texts, rows, config.seq_len)
+    if fit:
+        _fits(texts, rows, config.seq_len)
     return Encoded(rows, None, eos_id, pad_id)
 
 

@@ -1,14 +1,15 @@
-"""`gradus export`: any checkpoint, of one process or of many in any layout, as a folder that Hugging Face's tools load."""
+"""`gradus export`: any checkpoint, of one process or of many in any layout, as a folder in Hugging Face's layout (docs/export.md)."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.infer import find, note
+from gradus.infer import Place, find, note
 from gradus.models import weights
 
 
@@ -19,8 +20,6 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     the result is held, never the model. Values and dtype stay as they are. Yields lines for the user.
     Raises UserError where there is no model, or where `to` is what is read or holds something else.
     """
-    if shard_gb <= 0:
-        raise UserError(f"--shard-gb={shard_gb}: must be above 0.")
     place = find(name)
     if to.is_file():
         raise UserError(f"--to={to}: a file is there. Give a folder.")
@@ -39,7 +38,21 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     for sub, tokenizer in tokenizers.items():
         tokenizer.save(to / sub)
     models.convert(place.path, to, shard_gb * 1e9)
+    if place.recipe is not None and place.config.family == "vit":
+        (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {len(list(to.glob('*.safetensors')))} file(s)" + (
         ", tokenizer" if tokenizers else ""
     )
+    known, why = weights.loads_in_transformers(place.config)
+    yield f"transformers loads this as {known}" if known else f"transformers does not know this architecture ({why}); gradus loads it"
+
+
+def image_processor(place: Place) -> dict:
+    """What transformers does to an image as we do: the shorter side to image_size, the centre cut out, (x / 255 - mean) / std."""
+    size, data = place.config.image_size, place.recipe.data
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size}, "resample": 2,
+        "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": data.mean, "image_std": data.std, "do_convert_rgb": place.config.n_channels == 3,
+    }  # fmt: skip

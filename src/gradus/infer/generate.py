@@ -4,80 +4,109 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import encode, find, note
+from gradus.infer import Place, encode, find, note
+from gradus.models.decoding import Choose, sampler
 from gradus.models.decoding import generate as decode
-from gradus.models.decoding import sampler
 
 GENERATING = ("gpt", "llama", "seq2seq", "t5")
 
 
-def generate(args: Any) -> None:
-    """Print the continuation of `args.prompt` (an encoder-decoder's answer to it) on standard output: one prompt as it comes,
-    several as one batch at the end. One line of timing goes to standard error. The arguments are those of `gradus generate`.
+class Continuation:
+    """Texts that grow: iterate to add a token to each; `texts` are prompt and continuation (an encoder-decoder's
+    answer) as far as they are.
 
-    Raises UserError for a model that cannot generate, a setting out of range, or a prompt that does not fit.
+    prompts: none is one empty text. sliding: a decoder goes on beyond its positions, reading only the latest tokens
+    that it has places for. Raises UserError for a model that cannot generate, a setting out of range, or a prompt that
+    does not fit.
     """
-    choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    if args.max_new < 1:
-        raise UserError(f"--max-new={args.max_new}: must be at least 1.")
-    place = find(args.model)
-    family = place.config.family
-    if family not in GENERATING:
-        raise UserError(f"{args.model}: {family} does not generate text. Use gradus predict {args.model} INPUT.")
-    if place.recipe is not None and place.recipe.task.name == "copy":
-        raise UserError(f"{args.model}: this model copies numbers and knows no text. Use gradus predict {args.model} '1 2 3'.")
-    tokenizers = place.tokenizers(args.tokenizer)
-    prompts = args.prompt or [""]
-    encoded = encode(place, tokenizers, prompts)
-    longest = max(map(len, encoded.prompts))
-    max_new = args.max_new
-    if family != "t5" and longest + max_new - 1 > place.config.seq_len:  # the last new token is not read again
-        max_new = place.config.seq_len - longest + 1
-        note(f"--max-new={args.max_new} cut to {max_new}: the model has {place.config.seq_len:,} places, of which the prompt takes {longest:,}")
-    model = place.load(args.precision)
 
-    tokenizer = tokenizers.get("target", tokenizers[""])
-    before = [[] for _ in prompts] if encoded.sources is not None else [list(row) for row in encoded.prompts]
-    rows = [list(row) for row in before]
-    stream = Stream(tokenizer, sys.stdout.write) if len(prompts) == 1 else None
-    ended = [False] * len(prompts)
+    def __init__(
+        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None, precision: str = "fp32", sliding: bool = False
+    ):
+        family, self.prompts = place.config.family, prompts or [""]
+        if max_new < 1:
+            raise UserError(f"--max-new={max_new}: must be at least 1.")
+        if family not in GENERATING:
+            raise UserError(f"{place.name}: {family} does not generate text. Use gradus predict {place.name} INPUT.")
+        if place.recipe is not None and place.recipe.task.name == "copy":
+            raise UserError(f"{place.name}: this model copies numbers and knows no text. Use gradus predict {place.name} '1 2 3'.")
+        if sliding and family not in ("gpt", "llama"):
+            why = "has no limit to go beyond" if family == "t5" else "reads its prompt whole"
+            raise UserError(f"--sliding-window: it is for gpt and llama; {family} {why}. Leave it out.")
+        tokenizers = place.tokenizers(tokenizer)
+        self.encoded = encode(place, tokenizers, self.prompts, fit=not sliding)
+        self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
+        self.model = place.load(precision)
+        self.tokenizer = tokenizers.get("target", tokenizers[""])
+        self.before = [[] for _ in self.prompts] if self.encoded.sources is not None else [list(row) for row in self.encoded.prompts]
+        self.rows = [list(row) for row in self.before]
+
+    def _room(self, place: Place, max_new: int, sliding: bool) -> int:
+        longest, places = max(map(len, self.encoded.prompts)), place.config.seq_len
+        if sliding or place.config.family == "t5" or longest + max_new - 1 <= places:  # the last new token is not read again
+            return max_new
+        room, on = places - longest + 1, "; --sliding-window goes on" if place.config.family in ("gpt", "llama") else ""
+        note(f"--max-new={max_new} cut to {room}: the model has {places:,} places, of which the prompt takes {longest:,}{on}")
+        return room
+
+    def steps(self, choose: Choose, cache: bool = True) -> Iterator[None]:
+        """Add a token to every text that has not ended, as often as asked."""
+        encoded, ended = self.encoded, [False] * len(self.rows)
+        for new in decode(
+            self.model, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
+            eos_id=encoded.eos_id, pad_id=encoded.pad_id, cache=cache, window=self.window,
+        ):  # fmt: skip
+            for i, token in enumerate(new.tolist()):
+                ended[i] = ended[i] or token == encoded.eos_id
+                if not ended[i]:
+                    self.rows[i].append(token)
+            yield
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.tokenizer.decode(row) for row in self.rows]
+
+
+def generate(args: Any) -> None:
+    """Print the continuation of `args.prompt` on standard output: one prompt as it comes, several as one batch at the
+    end. One line of timing goes to standard error. The arguments are those of `gradus generate`; errors as of
+    `Continuation`."""
+    choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    found = Continuation(
+        find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision, sliding=args.sliding_window
+    )
+    stream = Stream(found.tokenizer, sys.stdout.write) if len(found.prompts) == 1 else None
     start = time.perf_counter()
-    first = start
-    steps = decode(
-        model, encoded.prompts, max_new=max_new, choose=choose, sources=encoded.sources,
-        eos_id=encoded.eos_id, pad_id=encoded.pad_id, cache=not args.no_cache,
-    )  # fmt: skip
+    first = None
+    steps = found.steps(choose, cache=not args.no_cache)
     if stream is not None:
-        stream.show(rows[0])
-    for n, new in enumerate(steps):
-        for i, token in enumerate(new.tolist()):
-            ended[i] = ended[i] or token == encoded.eos_id
-            if not ended[i]:
-                rows[i].append(token)
-        if n == 0:
-            first = time.perf_counter()
+        stream.show(found.rows[0])
+    for _ in steps:
+        first = first or time.perf_counter()
         if stream is not None:
-            stream.show(rows[0])
+            stream.show(found.rows[0])
     end = time.perf_counter()
+    first = first or end
     if stream is not None:
-        stream.end(rows[0])
+        stream.end(found.rows[0])
         print(flush=True)
     else:
-        for i, (prompt, row) in enumerate(zip(prompts, rows), 1):
-            print(f"── {i}/{len(prompts)} ── {prompt if len(prompt) <= 60 else prompt[:59] + '…'}")
-            print(tokenizer.decode(row), flush=True)
+        for i, (prompt, text) in enumerate(zip(found.prompts, found.texts), 1):
+            print(f"── {i}/{len(found.prompts)} ── {prompt if len(prompt) <= 60 else prompt[:59] + '…'}")
+            print(text, flush=True)
 
-    new_tokens = sum(len(row) - len(start_row) for row, start_row in zip(rows, before))
-    read = sum(map(len, encoded.sources or encoded.prompts))
-    later = max(0, new_tokens - len(prompts))
+    new_tokens = sum(len(row) - len(before) for row, before in zip(found.rows, found.before))
+    read = sum(map(len, found.encoded.sources or found.encoded.prompts))
+    later = max(0, new_tokens - len(found.prompts))
     rate = f", {later / (end - first):,.1f} tokens/s" if later and end > first else ""
     print(
-        f"{new_tokens:,} tokens in {end - start:.2f} s: prefill {read:,} tokens in {first - start:.3f} s, then decode {end - first:.2f} s{rate}",
+        f"{new_tokens:,} tokens in {end - start:.2f} s: prefill {read:,} tokens in {first - start:.3f} s, "
+        f"then decode {end - first:.2f} s{rate}",
         file=sys.stderr, flush=True,
     )  # fmt: skip
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradus import models, tasks
+from gradus import limits, models, tasks
 from gradus import recipe as recipes
 from gradus.data import images as pictures
 from gradus.data.collate import pad_sequences
@@ -29,6 +30,7 @@ from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train import loop
+from gradus.train.resolve import Given
 from gradus.train.session import open_session
 
 BATCH = 32  # inputs a forward pass
@@ -46,8 +48,6 @@ def predict(args: Any) -> Iterator[str]:
     translation, a copy of numbers). With --features the last hidden states instead. With --split, inputs and right answers are the data's.
     Raises UserError for a model that does none of this, an input that does not fit, or an option without effect.
     """
-    if args.top < 1 or args.n < 1:
-        raise UserError(f"--top={args.top}, --n={args.n}: both must be at least 1.")
     if args.split and args.inputs:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
     if args.to and Path(args.to).suffix != (".npy" if args.features else ".jsonl"):
@@ -59,7 +59,11 @@ def predict(args: Any) -> Iterator[str]:
         yield from features(place, args)
         return
     records: list[Record] = []
-    for record in split_records(place, args) if args.split else records_of(place, inputs_of(args), args.top):
+    if args.inputs == ["-"]:  # each line is answered before the next is read
+        found = (record for line in lines_of(sys.stdin) for record in records_of(place, [line], args.top))
+    else:
+        found = split_records(place, args) if args.split else records_of(place, inputs_of(args), args.top)
+    for record in found:
         records.append(record)
         yield line_of(record)
     known = [r["right"] for r in records if "right" in r]
@@ -77,9 +81,20 @@ def predict(args: Any) -> Iterator[str]:
         yield f"wrote {args.grid}"
 
 
+def lines_of(file: Iterable[str]) -> Iterator[str]:
+    """Its lines that are not empty. Raises UserError where one is no text."""
+    try:
+        for line in file:
+            if line.strip():
+                yield line.rstrip("\r\n")
+    except UnicodeDecodeError as e:
+        raise UserError(f"standard input: not text in UTF-8 (byte 0x{e.object[e.start]:02x}).") from None
+
+
 def inputs_of(args: Any) -> list[str]:
-    """What stands behind the model's name, else the lines of standard input."""
-    inputs = args.inputs or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    """What stands behind the model's name, else (or with "-") all lines of standard input."""
+    inputs = args.inputs if args.inputs not in ([], ["-"]) else list(lines_of(sys.stdin))
+    limits.words(inputs)
     if not inputs:
         raise UserError("nothing to predict. Give texts or image files behind the model's name, or lines on standard input, or --split valid.")
     return inputs
@@ -107,7 +122,7 @@ def visible(record: Record) -> Record:
 
 def write(path: Path, fill: Any) -> None:
     """Write a file aside and rename it. Raises UserError where the disk refuses."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(aside, "wb") as file:
             fill(file)
@@ -147,11 +162,8 @@ def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> 
 
 def class_names(place: Place) -> list[str]:
     """Of the run's recipe, else of config.json; where these are silent, numbers."""
-    if place.recipe is not None:
-        names = dict(enumerate(place.recipe.task.classes or []))
-    else:
-        names = {int(i): str(name) for i, name in (models.weights.read_json(place.folder / "config.json").get("id2label") or {}).items()}
-    return [names.get(i, f"class {i}") for i in range(place.config.n_classes)]
+    names = getattr(place.recipe and place.recipe.task, "classes", None) or place.config.classes
+    return list(names) if len(names) == place.config.n_classes else [f"class {i}" for i in range(place.config.n_classes)]
 
 
 # ---------------------------------------------------------------- texts
@@ -263,13 +275,13 @@ def copies(place: Place, texts: list[str]) -> Iterator[Record]:
 # ---------------------------------------------------------------- images
 
 
-def read_images(place: Place, files: list[str]) -> list[np.ndarray]:
-    """uint8 (channels, height, width) each."""
+def read_images(place: Place, files: list[str | bytes]) -> list[np.ndarray]:
+    """uint8 (channels, height, width) of each file, or of the bytes of one."""
     for file in files:
-        if not Path(file).is_file():
+        if isinstance(file, str) and not Path(file).is_file():
             beside = [p.name for p in Path(file).parent.iterdir()] if Path(file).parent.is_dir() else []
             raise UserError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
-    return [pictures.read_image(file, file, place.config.n_channels) for file in files]
+    return [pictures.read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
 
 
 def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
@@ -408,14 +420,22 @@ def features(place: Place, args: Any) -> Iterator[str]:
 FREE = ("layout", "data", "evaluate", "log")  # what changes no weight
 
 
-def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None = None) -> dict[str, float]:
+def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None) -> dict[str, float]:
     """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
 
-    name: a run folder, or with `checkpoint` any recipe. Overrides of a run are limited to layout, data, evaluate and log.
+    name: a run folder, or with `checkpoint` any recipe. Overrides of a run are limited to layout, data, evaluate and log; of json_file
+    (TrainingArguments) only these count.
     Raises UserError for others, for a recipe without weights, and for weights and data that do not fit.
     """
     notes: list[str] = []
-    recipe = recipes.load(name, overrides, notes=notes)  # the architecture is the weights' own: see below
+
+    def load(extra: dict[str, Any], notes: list[str]) -> Recipe:
+        free = {key: value for key, value in extra.items() if key.split(".")[0] in FREE}
+        if free != extra:
+            notes.append(f"{json_file}: an evaluation takes {', '.join(free) or 'nothing'} of it; the rest is of training")
+        return recipes.load(name, overrides, notes=notes, configure=None, **free)  # the architecture is the weights' own: see below
+
+    recipe = Given(json_file).read(load, notes)
     for text in notes:
         note(text)
     is_run = (Path(name) / "recipe.yaml").is_file()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -14,7 +16,7 @@ from gradus.errors import UserError
 if TYPE_CHECKING:
     from gradus.recipe.schema import Recipe
 
-SAFE = r"[\w@%+:,.-][\w@%+:,./-]*"  # a relative path that no shell changes
+SAFE = r"[\w@%+,.][\w@%+,./-]*"  # a relative path that no shell and no copying program takes for something else
 EXTRAS = ("hf", "vision")  # what a machine that was set up from here can read
 
 
@@ -24,12 +26,14 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     Raises UserError.
     """
     from gradus.parallel.check import validate
+    from gradus.parallel.world import World
     from gradus.train.log import new_run_folder
-    from gradus.train.resolve import load
+    from gradus.train.resolve import Given, load
 
-    for word in [args.recipe, *args.overrides]:
+    for word in [args.recipe, *args.overrides, *([args.json_file] if args.json_file else [])]:
         one_line("RECIPE key=value", word)
-    recipe, notes = load(args.recipe, args.overrides)
+    here = World(size=processes, local_size=-(-processes // getattr(args, "nodes", 1)))
+    recipe, notes = load(args.recipe, args.overrides, Given(args.json_file, here))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if recipe.layout.replicate != "data_parallel":  # which looks at the GPUs of this machine
@@ -37,17 +41,38 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     return recipe, str(new_run_folder(recipe.log, recipe.name))
 
 
+def json_file(p: ArgumentParser) -> None:
+    """The option of every verb that takes a recipe."""
+    p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
+
+
 def train_options(p: ArgumentParser) -> None:
     """Options of `gradus train` that its other forms have too."""
+    json_file(p)
     p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
 
 
-def train_words(args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None) -> list[str]:
-    """`train RECIPE key=value ... log.dir=RUN --auto-resume [--force]`: starts the run, or goes on with it. `settings` replace what was given."""
+def train_words(
+    args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None, arguments: str | None = None
+) -> list[str]:
+    """`train RECIPE key=value ... log.dir=RUN --auto-resume [--json_file FILE] [--force]`: starts the run, or goes on with it. `settings`
+    replace what was given; recipe, arguments: where RECIPE and FILE are there."""
     settings = {**(settings or {}), "log.dir": run}
     kept = [word for word in args.overrides if word.split("=", 1)[0] not in settings]
     words = ["train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()), "--auto-resume"]
-    return [*words, "--force"] if args.force else words
+    words += ["--json_file", arguments or args.json_file] if args.json_file else []
+    return [one_line("RECIPE key=value", word) for word in [*words, *(["--force"] if args.force else [])]]
+
+
+def travelling(args: Namespace) -> Path | None:
+    """The file of TrainingArguments, to be copied. Raises UserError where it names others, which do not travel with it."""
+    if args.json_file is None:
+        return None
+    content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
+    for name in ("fsdp_config", "deepspeed"):
+        if isinstance(content["TrainingArgs"].get(name), str):
+            raise UserError(f"{args.json_file}: TrainingArgs.{name} names a file of this machine. Write its content there, as an object.")
+    return Path(os.path.expanduser(args.json_file)).resolve()
 
 
 def inputs(recipe: Recipe) -> dict[str, list[Path]]:
@@ -63,7 +88,7 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
         ("tokenizer.path", recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None),
         ("data.path", getattr(recipe.data, "path", None)),
     ):
-        path = Path(value).expanduser() if value else None
+        path = Path(os.path.expanduser(value)) if value else None
         if path is None or not path.exists():
             continue
         beside = []
@@ -96,18 +121,19 @@ def checkout() -> Path | None:
 
 def one_line(option: str, value: str) -> str:
     """The value. Raises UserError where it would break out of its line, or cannot be written in a script."""
-    if any(c in value for c in "\n\r\0"):
+    if not value.strip() or any(c in value for c in "\n\r\0"):
         raise UserError(f"{option}={value!r}: must be one line.")
+    if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise UserError(f"{option}={value!r}: cannot be written in UTF-8. Rename it.")
     return value
 
 
-def at_least(option: str, value: int | None, least: int) -> None:
-    """Raises UserError for a number that is too small."""
-    if value is not None and value < least:
-        raise UserError(f"{option}={value}: must be at least {least}.")
+def below(path: str) -> bool:
+    """Whether a path stays below the folder that it is relative to, and means the same to every program."""
+    return bool(re.fullmatch(SAFE, path)) and ".." not in Path(path).parts
 
 
 def portable(run: str) -> None:
     """Raises UserError for a run folder that cannot be the same below another machine's folder."""
-    if not re.fullmatch(SAFE, run) or ".." in Path(run).parts:
+    if not below(run):
         raise UserError(f"log.dir={run}: it is the same below this folder and below the one there. Give a relative path without spaces.")

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradus.errors import UserError
+from gradus.errors import FAULT, UserError
 from gradus.parallel import status
 
 GRACE = 5.0  # seconds that the other workers have to notice that one has died
@@ -48,37 +48,35 @@ def train(
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate
-    from gradus.parallel.world import find
-    from gradus.recipe.training_args import from_training_args
+    from gradus.parallel.world import World, find
     from gradus.train import resolve
-    from gradus.train.log import new_run_folder
+    from gradus.train.log import run_folder
     from gradus.train.precision import enough_devices
 
     world = find()
     if world.size > 1:
         raise UserError(f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out.")
-    extra = from_training_args(json_file)[0] if json_file else {}
+    _check_counts(n, max_restarts)
+    given = resolve.Given(json_file, World(size=n, local_size=n), resume)
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
-    folder = resolve.run_to_resume(recipe, overrides, extra) if resume else None
-    config = resolve.load(str(folder) if folder else recipe, overrides, extra)[0]
-    _check_counts(n, max_restarts)
+    folder = resolve.run_to_resume(recipe, overrides, given) if resume else None
+    config = resolve.load(str(folder) if folder else recipe, overrides, given)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
         raise UserError(f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: mpirun -n {n} gradus train ...")
     enough_devices(config.layout.device, n)
     if auto_resume and config.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
-    if folder is None:
-        folder = new_run_folder(config.log, config.name)
-        if not auto_resume and (folder / "metrics.jsonl").exists():
+    with run_folder(config.log, config.name, folder) as folder:
+        if not (resume or auto_resume) and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: {status.command(folder, n)}; or set another log.dir.")
-        if config.log.dir is None:
+        if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
-    again = () if resume or auto_resume else ("--auto-resume",)
-    code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
-    if code == 1 and any((folder / "checkpoints").glob("step-*")):
+        again = () if resume or auto_resume else ("--auto-resume",)
+        code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
+    if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
         print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr)
     return code
 
@@ -92,11 +90,16 @@ def run(
     Rank 0 writes straight to this process's output; of the others, standard error goes to `folder`/ranks. When a worker dies or hangs,
     the others are ended and standard error says in one sentence who, where and how; then up to `max_restarts` times all are started
     again, with `again` added to their arguments and TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is said once and
-    starts nothing again. Ctrl-C and SIGTERM are passed on; workers have `timeout` seconds to save and end, and the exit code is 128 + the signal.
+    starts nothing again; a fault of the machine is `errors.FAULT`, any other error 1.
+    Ctrl-C and SIGTERM are passed on; workers have `timeout` seconds to save and end, and the exit code is 128 + the
+    signal.
     A second Ctrl-C ends them at once. No worker outlives this process.
     """
+    from gradus.train.log import LOCK
+
     _check_counts(n, max_restarts)
     folder = Path(folder)
+    ranks = folder / "ranks"
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
     try:
         with _quiet(), _Signals() as signals:
@@ -104,16 +107,20 @@ def run(
                 outcome = _attempt(n, [*command, *argv, *(again if restart else ())], folder, timeout, grace, restart, signals)
                 if outcome.code in (0, 2) or signals.came:
                     break
-                left = restart < max_restarts
-                then = f"\nstarting again from the last checkpoint: {restart + 1} of {max_restarts}" if left else ""
-                print(f"error: {outcome.text}{then}", file=sys.stderr, flush=True)
+                if outcome.text:
+                    print(f"error: {outcome.text}", file=sys.stderr, flush=True)
+                if restart < max_restarts:
+                    then = f"starting again from the last checkpoint: {restart + 1} of {max_restarts}"
+                    print(then, file=sys.stderr, flush=True)
         if signals.came:
             return outcome.code if outcome.code == 0 else 128 + signals.came[0]
         if outcome.code == 2 and outcome.text:
             print(f"error: {outcome.text}", file=sys.stderr, flush=True)
         return outcome.code
     finally:
-        if made and folder.is_dir() and [p.name for p in folder.iterdir()] == ["ranks"]:  # no run came of it
+        names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+        nothing = names == {"ranks", LOCK} or (made and names == {"ranks"})  # no run came of it
+        if nothing and not any(ranks.glob("*.error*")):
             shutil.rmtree(folder / "ranks")
             for p in made:
                 with contextlib.suppress(OSError):  # not empty
@@ -184,8 +191,7 @@ def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: fl
 
     ranks = folder / "ranks"
     try:
-        shutil.rmtree(ranks, ignore_errors=True)
-        ranks.mkdir(parents=True)
+        status.clear(folder)
     except OSError as e:
         raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
     threads = max(1, len(os.sched_getaffinity(0)) // n) if hasattr(os, "sched_getaffinity") else 1
@@ -274,15 +280,18 @@ def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: fl
         handler.shutdown()
     if not any(process.poll() for process in agent.processes.values()):
         return _Outcome(0)
-    codes = agent.codes
+    codes = status.with_word_left(folder, agent.codes)
     faulty = status.died(folder, codes)
     if faulty and codes[faulty[0]] == 2:
         return _Outcome(2, None if codes[0] == 2 else _mistake(folder, faulty[0]))
+    if faulty and codes[faulty[0]] == FAULT:
+        said = agent.codes[0] == FAULT and not status.last_lines(folder, faulty[0])  # by rank 0, which writes no log
+        return _Outcome(FAULT, None if said else agent.text)
     return _Outcome(1, agent.text)
 
 
 def _mistake(folder: Path, rank: int) -> str:
     """What a rank other than 0 said of a user's mistake."""
-    lines = status.last_lines(folder, rank)
+    lines = status.last_lines(folder, rank) or status.error_lines(folder, rank)[-1:]
     said = next((line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:")), "\n".join(lines))
     return f"rank {rank} on {status.host()}: {said}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words
+from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
 GPUS = ("T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200", "B200", "B200+", "none")
 
@@ -27,16 +29,17 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", metavar="MODEL", help="what to generate from: a folder here or a name on the hub (default: the recipe's run)")
     p.add_argument("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
     p.add_argument("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
-    p.add_argument("--hours", type=float, default=24.0, metavar="H", help="after which one attempt ends; the next goes on (default 24, the most)")
+    p.add_argument(
+        "--hours", type=limits.real(above=0, most=24), default=24.0, metavar="H",
+        help="after which one attempt ends; the next goes on (default 24, the most)",
+    )
 
 
 def launch(args: Namespace) -> int:
     """Write the app. Raises UserError for a mistake in the options or the recipe."""
     gpu, n_gpus = _gpu(args.gpu)
-    if not 0 < args.hours <= 24:
-        raise UserError(f"--hours={args.hours}: must be more than 0 and at most 24.")
     for option in ("volume", "secret"):
-        if (name := getattr(args, option)) is not None and not re.fullmatch(r"[\w.-]{1,64}", name):
+        if (name := getattr(args, option)) is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
         raise UserError("gradus launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
@@ -89,23 +92,27 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         file = recipe_file(args.recipe)
         if file:
             added[f"/root/inputs/{file.name}"] = file.resolve()
-        words = train_words(args, run, f"/root/inputs/{file.name}" if file else None, settings)
+        arguments, theirs = travelling(args), "/root/inputs/training_args.json"
+        if arguments:
+            added[theirs] = arguments
+        words = train_words(args, run, f"/root/inputs/{file.name}" if file else None, settings, theirs)
         words = [word for word in words if not word.startswith("log.dir=")]
         if n_gpus > 1:
             words += ["--processes", str(n_gpus)]
-    elif args.overrides or args.force:
-        raise UserError(f"{args.overrides[0] if args.overrides else '--force'}: a setting of a recipe, and there is none. Give RECIPE too.")
-    if model and Path(one_line("--model", model)).expanduser().exists():
-        path = Path(model).expanduser().resolve()
+    elif args.overrides or args.force or args.json_file:
+        given = args.overrides[0] if args.overrides else "--force" if args.force else "--json_file"
+        raise UserError(f"{given}: a setting of a recipe, and there is none. Give RECIPE too.")
+    if model and Path(os.path.expanduser(one_line("--model", model))).exists():
+        path = Path(os.path.expanduser(model)).resolve()
         model = f"/root/inputs/model/{path.name}"
         added[model] = path
 
     def word(text: str) -> str:
         """As Python; a path of the image through `at`."""
-        key, _, value = text.rpartition("=")
-        if value not in added:
-            return _string(text)
-        return (f"{_string(key + '=')} + " if key else "") + f"at({_string(value)})"
+        key, _, value = text.partition("=")
+        if text in added:
+            return f"at({_string(text)})"
+        return f"{_string(key + '=')} + at({_string(value)})" if value in added else _string(text)
 
     file_name = Path(args.to).name
     commands = [
@@ -136,7 +143,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
 
 
 def _string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if text.isprintable() else repr(text)
 
 
 APP = '''"""@NAME@ on Modal, by gradus.

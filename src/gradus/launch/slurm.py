@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -15,8 +16,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradus.errors import UserError
-from gradus.launch import at_least, one_line, read, train_options, train_words
+from gradus import limits
+from gradus.errors import FAULT, UserError
+from gradus.launch import one_line, read, train_options, train_words
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
@@ -33,10 +35,13 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-D", "--chdir", metavar="DIR", default=".", help="working folder, to which all paths are relative (default: this one)")
     p.add_argument("-o", "--output", metavar="FILE", help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)")
     p.add_argument("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
-    p.add_argument("-N", "--nodes", type=int, default=1, metavar="N")
-    p.add_argument("-n", "--ntasks", type=int, metavar="N", help="processes in all, instead of --ntasks-per-node")
-    p.add_argument("--ntasks-per-node", type=int, metavar="N", help="processes a node (default: one a GPU; without GPUs, one)")
-    p.add_argument("-c", "--cpus-per-task", type=int, metavar="N", help="processors a process")
+    p.add_argument("-N", "--nodes", type=limits.whole(1, limits.AXIS), default=1, metavar="N")
+    p.add_argument("-n", "--ntasks", type=limits.whole(1, limits.AXIS), metavar="N", help="processes in all, instead of --ntasks-per-node")
+    p.add_argument(
+        "--ntasks-per-node", type=limits.whole(1, limits.AXIS), metavar="N",
+        help="processes a node (default: one a GPU; without GPUs, one)",
+    )
+    p.add_argument("-c", "--cpus-per-task", type=limits.whole(1, limits.AXIS), metavar="N", help="processors a process")
     p.add_argument("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
     p.add_argument("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
     p.add_argument("-p", "--partition", metavar="NAME")
@@ -50,7 +55,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
     p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run before training; may be repeated")
     p.add_argument("--signal", default="USR1@120", metavar="NAME@SECONDS", help="so long before the limit: save, requeue, go on (default USR1@120)")
-    p.add_argument("--max-requeues", type=int, default=100, metavar="N", help="times to go on (default 100)")
+    p.add_argument("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to go on (default 100)")
     p.add_argument("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
     p.add_argument("--dry-run", action="store_true", help="write the script, do not submit it")
     p.add_argument("--follow", action="store_true", help="show the log until the job has ended")
@@ -59,6 +64,8 @@ def options(p: argparse.ArgumentParser) -> None:
 
 def launch(args: Namespace) -> int:
     """Write the script, submit it, show its state. Raises UserError for a mistake in the options or the recipe, and for what Slurm refuses."""
+    from gradus.train.log import own
+
     if args.status:
         if args.recipe:
             raise UserError(f"--status {args.status}: it starts nothing. Leave {args.recipe} out.")
@@ -68,15 +75,17 @@ def launch(args: Namespace) -> int:
     if not args.dry_run and not shutil.which("sbatch"):
         raise UserError("no sbatch here: this machine submits no Slurm jobs. Write the script with --dry-run, and submit it where Slurm is.")
     tasks = check(args)
-    folder = Path(args.chdir).expanduser().resolve()
+    folder = Path(os.path.expanduser(args.chdir)).resolve()
     if not folder.is_dir():
         raise UserError(f"--chdir={args.chdir}: no such folder. Give the job's working folder; it must exist here too.")
-    with contextlib.chdir(folder):
-        recipe, run = read(args, tasks)
-    text = script(args, recipe.name, run, folder)
-    file = folder / (args.to or f"{run}/job.sbatch")
     try:
-        (folder / run).mkdir(parents=True, exist_ok=True)  # Slurm makes no folders for its files
+        while True:
+            with contextlib.chdir(folder):
+                recipe, run = read(args, tasks)
+            text = script(args, recipe.name, run, folder)
+            file = folder / (args.to or f"{run}/job.sbatch")
+            if own(recipe.log, folder / run):  # Slurm makes no folders for its files
+                break
         for name in (args.output, args.error, args.to):
             if name and "%" not in str(Path(name).parent):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +110,6 @@ def launch(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """The number of processes in all. Raises UserError for the first option that makes no sense."""
-    for name in ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task"):
-        at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-    at_least("--max-requeues", args.max_requeues, 0)
     gpus = _gpus(args)
     if args.ntasks and args.ntasks_per_node:
         raise UserError(f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. Give one of them.")
@@ -125,7 +131,7 @@ def check(args: Namespace) -> int:
         raise UserError(f"--container-command={args.container_command}: cannot take effect without --container IMAGE.")
     if args.container and args.venv not in (None, "none"):
         raise UserError(f"--venv={args.venv} cannot take effect inside --container={args.container}. Give one of them.")
-    if args.venv not in (None, "none") and not args.dry_run and not (Path(args.venv).expanduser() / "bin" / "activate").is_file():
+    if args.venv not in (None, "none") and not args.dry_run and not (Path(os.path.expanduser(args.venv)) / "bin" / "activate").is_file():
         raise UserError(f"--venv={args.venv}: holds no bin/activate. Give the folder of a virtual environment.")
     for text in args.directive:
         if text.lstrip("-").split("=")[0] in DIRECTIVES:
@@ -146,7 +152,7 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     directives = {
         "job-name": args.job_name or name,
         "chdir": str(folder),
-        "output": args.output or f"{run}/slurm-%j.out",
+        "output": args.output or f"{run.replace('%', '%%')}/slurm-%j.out",
         "error": args.error,
         "open-mode": "append",  # a job that goes on writes behind what it wrote
         "nodes": args.nodes,
@@ -161,7 +167,8 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         "signal": None if args.signal == "none" else args.signal,
     }
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{key}={_quoted(f'--{key}', str(value))}" for key, value in directives.items() if value is not None]
+    given = {f"--{key}": str(value) for key, value in directives.items() if value is not None}
+    lines += [f"#SBATCH {option}={_directive(option, value)}" for option, value in given.items()]
     if args.signal != "none":
         lines.append("#SBATCH --requeue")
     lines += [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
@@ -170,7 +177,7 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
     venv = args.venv or (sys.prefix if sys.prefix != sys.base_prefix and not args.container else "none")
     if venv != "none":
-        lines.append(f"source {_quoted('--venv', str(Path(venv).expanduser()))}/bin/activate || exit 1")
+        lines.append(f"source {_quoted('--venv', str(Path(os.path.expanduser(venv))))}/bin/activate || exit 1")
     if args.offline:
         lines.append("export " + " ".join(f"{variable}=1" for variable in OFFLINE))
     if args.cpus_per_task:
@@ -196,14 +203,22 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
             f'    echo "gradus: job $SLURM_JOB_ID got {args.signal.split("@")[0]} and saved; requeued, to go on from there"',
             '    scontrol requeue "$SLURM_JOB_ID" && exit',
             "fi",
+            f'if [ "$code" -eq {FAULT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
+            '    echo "gradus: job $SLURM_JOB_ID met a fault of the machine; requeued, to go on from the last checkpoint"',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit',
+            "fi",
         ]
     lines += ['[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"', 'exit "$code"']
     return "\n".join(lines) + "\n"
 
 
 def _quoted(option: str, value: str) -> str:
-    one_line(option, value)
-    return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else shlex.quote(value)
+    return shlex.quote(one_line(option, value))
+
+
+def _directive(option: str, value: str) -> str:
+    """As sbatch reads its lines: like a shell, but a backslash escapes inside every kind of quotes."""
+    return _quoted(option, value).replace("\\", "\\\\")
 
 
 def _gpus(args: Namespace) -> int:

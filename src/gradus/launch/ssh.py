@@ -12,8 +12,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradus import limits
 from gradus.errors import UserError
-from gradus.launch import EXTRAS, SAFE, at_least, checkout, inputs, one_line, portable, read, recipe_file, train_options, train_words
+from gradus.launch import EXTRAS, SAFE, below, checkout, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
 
 def options(p: argparse.ArgumentParser) -> None:
@@ -22,9 +23,9 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     train_options(p)
     p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
-    p.add_argument("-p", "--port", type=int, default=22, metavar="N", help="default 22")
+    p.add_argument("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
     p.add_argument("--dry-run", action="store_true", help="print the commands, run none")
-    p.add_argument("--processes", type=int, default=1, metavar="N", help="to start there, one a GPU (default 1)")
+    p.add_argument("--processes", type=limits.whole(1, limits.PROCESSES), default=1, metavar="N", help="to start there, one a GPU (default 1)")
     p.add_argument("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
     p.add_argument("--copy", choices=["scp", "rsync"], default="scp", help="rsync sends only what changed, and must be there too (default scp)")
     p.add_argument("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
@@ -46,30 +47,34 @@ class Command:
 
 def launch(args: Namespace) -> int:
     """Print the commands, or run them. Raises UserError for a mistake in the options or the recipe, and for a command that fails."""
-    at_least("--processes", args.processes, 1)
-    if not 0 < args.port < 65536:
-        raise UserError(f"--port={args.port}: must be between 1 and 65535.")
-    if args.host is not None and not re.fullmatch(r"\w[\w.@:%\[\]-]*", args.host):
+    if args.host is not None and not re.fullmatch(r"(\w[\w.%+-]*@)?[\w\[][\w.:%\[\]-]*", args.host):
         raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
-    if not re.fullmatch(SAFE, args.folder):
+    if not below(args.folder):
         raise UserError(f"--folder={args.folder}: give a folder below the home folder there, of letters, digits, - and _.")
     for line in args.setup:
         one_line("--setup", line)
     if args.follow and (args.dry_run or not args.host):
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
-    recipe, run = read(args, args.processes)
-    portable(run)
-    script, todo = commands(args, recipe, run)
+    from gradus.train.log import own
+
+    for tool in dict.fromkeys(("ssh", args.copy)) if args.host and not args.dry_run else ():
+        if not shutil.which(tool):
+            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {'openssh-client' if tool != 'rsync' else tool}).")
+    try:
+        while True:
+            recipe, run = read(args, args.processes)
+            portable(run)
+            script, todo = commands(args, recipe, run)
+            if own(recipe.log, Path(run)):
+                break
+        (Path(run) / "job.sh").write_text(script)
+    except OSError as e:
+        raise UserError(f"{e.filename}: cannot be written ({e.strerror}). Give another log.dir.") from None
     if args.dry_run or not args.host:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
-        _write(run, script)
         for command in todo:
             print(f"# {command.why}\n{command}")
         return 0
-    for tool in dict.fromkeys(("ssh", args.copy)):
-        if not shutil.which(tool):
-            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {'openssh-client' if tool != 'rsync' else tool}).")
-    _write(run, script)
     by_name = {when: [c for c in todo if c.when == when] for when in ("setup", "start", "follow", "fetch", "look")}
     for command in by_name["setup"] + by_name["start"]:
         print(f"# {command.why}\n{command}", flush=True)
@@ -115,10 +120,16 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
         todo.append(Command(f"copy {key}", copy([p.resolve() for p in paths], f"{host}:{args.folder}/inputs/{key}/")))
     name = args.recipe
-    if file:  # recipe.yaml of a run folder is written by the run itself
-        name = f"{run}/{'given.yaml' if file.name == 'recipe.yaml' else file.name}"
     if file:
+        # recipe.yaml of a run folder is written by the run itself; a name that a shell there could misread stays here
+        safe = re.fullmatch(SAFE, file.name) and file.name != "recipe.yaml"
+        name = f"{run}/{file.name if safe else 'given.json' if file.suffix == '.json' else 'given.yaml'}"
+        if not safe:
+            settings["name"] = recipe.name
         todo.append(Command("copy the recipe", copy([file.resolve()], f"{host}:{args.folder}/{name}")))
+    arguments, theirs = travelling(args), f"{run}/training_args.json"
+    if arguments:
+        todo.append(Command("copy the TrainingArguments", copy([arguments], f"{host}:{args.folder}/{theirs}")))
     todo.append(Command("copy the script", copy([f"{run}/job.sh"], f"{host}:{args.folder}/{run}/")))
     extras = ",".join(EXTRAS)
     what = f"./source[{extras}]" if sources else f"gradus[{extras}]=={__import__('gradus').__version__}"
@@ -135,11 +146,11 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
     todo.append(Command("see its log until it has ended", there(f"until test -s {run}/pid; do sleep 0.2; done", wait), "follow"))
     parent = str(Path(run).parent) + "/"
     todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent), "fetch"))
-    return _script(args, run, name, settings), todo
+    return _script(args, train_words(args, run, name, settings, theirs), run), todo
 
 
-def _script(args: Namespace, run: str, recipe: str, settings: dict[str, str]) -> str:
-    words = ["gradus", *train_words(args, run, recipe, settings)]
+def _script(args: Namespace, words: Sequence[str], run: str) -> str:
+    words = ["gradus", *words]
     if args.processes > 1:
         words += ["--processes", str(args.processes)]
     return "\n".join([
@@ -151,15 +162,6 @@ def _script(args: Namespace, run: str, recipe: str, settings: dict[str, str]) ->
         f"echo ${{PIPESTATUS[0]}} > {run}/exit_code",
         "",
     ])  # fmt: skip
-
-
-def _write(run: str, script: str) -> None:
-    file = Path(run) / "job.sh"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(script)
-    except OSError as e:
-        raise UserError(f"{file}: cannot be written ({e.strerror}). Give another log.dir.") from None
 
 
 def _run(command: Command) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradus import __version__
+from gradus import __version__, limits
 from gradus.errors import UserError, did_you_mean, need
 from gradus.parallel import world as worlds
 from gradus.parallel.world import World
@@ -109,9 +109,8 @@ class MpiCollectives:
     """The same of MPI through mpi4py, on buffers: the methods with a capital letter, which pickle nothing."""
 
     def __init__(self, world: World, n: int, device: str = "cpu"):
-        from mpi4py import MPI
-
-        self.MPI, self.all = MPI, MPI.COMM_WORLD
+        self.MPI = worlds.load_mpi("--backend mpi")
+        self.all = self.MPI.COMM_WORLD
         self.whole, self.part, self.other = (np.full(k, 0, np.float32) for k in (world.size * n, n, world.size * n))
         self.first = world.first
 
@@ -242,10 +241,8 @@ def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
     versions = {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if backend == "mpi":
-        import mpi4py
-        from mpi4py import MPI
-
-        versions |= {"mpi4py": mpi4py.__version__, "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n")}
+        mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
+        versions |= {"mpi4py": mpi4py.__version__, "mpi": library.Get_library_version().split(",")[0].strip("\0 \n")}
     if backend == "nccl":
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
     found = {
@@ -270,9 +267,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
     sizes = []
     for word in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", word)
+        found = re.fullmatch(r"\s*([0-9]{1,15})\s*([A-Za-z]*)\s*", word)
         if not found or int(found[1]) == 0:
-            raise UserError(f"--sizes: {word.strip() or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB")
+            raise UserError(f"--sizes: {word.strip()[:40] or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB")
         if found[2].lower() not in units:
             raise UserError(f"--sizes: {word.strip()}: unknown unit {found[2]}. Use B, KiB, MiB, GiB, kB, MB or GB.")
         sizes.append(int(found[1]) * units[found[2].lower()])
@@ -294,6 +291,10 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
         raise UserError(f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this without {world.launcher}.")
     if n < 2:
         raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
+    here = world.local_size if launched else n
+    if backend != "nccl" and 4 * here * max(sizes) > limits.memory():  # each process holds what it sends and what it gets, twice over at times
+        most = f"{show_bytes(int(limits.memory() / 4 / here))} at most"
+        raise UserError(f"--sizes {show_bytes(max(sizes))}: {here} processes do not hold it in {show_bytes(int(limits.memory()))} of memory; {most}.")
     if backend == "nccl":
         n_gpus = torch.cuda.device_count()
         if not dist.is_nccl_available() or n_gpus < (1 if launched else n):  # a launcher may show each process its own GPU only
@@ -316,11 +317,10 @@ def _join(world: World, backend: str) -> None:
 
 
 def _under_mpi(world: World, sizes: tuple[int, ...], seconds: float) -> list[Row] | None:
-    from mpi4py import MPI
-
+    seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
     torch.set_num_threads(1)
-    if MPI.COMM_WORLD.size != world.size:
-        raise UserError(f"{world.launcher} started {world.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py uses another MPI. {MPI_HELP}")
+    if seen != world.size:
+        raise UserError(f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. {MPI_HELP}")
     rows = measure(world, sizes, "mpi", seconds=seconds)
     return rows if world.first else None
 

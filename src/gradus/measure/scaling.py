@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus import __version__, models
+from gradus import __version__, limits, models
 from gradus import recipe as recipes
 from gradus.errors import UserError, need
 from gradus.measure.collectives import show_bytes
@@ -629,15 +629,6 @@ def number_axis(axes: Any, counts: list[int], labels: list[str]) -> bool:
 # ------------------------------------------------------------ the verb
 
 
-def parse_counts(text: str) -> list[int]:
-    """`1,2,4` → [1, 2, 4], ascending. Raises UserError."""
-    words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not word.isdecimal() or int(word) == 0]
-    if wrong:
-        raise UserError(f"--processes {text}: {wrong[0] or 'nothing'!r} is no positive whole number. Write for example --processes 1,2,4")
-    return sorted({int(word) for word in words})
-
-
 def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool) -> list[Recipe]:
     """The recipe for each number of processes. Raises UserError, in the terms of this verb where it has its own."""
     layout = recipe.layout
@@ -750,7 +741,7 @@ def scale(recipe: Recipe, args: Any, plan: Any = None) -> int:
         raise UserError(f"gradus scale: {world.launcher} started this already, as process {world.rank} of {world.size}. Start it by itself.")
     if any(word.startswith("log.dir=") for word in args.overrides):
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
-    counts = parse_counts(args.processes)
+    counts = sorted(limits.numbers(args.processes, "--processes"))
     folder = Path(args.to) if args.to else Path("scale") / recipe.name / time.strftime("%Y%m%d-%H%M%S")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # on the way out, what was started here is ended
     try:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from gradus.errors import UserError, did_you_mean, need
 from gradus.models import weights
+from gradus.models.weights import checksums
 from gradus.recipe import schema
 
 if TYPE_CHECKING:  # a configuration is read without torch
@@ -79,7 +80,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
 
     Raises UserError where there is none.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
         if path.suffix != ".bin":
             raise UserError(f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too")
@@ -136,6 +137,8 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 
         with _one_line(path / "params.json"):
             return meta_llama.read(path)
+    small = (".json", ".txt", ".model")
+    checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
     config = _read_config(path / "config.json")
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
@@ -150,8 +153,14 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 def _read_config(file: Path) -> schema.ModelConfig:
     hf = weights.read_json(file)
     ours = hf.pop("gradus", {})
+    weights.check_kinds(hf, file)
+    if not isinstance(ours, dict):
+        raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
     with _one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
+        names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
+    if any(name != f"LABEL_{i}" for i, name in names.items()):  # those that transformers gives where nobody named them are none
+        config = config.named([names[i] for i in sorted(names)])
     return _override(config, ours, file)
 
 
@@ -162,6 +171,8 @@ def _write_config(config: schema.ModelConfig) -> dict:
     understood = table.config_from_hf(dict(hf))
     ours = config.model_dump(mode="json", exclude={"preset", "init"})
     extra = {k: v for k, v in ours.items() if v != understood.model_dump(mode="json")[k]}
+    if config.classes:
+        hf |= {"id2label": {str(i): name for i, name in enumerate(config.classes)}, "label2id": {name: i for i, name in enumerate(config.classes)}}
     return {**hf, "gradus": extra} if extra else hf
 
 
@@ -178,7 +189,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
         if key not in known or key in ("family", "preset", "init"):
             raise UserError(f"{where}: {key} is no field of a {config.family} model.{did_you_mean(key, set(known) - {'family', 'preset', 'init'})}")
     with _one_line(where):
-        return type(config)(**{**config.model_dump(), **fields})
+        return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
 
 
 @contextmanager
@@ -191,6 +202,8 @@ def _one_line(where: object) -> Iterator[None]:
         raise UserError(f"{where}: {'; '.join(problems)}") from None
     except KeyError as e:
         raise UserError(f"{where}: {e.args[0]} is not in it, and the model cannot be built without it") from None
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
+        raise UserError(f"{where}: a value of the wrong kind ({e}). Compare it with a published one of this family") from None
 
 
 def config_of(name_or_path: str | Path) -> schema.ModelConfig:
@@ -214,8 +227,9 @@ def load(name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | 
     import torch
 
     path = locate(name_or_path)
-    config, tensors = _open(path, weights_too=True)
-    config = _override(config, overrides, "load")
+    stored, tensors = _open(path, weights_too=True)
+    config = _override(stored, overrides, "load")
+    tensors = weights.adapted(stored, config, tensors)
     model = build(config, device="meta")
     found, report = weights.match(model, tensors, strict, path)
     if dtype == "auto":
@@ -236,8 +250,8 @@ def load(name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | 
 def load_weights(model: nn.Module, name_or_path: str | Path, strict: bool = True) -> weights.LoadReport:
     """Copy weights into a model that is there already (any device and dtype). Errors as in `load`."""
     path = locate(name_or_path)
-    _, tensors = _open(path, weights_too=True)
-    return weights.from_hf(model, tensors, strict, path)
+    stored, tensors = _open(path, weights_too=True)
+    return weights.from_hf(model, weights.adapted(stored, model.config, tensors), strict, path)
 
 
 def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> None:

@@ -60,16 +60,25 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> 
     return ids.to(device), lengths
 
 
+def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """The last `window` tokens of every row, or all of a shorter one: (ids (batch, <= window), lengths (batch,))."""
+    start = (lengths - window).clamp_min(0)
+    places = start[:, None] + torch.arange(min(window, ids.shape[1]), device=ids.device)
+    return ids.gather(1, places.clamp_max(ids.shape[1] - 1)), lengths - start
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
-    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True, window: int | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a row that
     has ended yields `pad_id`.
 
     Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of
     unequal length. `cache=False` computes everything again for every token: slower, the same tokens.
+    window: read no more than the latest so many tokens of a row, as if they were its first. Keys and values in the cache know the place
+    they were computed at, so that from the first row longer than the window on everything is computed again for every token.
     """
     if max_new < 1:
         return
@@ -86,25 +95,29 @@ def generate(
         def forward(target: Tensor, **kwargs) -> Tensor:
             return model.decode(target, memory, keep, **kwargs)
 
-    store = model.new_cache(batch, longest + max_new - 1) if cache else None  # the last token needs no slot
+    room = longest + max_new - 1  # the last token needs no slot
+    store = model.new_cache(batch, min(room, window or room)) if cache and longest <= (window or longest) else None
     rows = torch.arange(batch, device=device)
     done = torch.zeros(batch, dtype=torch.bool, device=device)
     new = None
     for _ in range(max_new):
+        if store is not None and window is not None and int(lengths.max()) > window:
+            store = None
         if store is not None and new is not None:  # decode: one token a row, at its own place
             logits = forward(new[:, None], positions=(lengths - 1)[:, None], cache=store)[:, -1]  # (batch, vocab)
         else:  # prefill, or everything again
-            last = torch.zeros_like(ids, dtype=torch.bool)
-            last[rows, lengths - 1] = True
-            positions = torch.arange(ids.shape[1], device=device).expand(batch, -1)
-            logits = forward(ids, positions=positions, select=last, **({"cache": store} if store is not None else {}))  # (batch, vocab)
+            read, ends = (ids, lengths) if window is None else latest(ids, lengths, window)
+            last = torch.zeros_like(read, dtype=torch.bool)
+            last[rows, ends - 1] = True
+            positions = torch.arange(read.shape[1], device=device).expand(batch, -1)
+            logits = forward(read, positions=positions, select=last, **({"cache": store} if store is not None else {}))  # (batch, vocab)
         new = torch.where(done, pad_id, choose(logits))
         yield new
         if eos_id is not None:
             done |= new == eos_id
             if bool(done.all()):
                 return
-        if store is None:
+        if store is None or window is not None:
             ids = torch.cat((ids, torch.full_like(ids[:, :1], pad_id)), 1) if int(lengths.max()) == ids.shape[1] else ids
             ids[rows, lengths] = new
         lengths = lengths + 1

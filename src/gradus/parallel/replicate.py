@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradus.errors import UserError, need
+from gradus.errors import UserError
 from gradus.parallel.traffic import Traffic
+from gradus.parallel.world import load_mpi
 from gradus.recipe.schema import Layout
 
 POWERSGD_START = 10  # steps with whole gradients before: their buckets settle, and early gradients compress badly
@@ -61,7 +62,7 @@ class ManualMPI(Replicas):
 
     def __init__(self, bare: nn.Module):
         super().__init__(bare)
-        self.world = need("mpi4py.MPI", "mpi", "layout.transport=mpi").COMM_WORLD
+        self.world = load_mpi("layout.transport=mpi").COMM_WORLD
         if self.world.size != dist.get_world_size():
             raise UserError(
                 f"layout.transport=mpi: MPI sees {self.world.size} process(es), the layout {dist.get_world_size()}. "

@@ -2,7 +2,8 @@
 
 A collective that fails says that some peer is gone, not which, nor what it was doing. The records say it: `RUN/ranks/rank-0001.json`
 holds rank, host, process, step and phase, rewritten in place at every phase. On several hosts the run folder must be on a file
-system that all of them share.
+system that all of them share. `rank-0001.error` holds the traceback of what ended a rank; those of earlier starts are kept
+as `.error.1`, `.error.2`, ..., the oldest first.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gradus.errors import UserError
+from gradus.errors import UserError, exit_code
 
 if TYPE_CHECKING:  # launch.local reads this module before torch is there
     from gradus.parallel.world import World
@@ -40,6 +43,29 @@ def log_path(folder: Path, rank: int) -> Path:
     return Path(folder) / "ranks" / f"rank-{rank:04d}.log"
 
 
+def error_path(folder: Path, rank: int) -> Path:
+    """The traceback of the error that ended a rank."""
+    return Path(folder) / "ranks" / f"rank-{rank:04d}.error"
+
+
+def set_aside(path: Path) -> None:
+    """Keep a file of an earlier start under another name."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size:
+            n = 1 + len(list(path.parent.glob(f"{path.name}.*")))
+            path.rename(path.with_name(f"{path.name}.{n}"))
+
+
+def clear(folder: Path) -> None:
+    """Before a start: records go, what was written of errors is kept. Raises OSError."""
+    ranks = Path(folder) / "ranks"
+    ranks.mkdir(parents=True, exist_ok=True)
+    for path in [p for p in ranks.iterdir() if p.suffix in (".log", ".error")]:
+        set_aside(path)
+    for path in [p for p in ranks.iterdir() if p.suffix in (".json", ".log", ".error")] + [_told_path(folder)]:
+        path.unlink(missing_ok=True)
+
+
 def host() -> str:
     return socket.gethostname()[:48]
 
@@ -55,6 +81,7 @@ class Status:
         path.parent.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             _told_path(folder).unlink(missing_ok=True)
+        set_aside(error_path(folder, world.rank))
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.head = f'{{"rank":{world.rank},"pid":{os.getpid()},"host":{json.dumps(host())},"count":'
         self.at("starting")
@@ -85,7 +112,8 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One process as it last said. `time` in seconds since the epoch; `lost`: the seconds it waited for others before it gave up."""
+    """One process as it last said. `time` in seconds since the epoch; `lost`: the seconds it waited for others before it gave up;
+    `code`: the exit code that it ends with by an error of its own."""
 
     rank: int
     pid: int
@@ -95,6 +123,7 @@ class Record:
     time: float
     what: str
     lost: float | None = None
+    code: int | None = None
 
     @property
     def name(self) -> str:
@@ -156,13 +185,17 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     records = {rank: read(folder, rank) for rank in range(size)}
     states = {rank: process_state(r) for rank, r in records.items() if r is not None}
     if codes is None:
-        gone = {rank for rank, r in records.items() if states.get(rank) == "gone" and r.lost is None and r.what != "done"}
-        codes, known = {rank: LOST if r is not None and r.lost is not None else None for rank, r in records.items()}, False
+        failed = [rank for rank, r in records.items() if r is not None and r.code is not None]
+        ended = [rank for rank, state in states.items() if state == "gone"]
+        gone = sorted(failed, key=lambda rank: _failed_at(folder, rank))
+        gone = gone or [rank for rank in ended if records[rank].lost is None and records[rank].what != "done"]
+        codes = {rank: r and (LOST if r.lost is not None else r.code) for rank, r in records.items()}
     else:
-        gone, known = set(died(folder, codes)), True
+        codes = with_word_left(folder, codes)
+        gone = died(folder, codes)
     gave_up = [r for rank, r in records.items() if r is not None and (r.lost is not None or codes[rank] in (LOST, -signal.SIGABRT))]
     if gone:
-        return _tell_of_the_dead(folder, records, sorted(gone), codes if known else {})
+        return _tell_of_the_dead(folder, records, gone, codes)
     others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
     silent = [rank for rank in others if records[rank] is None]
     if silent:
@@ -173,16 +206,40 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
         late = min(gave_up, key=lambda r: (r.progress[0], -r.time))
     if not gave_up:
         return f"{late.name} is the farthest behind: it was last seen {_ago(late)} {late.place}."
-    return _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
+    text = _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
+    if not others:  # the connection itself may have failed: the error that came first says how
+        first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
+        lines = error_lines(folder, first.rank)
+        if lines:
+            text += f"\nThe first error, of {first.name}:" + "".join(f"\n  {line}" for line in lines)
+    return text
+
+
+def with_word_left(folder: Path, codes: Mapping[int, int | None]) -> dict[int, int | None]:
+    """Exit codes, with those that ranks which have failed, but not ended yet, left word of."""
+    left = {rank: read(folder, rank) for rank, code in codes.items() if code is None}
+    return {**codes, **{rank: r.code for rank, r in left.items() if r is not None}}
 
 
 def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
-    """The ranks that ended by their own fault: by a signal, else by a mistake of the user (exit code 2), else by an error."""
-    killed = [r for r, code in codes.items() if code is not None and code < 0 and not _aborted_waiting(folder, r, codes)]
-    told = [r for r, code in codes.items() if code == 2]
+    """The ranks that ended by their own fault, the first to fail first: by a signal, else by an error that they left word
+    of, else by a mistake of the user (exit code 2), else by another error."""
     failed = [r for r, code in codes.items() if code is not None and code > 0 and code not in (2, LOST)]
+    own = sorted((r for r in failed if error_path(folder, r).exists()), key=lambda r: _failed_at(folder, r))
+    killed = [r for r, code in codes.items() if code is not None and code < 0 and not _aborted_waiting(folder, r, codes)]
+    if own:  # an abort may follow from another's error
+        killed = [r for r in killed if codes[r] != -signal.SIGABRT]
+    told = [r for r, code in codes.items() if code == 2]
     first = [r for r in failed if not speaks_of_peers("\n".join(last_lines(folder, r)))]
-    return killed or told or first or failed
+    return killed or own or told or first or failed
+
+
+def _failed_at(folder: Path, rank: int) -> float:
+    """When a rank left word of its error, in seconds since the epoch; never where it did not."""
+    try:
+        return error_path(folder, rank).stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -> bool:
@@ -198,7 +255,7 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     record, code = records[rank], codes.get(rank)
     name = record.name if record else f"rank {rank} on {host()}"
     if code is None:
-        how = f"is gone (its process {record.pid} has ended)"
+        how = f"is gone (its process {record.pid} has ended)"  # without a parent nobody knows by what
     elif code < 0:
         how = f"was killed by {_signal_name(-code)} (exit code {code})"
     else:
@@ -207,6 +264,8 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     if len(gone) > 1:
         text += f", and so did {_ranks(gone[1:])}"
     lines = last_lines(folder, rank)
+    if not lines and record and process_state(record) not in ("gone", None):  # it has not come to write them
+        lines = error_lines(folder, rank)
     if lines:
         text += "; the last lines it wrote:\n" + "\n".join(f"  {line}" for line in lines)
     elif code == -signal.SIGKILL:
@@ -244,8 +303,17 @@ def _signal_name(number: int) -> str:
 
 def last_lines(folder: Path, rank: int, n: int = LINES) -> list[str]:
     """The end of what a worker wrote to its standard error, where a parent keeps it; [] for rank 0, whose output is on the screen."""
+    return _last_lines(log_path(folder, rank), n)
+
+
+def error_lines(folder: Path, rank: int) -> list[str]:
+    """The end of the error that a rank left word of."""
+    return _last_lines(error_path(folder, rank), LINES)
+
+
+def _last_lines(path: Path, n: int) -> list[str]:
     try:
-        with log_path(folder, rank).open("rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16_384))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -270,12 +338,34 @@ def speaks_of_peers(text: str) -> bool:
     return bool(_PEERS.search(text))
 
 
-class Lost(UserError):
-    """This process ends only because another is gone or does not come. `quiet`: someone else tells the user."""
+def from_collective(error: BaseException) -> bool:
+    """Whether an error came out of a collective, or of the store that processes meet in, since another is gone or late.
 
-    def __init__(self, text: str, quiet: bool):
+    gloo, NCCL and the store raise RuntimeError or a class made from it, inside PyTorch or where this room waits for them. An
+    error of the same words from elsewhere (a data set that is read over a network, a task) is its own. What was made from
+    such an error while a checkpoint was written, on this or another process, is one too.
+    """
+    import torch
+
+    rooms = [Path(torch.__file__).parent, Path(__file__).parent]
+    seen: BaseException | None = error
+    while seen is not None:
+        others = getattr(seen, "failures", {}).values()  # DCP's has every process's
+        for cause, frames in [(seen, traceback.extract_tb(seen.__traceback__)), *others]:
+            place = Path(frames[-1].filename) if frames else Path()
+            inside = any(place.is_relative_to(room) for room in rooms) and "utils/data" not in place.as_posix()
+            if isinstance(cause, RuntimeError) and inside and speaks_of_peers(str(cause)):
+                return True
+        seen = seen.__context__ if isinstance(seen, UserError) else None
+    return False
+
+
+class Lost(UserError):
+    """This process ends, with `code`, only because another is gone or does not come. `quiet`: someone else tells the user."""
+
+    def __init__(self, text: str, quiet: bool, code: int = LOST):
         super().__init__(text)
-        self.quiet = quiet
+        self.quiet, self.code = quiet, code
 
 
 def supervised() -> bool:
@@ -285,7 +375,7 @@ def supervised() -> bool:
 
 def command(folder: Path, processes: int) -> str:
     """What goes on with a run of so many workers that this program starts."""
-    return f"gradus train {folder} --resume --processes {processes}"
+    return f"gradus train {shlex.quote(str(folder))} --resume --processes {processes}"
 
 
 def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
@@ -294,55 +384,62 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     Leaves word of it in the record, so that ranks that gave up are known from the one that they waited for; without a parent to tell
     the user, waits up to `patience` seconds for the others' word. Only one of those that gave up is not `quiet`.
     """
-    import torch.distributed as dist
-
-    text = str(exception)
-    kinds = (RuntimeError, ConnectionError, TimeoutError, dist.DistError, UserError)  # a checkpoint that was not written is a UserError
-    if world.size == 1 or not (isinstance(exception, kinds) and speaks_of_peers(text)):
+    if world.size == 1 or not from_collective(exception):
         return None
-    _leave_word(folder, world.rank, text)
+    waited = _WAITED.search(str(exception))
+    seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
+    _leave_word(folder, world.rank, exception, lost=seconds)
     if supervised():
         return Lost("another rank is gone", quiet=True)
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
-        waiting = [r for r in records if r is None or (r.lost is None and process_state(r) != "gone")]
-        if not waiting:
+        heard = [r for r in records if r is not None and (r.lost is not None or r.code is not None or process_state(r) == "gone")]
+        if len(heard) == world.size:
             break
         time.sleep(0.05)
     text = diagnose(folder, world.size)
+    # one code of all, since srun and mpirun give but one
+    code = next((r.code for r in records if r is not None and r.code is not None), LOST)
     try:  # the first to come tells the user
         os.close(os.open(_told_path(folder), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        return Lost(text, quiet=True)
+        return Lost(text, True, code)
     except OSError:
         pass  # a folder that is gone: better said twice than not at all
-    return Lost(text, quiet=False)
+    return Lost(text, False, code)
 
 
 def _told_path(folder: Path) -> Path:
     return Path(folder) / "ranks" / "told"
 
 
-def _leave_word(folder: Path, rank: int, text: str) -> None:
-    mine, waited = read(folder, rank), _WAITED.search(text)
+def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) -> None:
+    """Add to this process's record why it ends, and write the error's traceback beside it."""
+    with contextlib.suppress(OSError):
+        error_path(folder, rank).write_text("".join(traceback.format_exception(error)), errors="replace")
+    mine = read(folder, rank)
     if mine is None:
         return
-    seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
-    record = json.dumps(dataclasses.asdict(mine) | {"lost": seconds}, separators=(",", ":"))
-    file = os.open(record_path(folder, rank), os.O_WRONLY)
-    os.pwrite(file, record.encode().ljust(SIZE - 1) + b"\n", 0)
-    os.close(file)
+    fields = {k: v for k, v in (dataclasses.asdict(mine) | word).items() if v is not None or k == "step"}
+    record = json.dumps(fields, separators=(",", ":"))
+    with contextlib.suppress(OSError), open(record_path(folder, rank), "r+b", buffering=0) as file:
+        file.write(record.encode().ljust(SIZE - 1) + b"\n")
 
 
 @contextlib.contextmanager
-def watched(folder: Path, world: World) -> Iterator[None]:
-    """Around what all ranks do together: where an error means that another rank is gone, say which and end with LOST."""
+def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Around what all ranks do together: where an error means that another rank is gone, say which and end with LOST. Of any
+    other error word is left in the run folder, except of those `passing`, which are no errors."""
     try:
         yield
+    except passing:
+        raise
     except Exception as e:
         error = lost(folder, e, world)
         if error is None:
+            if world.size > 1:
+                _leave_word(folder, world.rank, e, code=exit_code(e))
             raise
         end(error)
 
@@ -352,4 +449,4 @@ def end(error: Lost) -> NoReturn:
 
     if not error.quiet:
         print(f"error: {error}", file=sys.stderr)
-    leave(LOST)
+    leave(error.code)

@@ -16,12 +16,13 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from gradus.errors import UserError
+from gradus.errors import EnvironmentFault, UserError, need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
         if "EADDRINUSE" in reason:
             raise UserError(f"{socket.gethostname()}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one.") from None
         where = f"{world.address}:{world.port}"
-        raise UserError(
+        raise EnvironmentFault(
             f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at {where} ({reason}). "
             "Were all of them started? Is MASTER_ADDR reachable from here?"
         ) from None
@@ -224,6 +225,19 @@ def mistake(text: str) -> str | None:
                 return None
             time.sleep(0.1)
     return f"rank {rank} on {socket.gethostname()}: {text}"
+
+
+def load_mpi(what: str) -> ModuleType:
+    """mpi4py's MPI, which `what` asks for. Raises UserError where the package is missing, or the MPI library that it loads."""
+    need("mpi4py", "mpi", what)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:  # its wheels bring no MPI library and look for one when they are imported
+        raise UserError(
+            f"{what}: mpi4py is here, an MPI library is not ({str(e).splitlines()[0]}). "
+            "Install one (Debian: apt-get install openmpi-bin) and start with its mpirun: mpirun -n 2 gradus ..."
+        ) from None
+    return MPI
 
 
 def leave(code: int = 0) -> NoReturn:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradus import hardware
+from gradus import hardware, limits
 from gradus.errors import UserError
 from gradus.hardware import Cluster, Device, Link
 from gradus.plan import analytic, collectives, roofline
@@ -71,10 +71,7 @@ class Case:
 
 def load(path: str | Path) -> list[Point]:
     """The points of a file. Raises UserError where it is no list of points."""
-    try:
-        points = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as points ({error}). Give a JSON list of {{id, model, config, metric, value, ...}}") from None
+    points = limits.read_json(path, limits.POINTS_FILE)
     if not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
         raise UserError(f"{path}: not a list of points, each {{id, model, config, hardware, n_devices, batch, seq, metric, value, unit, source}}")
     return points

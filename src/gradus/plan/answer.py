@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import re
 from pathlib import Path
 
 from gradus import hardware
 from gradus import recipe as recipes
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import DataError, UserError, did_you_mean
 from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
+from gradus.parallel.world import World
 from gradus.plan.figures import figure
+from gradus.plan.keys import kind_of, layout_keys, said_keys
 from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
@@ -29,6 +32,7 @@ class Request:
     on: str | None = None  # "8xA100-80GB", "H100", "this"
     tokens: float | None = None  # to train on, in place of the recipe's steps
     days: float | None = None  # a deadline
+    json_file: str | None = None  # Hugging Face's TrainingArguments
 
 
 @dataclasses.dataclass
@@ -40,45 +44,62 @@ class Answer:
     headline: list[str]
     notes: list[str]
     fits: bool | None  # None: the memory of the device is not known
-    layout_keys: str  # what of the layout is not the default, as key=value
+    layout_keys: str  # the layout as words ready to paste; where --days found the number of devices, with --on
     advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
+    chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
 
     def value(self, name: str, **conditions) -> float | None:
         return next((r.value for r in self.rows if r.name == name and all(r.conditions.get(k) == v for k, v in conditions.items())), None)
 
 
+def pinned(request: Request, made: Answer) -> Request:
+    """The request whose answer is this one again: what the plan chose is given."""
+    if not made.chosen:
+        return request
+    rest = [o for o in request.overrides if o.partition("=")[0].strip().partition(".")[0] != "layout"]
+    words = [word for word in made.layout_keys.split() if word.startswith("layout.")]
+    return dataclasses.replace(request, overrides=(*rest, *words), on=f"{made.n}x{kind_of(request.on)}")
+
+
 def answer(request: Request) -> Answer:
     """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
     notes: list[str] = []
-    _positive(request)
-    recipe, task, bare = open_recipe(request, notes)
-    cluster, counted = _cluster(request)
-    chosen = bool(bare) and not any(o.partition("=")[0] in SPLITS for o in request.overrides)
-    if cluster:
-        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    recipe, task, cluster, counted, chosen = asked(request, notes)
     if not (cluster and request.days and not counted):
         return _on(request, recipe, task, cluster, chosen, notes)
     made = None
     for _ in range(4):  # found by closed forms: where the traced step is slower, or does not fit, the next number is taken
         cluster = _devices_for(request, recipe, cluster, chosen, more_than=made.n if made else 0)
         made = _on(request, recipe, task, cluster, chosen, list(notes))
-        late = made.value("budget/time", case="expected") > request.days * DAY
-        if made.fits is not False and not late:
+        if made.fits is not False and made.value("budget/time", case="expected") <= request.days * DAY:
             made.notes.append(f"{made.n:,} is the fewest of 1, 2, 3, 4, 6, 8, ... (in whole nodes) that are done in {request.days:g} days")
             break
+    made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
     return made
+
+
+def asked(request: Request, notes: list[str]):
+    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout). Raises UserError."""
+    _positive(request)
+    recipe, task, bare = open_recipe(request, notes)
+    cluster, counted = _cluster(request)
+    if cluster:
+        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS
 
 
 def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, chosen: bool, notes: list[str]) -> Answer:
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     if chosen and n > 1:
         made = _best(request, recipe, task, cluster, notes)
+        made.chosen = True
     else:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
         made = _answer(request, recipe, task, cluster, n, notes)
+    made.layout_keys = layout_keys(made.recipe.layout, recipe.layout, said_keys(request.overrides))
     if made.fits is False:
-        made.advice = _advice(made.recipe, cluster, task, made.value("memory/device"))
+        made.advice = _advice(request, made, recipe.layout, task)
     from gradus.plan.show import headline
 
     made.headline = headline(made, request)
@@ -108,9 +129,10 @@ def _best(request: Request, recipe: Recipe, task, cluster: Cluster, notes: list[
 # ---------------------------------------------------------------- what is asked
 
 DAY = 86_400.0
+IMAGENET = 1000  # classes
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
 TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
-SPLITS = tuple(f"layout.{key}" for key in ("shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"))
+SPLITS = {"shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"}  # who sets one sets the layout
 
 
 def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
@@ -118,7 +140,7 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
     one = mesh.needed(recipe.layout)
     if n % one:
         axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(recipe.layout, one).items() if k > 1)
-        device = (on or "").lstrip("0123456789").lstrip("x×* ")
+        device = kind_of(on or "")
         many = one * max(1, round(n / one))
         raise UserError(f"layout: {axes} = {one} devices, of which {n} is no multiple. Use --on {many}x{device}, or other layout.* keys.")
 
@@ -135,23 +157,26 @@ def open_recipe(request: Request, notes: list[str]):
     from gradus.plan import hf
     from gradus.train import resolve
 
-    name = request.recipe
+    name, cluster = request.recipe, _cluster(request)[0] if request.json_file else None
+    here = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
+    given = resolve.Given(request.json_file, here)
     if name.startswith("hf:"):
         _offline_without_a_network()
     bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
     if bare:
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
-        recipe = recipes.load(bare, [*request.overrides, *_samples_as_long(request.overrides)], notes=notes, text=recipes.dump(base))
+        words = [*request.overrides, *_samples_as_long(request.overrides)]
+        recipe = given.read(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
         if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
                 recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
                 notes.append(f"a step has {now:,.0f} places instead of {then:,.0f}: {recipe.train.steps:,} steps, for as many in the whole")
         return recipe, None, bare
-    if not Path(name).expanduser().exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
+    if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
         raise UserError(f"{name}: no such recipe or preset.{did_you_mean(name, known)} gradus recipes and gradus models list them.")
-    recipe, more = resolve.load(name, list(request.overrides))
+    recipe, more = resolve.load(name, list(request.overrides), given)
     notes += more
     recipe, task = _open(recipe, notes)
     return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
@@ -165,7 +190,8 @@ def _samples_as_long(overrides) -> list[str]:
 
 
 def _open(recipe: Recipe, notes: list[str]):
-    """The recipe completed by its data, and its task. Without the data, what the recipe says itself has to do."""
+    """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
+    mistake in it is told."""
     import logging
 
     from gradus.train.session import open_session
@@ -175,26 +201,18 @@ def _open(recipe: Recipe, notes: list[str]):
     alone = recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update={"device": "cpu"})})
     try:
         session = open_session(alone)
-    except (UserError, OSError) as e:
-        if not isinstance(e, OSError) and not _of_the_data(str(e), recipe):
-            raise
+    except (DataError, OSError) as e:
         why = str(e).splitlines()[0].rstrip(".")
-        missing = [f"model.{key}=N" for key in ("vocab_size", "n_classes") if getattr(recipe.model, key, 0) is None and _wants(recipe, key)]
+        if recipe.model.family == "vit" and recipe.model.n_classes is None:
+            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
+            notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
+        wanted = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
+        missing = [f"model.{key}=N" for key, needed in wanted.items() if needed and getattr(recipe.model, key, 0) is None]
         if missing:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None
     return session.recipe.model_copy(update={"layout": recipe.layout}), session.task
-
-
-def _of_the_data(message: str, recipe: Recipe) -> bool:
-    """Whether an error is of the data or the tokenizer: it names one of them, or what they are read from."""
-    values = [v for section in (recipe.data, recipe.tokenizer) if section is not None for _, v in section]
-    return any(word in message for word in ("data", "tokenizer", *(v for v in values if isinstance(v, str) and len(v) > 5)))
-
-
-def _wants(recipe: Recipe, key: str) -> bool:
-    return key == "vocab_size" or recipe.task.name == "classification"
 
 
 def _offline_without_a_network() -> None:
@@ -323,44 +341,42 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
     fits = None if capacity is None else memory.device_total <= capacity
     work = traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
-    time = None
-    if cluster:
+    if cluster and fits is not False:  # of what does not fit there is no time, no price
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, work, notes)
     if recipe.model.preset == "gpt3-175b" and request.tokens == 300e9:
         rows += _lecture(notes)
-    keys = layout_keys(recipe.layout)
-    return Answer(recipe, cluster, n, rows, [], notes, fits, keys)
+    return Answer(recipe, cluster, n, rows, [], notes, fits, layout_keys(recipe.layout))
 
 
-def _advice(recipe: Recipe, cluster: Cluster, task, now: float) -> list[str]:
-    """What would fit: the nearest other layout, found by closed forms and confirmed by a trace; and the device on which it would as it is."""
+def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
+    """What would fit, ready to paste: the nearest other layout, found by closed forms and confirmed by a trace; and the device on which it
+    would as it is. asked: the recipe's own layout."""
     from gradus import hardware
     from gradus.plan.memory import plan_memory
     from gradus.plan.search import remedies
     from gradus.plan.show import size
 
-    device, out = cluster.device, []
-    target, known = "cuda" if device.kind == "gpu" else "cpu", default_free(recipe.layout)
+    recipe, cluster, now, out = made.recipe, made.cluster, made.value("memory/device"), []
+    device = cluster.device
+    target = "cuda" if device.kind == "gpu" else "cpu"
     for c in itertools.islice(remedies(recipe, cluster), 4):
         try:
             layout = recipe.model_copy(update={"layout": c.layout})
-            needed = plan_memory(layout, c.n, target=target, device=device, task=task if c.n == 1 else None).device_total
+            needed = plan_memory(layout, c.n, target=target, device=device, task=task).device_total
         except UserError:
             continue
         if needed > device.capacity:
             continue
-        changed = {k: v for k, v in default_free(c.layout).items() if known.get(k) != v}
-        changed |= {k: getattr(Layout(), k) for k in known if k not in default_free(c.layout)}
-        on = f"--on {c.n}x{device.name} " if c.n != cluster.n else ""
-        keys = " ".join(f"layout.{k}={_text(v)}" for k, v in changed.items())
+        on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
+        keys = layout_keys(c.layout, asked, said_keys(request.overrides))
         out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / device.capacity:.0%})")
         break
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: d.capacity)
-        out.append(f"--on {cluster.n}x{least.name}: it fits as it is ({now / least.capacity:.0%})")
+        out.append(f"--on {cluster.n}x{least.name} {made.layout_keys}".rstrip() + f": it fits as it is ({now / least.capacity:.0%})")
     return out
 
 
@@ -375,20 +391,6 @@ def _lecture(notes: list[str]) -> list[Row]:
     )
     six.name, eight.name = "rule/devices_6nd", "rule/devices_8nd"
     return [six, eight]
-
-
-def layout_keys(layout: Layout) -> str:
-    """What is not the default, ready to paste."""
-    return " ".join(f"layout.{k}={_text(v)}" for k, v in default_free(layout).items())
-
-
-def default_free(layout: Layout) -> dict:
-    default = Layout()
-    return {k: v for k, v in layout if v != getattr(default, k) and k != "device"}
-
-
-def _text(value) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
@@ -583,7 +585,8 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    found = of_layouts(recipe, cluster, steps=steps, confirm=True)
+    found = of_layouts(recipe, cluster, steps=steps, confirm=True, task=task)
+    found.said = said_keys(request.overrides)
     return [*found.lines(), *_notes(notes)], found.rows()
 
 

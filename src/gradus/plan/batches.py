@@ -9,6 +9,7 @@ import numpy as np
 from gradus.data.loader import Plan, sample_rng
 from gradus.errors import UserError
 from gradus.parallel.mesh import DATA, sizes
+from gradus.recipe.presets import config_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.causal_lm import CausalLM
@@ -36,6 +37,8 @@ def complete(recipe: Recipe) -> Recipe:
             update |= {"head": "classification", "pooler": True}
     if task.name == "classification" and model.n_classes is None and task.classes:
         update["n_classes"] = len(task.classes)
+    elif task.name == "classification" and model.n_classes is None and model.preset:
+        update["n_classes"] = getattr(config_of(model.preset), "n_classes", None)  # as published, where only the data would know better
     model = model.model_copy(update=update)
     if model.family != "vit" and model.vocab_size is None:
         raise UserError("model.vocab_size: not known without the data. Set it, or make the data reachable.")
@@ -103,7 +106,8 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None, target_len:
         task = _blank(MaskedLM, recipe)
         task.next_sentence = config.next_sentence
         task.tokenizer, task.cls, task.sep = vocabulary, vocabulary.cls_id, vocabulary.sep_id
-        make = lambda i: {"ids": ids(i, length - (3 if config.next_sentence else 2))}  # noqa: E731
+        room = length - (3 if config.next_sentence else 2)
+        make = lambda i: {"ids": ids(i, room), "split": "train", "at": i}  # noqa: E731
     elif config.name == "classification":
         task = _blank(TextClassification, recipe)
         task.max_len, task.classes = length, [str(i) for i in range(model.n_classes)]

@@ -541,8 +541,6 @@ def run(args: Any) -> int:
 
     if args.seconds < 30:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
-    if args.threads is not None and args.threads < 1:
-        raise UserError(f"--threads {args.threads}: must be a positive whole number.")
     if args.threads:
         torch.set_num_threads(args.threads)
     device = calibrate(args.seconds, pick_device("auto"), lambda line: print(line, flush=True))

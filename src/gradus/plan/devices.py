@@ -12,6 +12,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
 from gradus.plan.budget import SIGNS
 from gradus.plan.figures import figure
+from gradus.plan.keys import layout_keys
 from gradus.plan.serving import ENCODERS, cache_of, serving
 from gradus.plan.work import Work
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -37,11 +38,11 @@ def alone(recipe: Recipe, numbers: str) -> Recipe:
     return recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update=PRECISIONS[numbers])})
 
 
-def computed_in(work: Work, numbers: str, other: str) -> Work:
-    """The same work with its `numbers` operations in `other` of the same width, of matrix products and attention where that is tf32."""
+def in_tf32(work: Work) -> Work:
+    """The same work with its fp32 matrix products in tf32, as plan/trace.py takes layout.tf32; attention's kernels stay in fp32."""
 
     def changed(op):
-        return dataclasses.replace(op, dtype=other) if op.dtype == numbers and (other != "tf32" or op.kind != "memory") else op
+        return dataclasses.replace(op, dtype="tf32") if op.dtype == "fp32" and op.kind == "matmul" else op
 
     return dataclasses.replace(work, micro=[changed(op) for op in work.micro], step=[changed(op) for op in work.step])
 
@@ -73,8 +74,8 @@ def rank_devices(
     precisions: list[str] | None = None,
     whole: bool = False,
 ) -> list[dict[str, Any]]:
-    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, seconds (a step), hours and cost
-    (low, expected, high; None without a price) per `per`, currency, missing (bytes).
+    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a step),
+    hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes).
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
     micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name or precision.
@@ -89,13 +90,13 @@ def rank_devices(
     planned: dict[tuple[str, str], tuple[Any, Work]] = {}
 
     def plan(numbers: str, target: str) -> tuple[Any, Work]:
-        """fp32 and bf16 are traced; tf32 and fp16 are they, in other numbers of the same width."""
-        width = {"tf32": "fp32", "fp16": "bf16"}.get(numbers, numbers)
-        if (width, target) not in planned:
-            one = alone(recipe, width)
-            planned[width, target] = plan_memory(one, 1, target=target, device=None, task=task), traced_work(one, 1, target=target, task=task)
-        memory, work = planned[width, target]
-        return memory, work if width == numbers else computed_in(work, width, numbers)
+        """tf32 is fp32, traced once, with other matrix products."""
+        traced = numbers.replace("tf32", "fp32")
+        if (traced, target) not in planned:
+            one = alone(recipe, traced)
+            planned[traced, target] = plan_memory(one, 1, target=target, device=None, task=task), traced_work(one, 1, target=target, task=task)
+        memory, work = planned[traced, target]
+        return memory, in_tf32(work) if numbers == "tf32" else work
 
     found = []
     for device in _candidates(path, names):
@@ -105,21 +106,23 @@ def rank_devices(
                 continue
             memory, work = plan(numbers, "cpu" if device.kind == "cpu" else "cuda")
             steps, per = epoch_of(recipe, task, work, whole)
-            seconds = step_time(work, Cluster(device, 1)).total
-            hours = steps * seconds / 3600
             capacity, taken = device.capacity, memory.reserved + memory.framework
+            fits = taken <= capacity
+            seconds = step_time(work, Cluster(device, 1)).total if fits else None
+            hours = steps * seconds / 3600 if fits else None
             found.append(
                 {
                     "device": device.name,
                     "precision": numbers,
                     "memory": taken,
                     "capacity": capacity,
-                    "fits": taken <= capacity,
+                    "fits": fits,
+                    "layout": layout_keys(alone(recipe, numbers).layout, recipe.layout, ("precision",)),
                     "missing": max(0.0, taken - capacity),
                     "seconds": seconds,
                     "hours": hours,
                     "per": per,
-                    "cost": None if price is None else (hours * price.low, hours * price.expected, hours * price.high),
+                    "cost": None if price is None or not fits else (hours * price.low, hours * price.expected, hours * price.high),
                     "currency": None if price is None else price.currency,
                     "date": None if price is None else price.date,
                 }
@@ -129,7 +132,7 @@ def rank_devices(
 
 def order(one: dict[str, Any]) -> tuple:
     if not one["fits"]:
-        return 2, one["missing"], one["hours"]
+        return 2, one["missing"], 0.0
     return (1, one["hours"], 0.0) if one["cost"] is None else (0, one["cost"][1], one["hours"])
 
 
@@ -152,13 +155,15 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -
     from gradus.plan.show import duration, money, size
 
     per = ranked[0]["per"] if ranked else "epoch"
-    header = ["device", "precision", "memory", "of", "", "a step", f"time per {per}", f"money per {per}", "low", "high"]
+    header = ["device", "precision", "memory", "of", "", "a step", f"time per {per}", f"money per {per}", "low", "high", "--on DEVICE and"]
     body = []
     for one, precisions in _together(ranked):
         fits = "fits" if one["fits"] else f"{size(one['missing'])} too much"
-        low, expected, high = ("-", "no price", "-") if one["cost"] is None else (money(c, one["currency"]) for c in one["cost"])
-        taken, long = size(one["memory"]), duration(one["hours"] * 3600)
-        body.append([one["device"], precisions, taken, size(one["capacity"]), fits, duration(one["seconds"]), long, expected, low, high])
+        low, expected, high = "-", "no price" if one["fits"] else "-", "-"
+        if one["cost"] is not None:
+            low, expected, high = (money(c, one["currency"]) for c in one["cost"])
+        took = (duration(one["seconds"]), duration(one["hours"] * 3600)) if one["fits"] else ("-", "-")
+        body.append([one["device"], precisions, size(one["memory"]), size(one["capacity"]), fits, *took, expected, low, high, one["layout"]])
     answer = [
         "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first (expected price);",
         "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. --json: all of them",
@@ -187,7 +192,7 @@ def _together(ranked: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
         key = (one["device"], one["seconds"], one["memory"]) if one["fits"] else (one["device"],)
         if key not in found:
             found[key] = one, one["precision"]
-        elif one["fits"] or one["seconds"] == found[key][0]["seconds"]:
+        elif one["fits"] or one["memory"] == found[key][0]["memory"]:
             found[key] = found[key][0], f"{found[key][1]}, {one['precision']}"
     return list(found.values())
 
@@ -196,9 +201,11 @@ def rows(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) ->
     """The same as rows: device/memory, device/step, device/hours, device/cost; and those of serving."""
     answer = []
     for one in ranked:
-        at = {"device": one["device"], "precision": one["precision"]}
+        at = {"device": one["device"], "precision": one["precision"], "layout": one["layout"]}
         given = {"memory": one["memory"], "capacity": one["capacity"]}
         answer.append(figure("device/memory", one["memory"], "bytes", "reserved + framework", given, fits=one["fits"], **at))
+        if not one["fits"]:
+            continue
         text = "the parts of gradus plan --on this device"
         answer.append(figure("device/step", one["seconds"], "s", text, source="plan/step.py", fits=one["fits"], **at))
         given, per = {"seconds": one["seconds"]}, one["per"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradus import limits
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
@@ -29,6 +30,7 @@ from gradus.plan.show import size
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
+from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer
 from gradus.train.session import Session, dropout_seed, open_for, open_session
 
@@ -128,18 +130,9 @@ def parse_size(text: str, key: str = "--memory") -> int:
     """`8GiB`, `8GB`, `500 MB` → bytes. Raises UserError."""
     units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].lower() not in units or float(found[1]) <= 0:
+    if not found or found[2].lower() not in units or not 0 < float(found[1]) * units[found[2].lower()] < 1e18:
         raise UserError(f"{key} {text}: not a size. Write for example 8GiB (2^30 bytes each) or 8GB (10^9).")
     return int(float(found[1]) * units[found[2].lower()])
-
-
-def parse_numbers(text: str, key: str, least: int = 1) -> list[int]:
-    """`8,16,32` → [8, 16, 32]. Raises UserError."""
-    words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not word.isdecimal() or int(word) < least]
-    if wrong:
-        raise UserError(f"{key} {text}: {wrong[0] or 'nothing'!r} is no whole number of {least} or more. Write for example {key} 8,16,32")
-    return list(dict.fromkeys(int(word) for word in words))
 
 
 # ---------------------------------------------------------------- what is measured, in a process of its own
@@ -155,14 +148,19 @@ def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any
 
 
 def measured_step(recipe: Recipe, folder: str, here: World) -> tuple[Trainer, dict[str, float]]:
-    """(the trainer, bytes at the peak of one step of the largest batch), the optimizer's state there already."""
+    """(the trainer, bytes at the peak of one step of the largest batch), the optimizer's state there already.
+
+    need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before there is the profiler that counts its tensors.
+    """
     session = open_session(recipe, None, here)
     before = resident()
     trainer, micro_batches = step_of(session, Path(folder))
-    trainer.step(micro_batches)
+    for _ in range(2):
+        trainer.step(micro_batches)
+    process = peak_memory(session.device)
     with memory_of_step(trainer, micro_batches) as found:
         trainer.step(micro_batches)
-    return trainer, {**found, "resident": before, "need": found.get("device", found["allocated"] + before)}
+    return trainer, {**found, "resident": before, "need": found.get("device", process)}
 
 
 def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
@@ -231,18 +229,19 @@ def loader_speed(session: Session, seconds: float = LOADED) -> float:
 
 def fit(recipe: Recipe, args: Any) -> Iterator[str]:
     """`gradus fit RECIPE`. Yields what is printed. Raises UserError."""
-    if args.sweep and args.workers:
+    if args.sweep is not None and args.workers is not None:
         raise UserError("--sweep and --workers are different questions. Give one of them.")
     n = needed(recipe.layout)
     session = open_for(recipe, n)
     given = session.recipe
     own = capacity(session.device) // (n if session.device.type == "cpu" else 1)
-    room = Room(parse_size(args.memory) if args.memory else own, n, session.device.type, device_of(session.device), resident(), session.task)
+    budget = own if args.memory is None else parse_size(args.memory)
+    room = Room(budget, n, session.device.type, device_of(session.device), resident(), session.task)
     with tempfile.TemporaryDirectory() as folder:
-        if args.sweep:
-            rows, lines = sweep(given, room, parse_numbers(args.sweep, "--sweep"), folder)
-        elif args.workers:
-            rows, lines = workers(given, room, parse_numbers(args.workers, "--workers", 0), folder)
+        if args.sweep is not None:
+            rows, lines = sweep(given, room, limits.numbers(args.sweep, "--sweep", most=MOST), folder)
+        elif args.workers is not None:
+            rows, lines = workers(given, room, limits.numbers(args.workers, "--workers", 0, limits.WORKERS), folder)
         else:
             rows, lines = largest(given, room, own, folder)
     yield from (row.json() for row in rows) if args.json else lines
@@ -261,11 +260,17 @@ def measured(told: dict[str, float]) -> dict[str, Any]:
     return {"kind": "measured", "peak": told["allocated"], "resident": told["resident"]}
 
 
-def error_of(need: float, told: dict[str, float], room: Room) -> float:
-    """Of the plan, by what was measured. On a CPU of the step's tensors alone: what a process has before would only hide it."""
+def measures(need: float, told: dict[str, float] | None, room: Room) -> dict[str, tuple[float, float | None]]:
+    """What of memory was planned, and measured, by name: on a CPU the step's tensors and the process, of a GPU all that it shows."""
     if room.target == "cuda":
-        return need / told["need"] - 1
-    return (need - room.resident) / told["allocated"] - 1
+        return {"device": (need, told and told["need"])}
+    return {"tensors": (need - room.resident, told and told["allocated"]), "process": (need, told and told["need"])}
+
+
+def said(found: dict[str, tuple[float, float | None]]) -> str:
+    """'tensors 1 GB, process 2 GB' as planned, or as measured with the plan's error."""
+    words = (f"{size(p)}" if m is None else f"{size(m)} (planned {p / m - 1:+.1%})" for p, m in found.values())
+    return ", ".join(f"{name} {text}" for name, text in zip(found, words))
 
 
 def common(recipe: Recipe, room: Room) -> dict[str, Any]:
@@ -289,20 +294,21 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
         found = largest_micro_batch(recipe, room, limit, lambda k: known.get(k) or need(k))
     conditions = {**common(recipe, room), "budget": room.budget}
     if found is None:
-        text = f"not even one sample fits: {size(known[1])} a process of {size(room.budget)}"
+        text = f"not even one sample fits: {said(measures(known[1], None, room))} of {size(room.budget)}"
         return [Row("fit/micro_batch", 0, "samples", None, {**conditions, "kind": "predicted"})], [
-            f"{text}. Try layout.checkpointing=full, layout.precision=bf16, or layout.shard=N over more processes."
+            f"{text}. {_remedy(recipe, room)}"
         ]
     chosen = with_micro_batch(recipe, found, room.n, share)
     rows = [
         Row("fit/micro_batch", found, "samples", None, {**conditions, "kind": "predicted", "traces": len(known)}),
         Row("fit/need", known[found], "bytes", None, {**conditions, "micro_batch": found, "kind": "predicted"}),
     ]
-    beyond = f" (more than its {share}: with batch.samples={chosen.batch.samples})" if found > share else " (its whole batch)" * (found == share)
+    keys = f"batch.samples={chosen.batch.samples} " * (found > share) + f"layout.micro_batch={found}"
+    beyond = f" (more than its {share})" if found > share else " (its whole batch)" * (found == share)
     margin = room.budget - known[found]
     lines = [
-        f"layout.micro_batch={found}{beyond}: {size(known[found])} of {size(room.budget)} a process by the plan, {size(margin)} "
-        f"({margin / room.budget:.1%}) to spare; {len(known)} traces"
+        f"{keys}{beyond}: {said(measures(known[found], None, room))} of {size(room.budget)} by the plan, "
+        f"{size(margin)} ({margin / room.budget:.1%}) to spare; {len(known)} traces"
     ]
     if found == most:
         lines.append("more does not make a batch: that is all the data" if most > share else "more does not make a batch of this recipe")
@@ -313,13 +319,21 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     if isinstance(told, str):
         return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
     rows.append(Row("fit/need", told["need"], "bytes", None, {**conditions, "micro_batch": found, **measured(told)}))
-    error = error_of(known[found], told, room)
     verdict = "confirmed" if told["need"] <= room.budget else "NOT confirmed"
     lines.append(
-        f"{verdict} by one step: {size(told['need'])} measured (the plan's step {error:+.1%}), {size(abs(room.budget - told['need']))} "
+        f"{verdict} by one step: {said(measures(known[found], told, room))}, {size(abs(room.budget - told['need']))} "
         f"{'to spare' if told['need'] <= room.budget else 'too much: take a smaller one'}"
     )
     return rows, lines
+
+
+def _remedy(recipe: Recipe, room: Room) -> str:
+    """What would make one sample fit, as words to paste."""
+    for changes in ({"checkpointing": "full"}, {"precision": "bf16"}, {"checkpointing": "full", "precision": "bf16"}):
+        changed = recipe.model_copy(update={"layout": recipe.layout.model_copy(update={**changes, "micro_batch": 1})})
+        if changed.layout != recipe.layout and (need := room.need(changed)) <= room.budget:
+            return f"Set {' '.join(f'layout.{k}={v}' for k, v in changes.items())} layout.micro_batch=1: {size(need)}"
+    return "Nor does it with full checkpointing and bf16: share it among more processes (layout.shard), or take a smaller model."
 
 
 def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
@@ -335,21 +349,26 @@ def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tup
             rows.append(Row("fit/samples_per_s", changed.batch.samples / step, "samples/s", None, {**conditions, "kind": "predicted"}))
         expected = f"{changed.batch.samples / step:,.1f}" if step else "-"
         if need > room.budget:
-            table.append((str(k), expected, "-", size(need), "-", "does not fit"))
+            table.append((str(k), expected, "-", *cells(measures(need, None, room)), "does not fit"))
             continue
         told = run_apart(room.n, timed_steps, changed, folder)
         if isinstance(told, str):
-            table.append((str(k), expected, "-", size(need), "-", told[:60]))
+            table.append((str(k), expected, "-", *cells(measures(need, None, room)), told[:60]))
             continue
         rows += [
             Row("fit/samples_per_s", told["samples_per_s"], "samples/s", None, {**conditions, "kind": "measured", "steps": TIMED}),
             Row("fit/need", told["need"], "bytes", None, {**conditions, **measured(told)}),
         ]
-        error = f"{error_of(need, told, room):+.1%}"
-        table.append((str(k), expected, f"{told['samples_per_s']:,.1f}", size(need), size(told["need"]), error))
-    head = ("micro-batch", "samples/s planned", "measured", "memory planned", "measured", "error")
-    note = "" if room.target == "cuda" else ", with what it has before; the error is of the step's tensors"
-    return rows, [f"{recipe.name}: {TIMED} steps each after {WARM_UP}; memory of a process at the peak{note}", *columns(head, table)]
+        table.append((str(k), expected, f"{told['samples_per_s']:,.1f}", *cells(measures(need, told, room)), ""))
+    memory = [head for name in measures(0, None, room) for head in (f"{name} planned", "measured", "error")]
+    head = ("micro-batch", "samples/s planned", "measured", *memory, "")
+    return rows, [f"{recipe.name}: {TIMED} steps each after {WARM_UP}; memory at the peak", *columns(head, table)]
+
+
+def cells(found: dict[str, tuple[float, float | None]]) -> Iterator[str]:
+    """Of each measure: planned, measured, error."""
+    for planned, seen in found.values():
+        yield from (size(planned), *(("-", "-") if seen is None else (size(seen), f"{planned / seen - 1:+.1%}")))
 
 
 def planned_step(recipe: Recipe, room: Room) -> float | None:

@@ -54,6 +54,7 @@ def read_hf(name: str) -> Read:
 
 def map_config(hf: dict[str, Any], where: str = "config.json") -> Read:
     """The content of a config.json. Raises UserError as `from_hf`."""
+    weights.check_kinds(hf, where)
     kind = hf.get("model_type")
     if kind in REFUSED:
         field, why, nearest, instead = REFUSED[kind]
@@ -227,7 +228,7 @@ READERS: dict[str, Callable[[dict, list[str]], tuple[ModelConfig, int | None]]] 
     "gpt2": _gpt2, "opt": _opt,
     "llama": _llama, "mistral": _llama, "mixtral": _llama, "qwen2": _llama, "gemma": _llama, "phi3": _llama, "granite": _llama,
     "bert": _bert, "roberta": _bert, "xlm-roberta": _bert, "camembert": _bert,
-    "t5": _t5, "mt5": _t5, "vit": _vit, "marian": _seq2seq, "pegasus": _seq2seq,
+    "t5": _t5, "mt5": _t5, "vit": _vit, "ijepa": _vit, "marian": _seq2seq, "pegasus": _seq2seq,
 }  # fmt: skip
 
 REFUSED = {  # model_type → (field, why its parameters are not ours, the nearest family, a preset of it)

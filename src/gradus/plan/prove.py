@@ -42,7 +42,7 @@ from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.tasks.base import Task
 from gradus.train import machine
-from gradus.train.clock import begin_peak
+from gradus.train.clock import begin_peak, peaks
 from gradus.train.loop import SETTLED, Trainer
 from gradus.train.session import Session, open_for
 
@@ -164,11 +164,12 @@ def predict(case: Case) -> Predicted:
     rows += [
         figure("memory/allocated", allocated, "bytes", "sum of the components", components, rank=rank, of=of),
         figure("memory/reserved", reserved, "bytes", "as the caching allocator rounds it", of=of),
-        figure("memory/device", need, "bytes", "with the framework, or on a CPU with this process before the model", of=of),
+        whole_process(case, allocated, need, of),
         figure("memory/capacity", case.capacity, "bytes", source="this machine", processes=case.local if case.target == "cpu" else 1),
     ]
     share = case.capacity // case.local if case.target == "cpu" else case.capacity
-    line = f"plan: {size(need)} of {size(share)} a process"
+    most = f"reserved {size(reserved)}, device" if case.target == "cuda" else "process"
+    line = f"plan: tensors {size(allocated)}, {most} {size(need)} of {size(share)}"
     if foreseen:
         rows += step_rows(case, foreseen)
         seconds = next((row.value for row in rows if row.name == "time/step"), None)
@@ -178,6 +179,14 @@ def predict(case: Case) -> Predicted:
     notes = [*notes, *evaluation_note(case, largest)]
     lacking = (need, share, sum(held.values()) + need - allocated) if case.capacity and need > share else None
     return Predicted(rows, line, refuse(case, lacking, None) if lacking else None, lacking, notes)
+
+
+def whole_process(case: Case, allocated: int, need: int, of: str) -> Row:
+    """What has to fit: of a GPU all that it shows as taken, of a CPU the process with its libraries."""
+    if case.target == "cuda":
+        return figure("memory/device", need, "bytes", "reserved + framework", of=of)
+    given = {"allocated": allocated, "before": case.resident}
+    return figure("memory/process", need, "bytes", "tensors + this process before the model", given, of=of)
 
 
 def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
@@ -495,6 +504,9 @@ class Proof:
         if not parallel.mesh.world.first:
             return [], {}
         rows = [*self.measured, *self.traffic]
+        if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
+            of_run = {"kind": "measured", "rank": 0, "of": "run"}
+            rows += [Row(f"memory/{name}", n, "bytes", None, of_run) for name, n in peaks(trainer.device).items()]
         seconds = step_seconds(trainer.times, trainer.start_step, self.step)
         if seconds:
             middle, low, high, count = seconds
@@ -667,12 +679,14 @@ class Pair:
         return {k: v for k, v in found.items() if v is not None}
 
 
+KEPT = ("process", "reserved", "device")  # planned of the largest batch: what a process has taken, it keeps
 SHOWN = (
-    *(f"memory/{name}" for name in (*STATE, "rest", "allocated", "reserved", "device")), "time/step", "traffic/sent", "energy/step",
+    *(f"memory/{name}" for name in (*STATE, "rest", "allocated", *KEPT)), "time/step", "traffic/sent", "energy/step",
 )  # fmt: skip
 LABELS = {
-    "memory/allocated": "memory at the peak", "memory/rest": "activations and the rest", "memory/reserved": "memory reserved",
-    "memory/device": "memory of the device", "time/step": "step", "traffic/sent": "sent a step", "energy/step": "energy a step",
+    "memory/allocated": "tensors at the peak", "memory/rest": "activations and the rest", "memory/process": "process at the peak",
+    "memory/reserved": "reserved at the peak", "memory/device": "device", "time/step": "step", "traffic/sent": "sent a step",
+    "energy/step": "energy a step",
 }  # fmt: skip
 
 
@@ -681,8 +695,8 @@ def row_dict(row: Row) -> dict[str, Any]:
 
 
 def pairs(predicted: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[Pair]:
-    """What was predicted of the measured step beside what was measured; nothing where nothing was measured."""
-    said = {r["name"]: r for r in predicted if r.get("step") is not None}
+    """What was predicted of the measured step (KEPT: of the largest batch) beside what was measured; nothing where nothing was."""
+    said = {r["name"]: r for r in predicted if r.get("step") is not None or r["name"].removeprefix("memory/") in KEPT}
     seen = {r["name"]: r for r in measured}
     names = [*SHOWN, *sorted(name for name in {*said, *seen} if name.startswith("traffic/") and name not in SHOWN)]
     found = []

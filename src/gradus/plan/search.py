@@ -10,15 +10,19 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
 from gradus.plan import formulas
+from gradus.plan.keys import layout_keys
 from gradus.recipe.axes import DATA, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+
+if TYPE_CHECKING:
+    from gradus.tasks.base import Task
 
 SPLIT = {  # what the search decides; all else of the layout stays as the recipe has it
     "micro_batch", "checkpointing", "precision", "replicate", "shard", "reshard", "param_dtype", "reduce_dtype", "offload", "shard_optimizer",
@@ -52,13 +56,8 @@ class Candidate:
 
     @property
     def keys(self) -> str:
-        """`layout.*` keys ready to paste: what is not the default."""
-        default, named = Layout(), []
-        for key in Layout.model_fields:
-            value = getattr(self.layout, key)
-            if key in SPLIT and value != getattr(default, key):
-                named.append(f"layout.{key}={str(value).lower() if isinstance(value, bool) else value}")
-        return " ".join(named)
+        """What of the layout is not the default, as words."""
+        return layout_keys(self.layout)
 
     def describe(self) -> str:
         axes = [f"{axis} {k}" for axis, k in sizes(self.layout, self.n).items() if k > 1]
@@ -82,6 +81,15 @@ class Found:
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
     steps: float | None = None  # of the whole run
     confirmed: str = ""  # what the trace of the fastest says
+    said: frozenset[str] = frozenset()  # keys of the layout that the command line names
+
+    def keys(self, c: Candidate) -> str:
+        """`layout.*` words that give the recipe this layout."""
+        return layout_keys(c.layout, self.recipe.layout, self.said)
+
+    def words(self, c: Candidate) -> str:
+        """The same, with --on where it is on fewer devices."""
+        return f"--on {c.n}x{self.cluster.device.name} " * (c.n != self.cluster.n) + self.keys(c)
 
     def lines(self) -> list[str]:
         from gradus.plan.show import size
@@ -105,7 +113,7 @@ class Found:
                 f"{name:15} {devices}{best.describe()}; {_time(best.seconds)} a step{self._cost(best)}; "
                 f"{size(best.needed)} of {size(best.capacity)} a device"
             )
-            out.append(f"{'':15} {best.keys or 'no layout.* keys: the defaults'}")
+            out.append(f"{'':15} {self.words(best)}")
         if self.confirmed:
             out.append(f"{'traced':15} {self.confirmed}")
         return [*out, "", *self._table()]
@@ -134,7 +142,8 @@ class Found:
             rows.append((str(i), str(c.n), ", ".join([c.describe(), *more]), str(c.layout.micro_batch or ""), c.layout.checkpointing, step,
                          f"{c.needed / 1e9:.1f}", c.reason))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(7)]
-        return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[7]]).rstrip() for row in rows]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[7]]).rstrip() for row in rows]
+        return [lines[0], *(line for i, c in enumerate(self.table, 1) for line in (lines[i], f"{'':{widths[0]}}  {self.words(c)}"))]
 
     def rows(self) -> list[Row]:
         from gradus.plan.budget import SIGNS
@@ -143,7 +152,7 @@ class Found:
         out = []
         for rank, c in enumerate(self.table, 1):
             names = [name for name in ("fastest", "cheapest", "fewest") if getattr(self, name) is c]
-            conditions = {"rank": rank, "devices": c.n, "layout": c.keys, "fits": c.fits, "reason": c.reason or None, "best": names or None}
+            conditions = {"rank": rank, "devices": c.n, "layout": self.keys(c), "fits": c.fits, "reason": c.reason or None, "best": names or None}
             source = "closed forms of plan/formulas.py" + ("" if c.traced is None else f"; traced: {c.traced:,.0f} bytes")
             out.append(figure("search/memory", c.needed, "bytes", "components × rounding + framework", c.memory, source, **conditions))
             if c.seconds is not None:
@@ -353,11 +362,12 @@ def search(
     top: int = 10,
     fewer: bool = True,
     confirm: bool = False,
+    task: Task | None = None,
 ) -> Found:
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on 1, 2, 4, ... devices of the kind. confirm:
-    the memory of the fastest is traced too; what then does not fit gives way to the next. The same question has the same
+    the memory of the fastest is traced too (task: with its data opened); what then does not fit gives way to the next. The same question has the same
     answer, unless the time (`limit_s`) is up before all layouts are tried. Raises UserError where no layout is allowed at all.
     """
     from gradus.hardware import price
@@ -393,7 +403,7 @@ def search(
         c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
     ranked = sorted(groups.values(), key=lambda c: (c.seconds, c.n, c.keys))
     searched = time.perf_counter() - started
-    confirmed = _confirm(recipe, ranked, misses, cluster) if confirm else ""
+    confirmed = _confirm(recipe, ranked, misses, cluster, task) if confirm else ""
     if steps:
         from gradus.plan.budget import usual_goodput
 
@@ -418,7 +428,7 @@ def search(
     return found
 
 
-def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candidate], cluster: Cluster) -> str:
+def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candidate], cluster: Cluster, task: Task | None) -> str:
     """Traces the fastest; one that does not fit so is taken out of `ranked` into `misses`. Returns what to say."""
     from gradus.plan.show import size
 
@@ -431,7 +441,7 @@ def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candid
             misses[(c.n, c.keys)] = c
             continue
         try:
-            c.traced = _traced(recipe, c, cluster)
+            c.traced = _traced(recipe, c, cluster, task)
         except UserError as e:
             return f"{said}the fastest could not be traced ({str(e).rstrip('.')}); its memory is by closed forms"
         if c.traced <= c.capacity:
@@ -444,12 +454,12 @@ def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candid
     return f"{said}nothing else fits" if not ranked else f"{said}the rest was not traced: gradus plan with the keys does it"
 
 
-def _traced(recipe: Recipe, c: Candidate, cluster: Cluster) -> float:
+def _traced(recipe: Recipe, c: Candidate, cluster: Cluster, task: Task | None) -> float:
     """Bytes that the device shows as taken."""
     from gradus.plan.memory import plan_memory
 
     target = "cpu" if cluster.device.kind == "cpu" else "cuda"
-    return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device).device_total
+    return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device, task=task).device_total
 
 
 def _too_large(c: Candidate) -> str:
@@ -491,19 +501,18 @@ def _crosses(c: Candidate, axis: str) -> bool:
 
 def _advice(space: _Space, nearest: Candidate) -> list[str]:
     """What would make it fit."""
-    out = [f"nearest: {nearest.describe()}, {nearest.keys}: {_too_large(nearest)}"]
+    out = [f"nearest: {nearest.describe()}: {_too_large(nearest)}"]
     state = sum(nearest.memory[name] for name in ("weights", "gradients", "optimizer"))
     if state < nearest.capacity:
-        out.append("weights, gradients and optimizer state would fit: shorter samples (data.max_len) or layout.offload=true with layout.shard")
+        out.append("weights, gradients and optimizer state would fit: take shorter samples (data.max_len), or layout.offload with layout.shard")
     more = next((space.cluster.n * 2**i for i in range(1, 11) if _fits_on(space, space.cluster.n * 2**i)), None)
     if more:
-        out.append(f"it fits on {more:,} devices of this kind")
+        out.append(f"by closed forms it fits on {more:,} of them: --on {more}x{space.cluster.device.name}")
     return out
 
 
 def _fits_on(space: _Space, n: int) -> bool:
-    wide = _Space(space.recipe.model_copy(update={"batch": space.recipe.batch.model_copy(update={"samples": max(space.samples, n), "tokens": None})}),
-                  Cluster(space.cluster.device, n), quick=True)  # fmt: skip
+    wide = _Space(space.recipe, Cluster(space.cluster.device, n), quick=True)
     for split in wide.splits(n):
         for layout in wide.layouts(split):
             layout = layout.model_copy(update={"micro_batch": 1, "checkpointing": "full"})

@@ -61,8 +61,8 @@ def serving(
     path: Any = None,
 ) -> list[Row]:
     """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on one device); rule and rule_tokens, the
-    article's rule and the tokens at which its 20 % are used up; device, the one with the least memory that holds the total; and with
-    `device` the lower bounds prefill_time, decode_time (s) and tokens_per_s.
+    article's rule and the tokens at which its 20 % are used up; device, the one with the least memory that holds the total; and with a
+    `device` that holds it the lower bounds prefill_time, decode_time (s) and tokens_per_s.
 
     batch: rows decoded together. seq_len: tokens a row, prompt and new ones (None: all the model has positions for). source_len: the
     source's, of encoder-decoders (None: seq_len). bits: of a stored weight, where it is not that of `precision` (8, 4: quantised, their
@@ -110,7 +110,7 @@ def serving(
     rows.append(figure("serving/total", need, "bytes", "sum of the parts", parts, "", without=left_out, **where))
     rows += _rule(total, bits, own + cross, kv_per_token(config, cached), where)
     rows.append(_device(need, 1.2 * weights, precision, path, left_out, where))
-    if device is not None:
+    if device is not None and need <= device.capacity:
         rows += _times(config, device, batch, length, source, bits, precision, own + cross, where)
     return rows
 
@@ -262,7 +262,7 @@ def lines(name: str, rows: list[Row], device: Device | None = None, images: bool
     elif "forward_time" in found:
         speed = rate(found["samples_per_s"].value)
         answer.append(f"how fast  at least {duration(found['forward_time'].value)} a batch: at most {speed} {'images' if images else 'samples'}/s")
-    else:
+    elif device is None:
         answer.append("how fast  say --on DEVICE")
     return [*answer, f"not in it {c['without']}"]
 

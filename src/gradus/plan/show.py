@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +103,7 @@ def value_text(row: Row) -> str:
 
 
 def headline(answer: Answer, request: Request) -> list[str]:
-    """What it is, does it fit, how long, how much: a line each."""
+    """What it is, does it fit, how long, how much: a line each, each figure with what drives it. What does not fit has no time or cost."""
     from gradus.parallel.mesh import sizes
     from gradus.plan.answer import computed_in
 
@@ -112,21 +114,18 @@ def headline(answer: Answer, request: Request) -> list[str]:
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
     main = sorted((k for k in parts if k not in ("allocated", "reserved", "device", "capacity")), key=lambda k: -parts[k])
-    most = ", ".join(f"{k} {size(parts[k])}" for k in main[:4] if parts[k])
+    most = ", ".join(f"{k} {parts[k] / parts['device']:.0%}" for k in main[:2] if parts[k])
     if answer.fits is None:
-        lines.append(f"memory    {size(parts['device'])} a device at the peak: {most}")
+        lines.append(f"memory    {size(parts['device'])} a device at the peak ({most})")
     else:
         share = parts["device"] / parts["capacity"]
         verdict = "fits     " if answer.fits else "NO FIT   "
         over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
-        lines.append(f"{verdict} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}): {most}")
+        lines.append(f"{verdict} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}; {most})")
     if answer.fits is False:
         nothing = "no layout of this model fits, on up to 1,024 times as many devices of the kind: shorter samples, or a smaller model"
-        lines += [f"try       {line}" for line in answer.advice or [nothing]]
-    lines += _how_long(answer)
-    lines += _deadline(answer, request)
-    lines += _how_much(answer)
-    return lines
+        return lines + [f"try       {line}" for line in answer.advice or [nothing]]
+    return lines + _how_long(answer) + _deadline(answer, request) + _how_much(answer)
 
 
 def _cases(answer: Answer, name: str) -> dict[str, Row]:
@@ -155,12 +154,27 @@ def _how_long(answer: Answer) -> list[str]:
         tokens = answer.value("time/tokens_per_s")
         speed = f"{rate(tokens)} tokens/s" if tokens else f"{rate(answer.value('time/samples_per_s'))} samples/s"
     mfu = answer.value("time/mfu")
+    driver = "; ".join(x for x in (f"MFU {mfu:.0%}" if mfu else "", _bound(answer.rows, step.value)) if x)
     cases = _cases(answer, "budget/time")
     steps = answer.value("budget/steps")
     whole = f"{_interval(cases)} for {steps:,.0f} steps; " if cases else ""
     text = duration(step.value)
     line = f"how long  {whole}a step {text}{_between(text, duration(step.conditions['low']), duration(step.conditions['high']))}, {speed}"
-    return [line + (f", {mfu:.0%} of the peak rate (MFU)" if mfu else "")]
+    return [f"{line} ({driver})"]
+
+
+BOUND = {  # parts of a step → what it then is bound by
+    "compute": ("matmul", "attention"), "memory": ("memory", "optimizer"), "host": ("launch", "host", "data"), "pipeline": ("bubble",),
+}  # fmt: skip
+
+
+def _bound(rows: list[Row], step: float) -> str:
+    """'compute-bound, 57% of a step': what most of its time goes to."""
+    parts = {row.name.removeprefix("time/"): row.value for row in rows if row.name.startswith("time/") and row.conditions.get("of") == "step"}
+    spent = {kind: sum(parts.get(name, 0.0) for name in names) for kind, names in BOUND.items()}
+    spent["communication"] = sum(seconds for name, seconds in parts.items() if name.startswith("comm/"))
+    most = max(spent, key=lambda kind: spent[kind])
+    return f"{most}-bound, {spent[most] / step:.0%} of a step"
 
 
 def _deadline(answer: Answer, request: Request) -> list[str]:
@@ -181,42 +195,95 @@ def _how_much(answer: Answer) -> list[str]:
     for name, suffix in (("cost", ""), ("device_hours", ""), ("energy", ""), ("co2", " CO2")):
         cases = _cases(answer, f"budget/{name}")
         if cases:
-            found.append((value_text(cases["expected"]) if name == "device_hours" else _interval(cases)) + suffix)
+            text = value_text(cases["expected"]) if name == "device_hours" else _interval(cases)
+            found.append(f"{text}{suffix}{_driver(answer, name, cases)}")
         elif name == "cost" and answer.cluster and _cases(answer, "budget/time"):
             found.append(f"no price of {answer.cluster.device.name} is known (your prices: gradus hardware {answer.cluster.device.name})")
     return [f"how much  {'; '.join(found)}"] if found else []
 
 
+def _driver(answer: Answer, name: str, cases: dict[str, Row]) -> str:
+    """' (price $0.9 to $5 an hour)': what was put in for a total, from low to high."""
+
+    def put_in(cases: dict[str, Row], key: str) -> str:
+        inputs = [cases[case].conditions["how"]["inputs"] for case in ("low", "high")]
+        values = [value for given in inputs for k, value in given.items() if k.endswith(key)]
+        return " to ".join(dict.fromkeys(money(v, cases["low"].unit) if name == "cost" else f"{v:.3g}" for v in values))
+
+    if name == "cost":
+        return f" (price {put_in(cases, ' a device-hour')} an hour)"
+    if name == "energy":
+        watts = put_in(_cases(answer, "budget/energy_device"), "W of a device")
+        return f" ({watts} W a device, PUE {put_in(cases, 'PUE')})"
+    return f" ({cases['expected'].conditions['grid']}: {put_in(cases, 'kg/kWh')} kg/kWh)" if name == "co2" else ""
+
+
+WIDTH, HEIGHT = 80, 24  # of a terminal that holds the first screen
+BRACKETS = "[low .. high]: 4 of 5 published runs lay there; totals add prices, power, grid"
+MORE = "--all for components, --explain NAME for a figure"
 LEGEND = (
     "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; totals: also time lost, prices, power, grid",
     "--explain NAME: how a figure came about, e.g. --explain memory/activations, budget/time",
 )
 
 
-def screen(answer: Answer) -> Iterator[str]:
-    """The headline, then every row by group, then what was assumed."""
-    yield from answer.headline
-    if answer.layout_keys:
-        yield f"layout    {answer.layout_keys}"
+def fold(line: str, indent: int = 10) -> list[str]:
+    """A line in as many of WIDTH columns as it takes. Settings to paste (of `layout` and `try`, up to a colon) stay one command: where they
+    are broken stands a backslash."""
+    line = re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\xa0"), line)  # brackets are not broken
+    broken = textwrap.wrap(line, WIDTH - 2, subsequent_indent=" " * indent, break_on_hyphens=False)
+    lines = [text.replace("\xa0", " ") for text in broken]
+    if re.match(r"(layout|try) ", line):
+        command = [":" not in "".join(lines[: i + 1]) for i in range(len(lines) - 1)]
+        lines[:-1] = [f"{text} \\" if pasted else text for text, pasted in zip(lines, command)]
+    return lines
+
+
+def screen(answer: Answer, everything: bool = False) -> Iterator[str]:
+    """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
+    head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
+    timed = any(row.name == "time/step" for row in answer.rows)
+    if not everything:
+        yield from first_screen(head, answer.notes, [BRACKETS, MORE] if timed and answer.fits is not False else [MORE])
+        return
+    yield from (text for line in head for text in fold(line))
+    yield from components(answer.rows)
+    if answer.notes:
+        yield ""
+        yield from (f"note: {note}" for note in answer.notes)
+    if timed:
+        yield ""
+        yield from LEGEND
+
+
+def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
+    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many as there is room for."""
+    lines = [text for line in head for text in fold(line)]
+    room = HEIGHT - len(lines) - len(last) - 1
+    ways = (notes, [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes])
+    shown = next((said for way in ways if len(said := [t for note in way for t in fold(f"note: {note}", 6)]) <= room), None)
+    if shown is None:
+        shown = [textwrap.shorten(f"note: {note}", WIDTH, placeholder=" ...") for note in notes]
+        if len(shown) > room:
+            shown = [*shown[: max(0, room - 1)], f"note: {len(notes) - max(0, room - 1)} more (--all)"][: max(0, room)]
+    return [*lines, *([""] if shown else []), *shown, *last]
+
+
+def components(rows: list[Row]) -> Iterator[str]:
+    """Every row that is not zero, by group."""
     group = ""
-    heads = list(dict.fromkeys(row.name.partition("/")[0] for row in answer.rows))
-    for name, rows in sorted(by_name(answer.rows), key=lambda found: heads.index(found[0].partition("/")[0])):
+    heads = list(dict.fromkeys(row.name.partition("/")[0] for row in rows))
+    for name, of in sorted(by_name(rows), key=lambda found: heads.index(found[0].partition("/")[0])):
         head, _, rest = name.partition("/")
-        if all(isinstance(r.value, (int, float)) and not r.value for r in rows):
+        if all(isinstance(r.value, (int, float)) and not r.value for r in of):
             continue
         if head != group:
             group = head
             yield ""
             yield head
-        cases = {r.conditions.get("case", "expected"): r for r in rows}
-        shown = _interval(cases) if "expected" in cases else value_text(rows[0])
-        yield f"  {rest:24} {shown}{_aside(rows[0])}"
-    if answer.notes:
-        yield ""
-        yield from (f"note: {note}" for note in answer.notes)
-    if any(row.name == "time/step" for row in answer.rows):
-        yield ""
-        yield from LEGEND
+        cases = {r.conditions.get("case", "expected"): r for r in of}
+        shown = _interval(cases) if "expected" in cases else value_text(of[0])
+        yield f"  {rest:24} {shown}{_aside(of[0])}"
 
 
 def by_name(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:

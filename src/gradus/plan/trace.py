@@ -180,7 +180,7 @@ class Timeline:
 
 
 def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | None:
-    """(kind, shape as of work.Op, operations) of matrix products, convolutions and attention; None for all else."""
+    """(kind, shape as of work.Op, operations) of matrix products and convolutions; None for all else."""
     if name in ("mm", "addmm"):
         a, b = args[-2:] if name == "mm" else args[1:3]
         m, k, n = *a.shape, b.shape[1]
@@ -207,15 +207,26 @@ def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | No
         grad, x, w, mask = args[0], args[1], args[2], args[10]
         places = grad.numel() // grad.shape[1]
         return "matmul", (1, w.shape[0], w[0].numel(), places), 2 * places * w.numel() * (bool(mask[0]) + bool(mask[1]))
-    if name.startswith("_scaled_dot_product"):
-        backward = name.endswith("backward")
-        q, k, v = args[1:4] if backward else args[:3]
-        batch, heads, queries, dim = q.shape
-        scores = 2 * batch * heads * queries * k.shape[2]
-        # forwards two products; backwards five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
-        flops = scores * (3 * dim + 2 * v.shape[3] if backward else dim + v.shape[3])
-        return "attention", (batch, heads, queries, k.shape[2], dim), flops
     return None
+
+
+def _attention(function: Any, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], float]:
+    """(shape as of work.Op, operations) of a kernel of attention, forwards or backwards, each argument found by its name in the operator's
+    schema: the kernels order theirs differently."""
+    q, k, v = (_argument(function, name, args, kwargs) for name in ("query", "key", "value"))
+    batch, heads, queries, dim = q.shape
+    scores = 2 * batch * heads * queries * k.shape[2]
+    # forwards two products; backwards five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
+    flops = scores * (3 * dim + 2 * v.shape[3] if function._schema.name.endswith("backward") else dim + v.shape[3])
+    causal = _argument(function, "is_causal", args, kwargs)
+    return (batch, heads, queries, k.shape[2], dim), flops / 2 if causal else float(flops)
+
+
+def _argument(function: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    for i, argument in enumerate(function._schema.arguments):
+        if argument.name == name:
+            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
+    raise AssertionError(f"{function} has no argument {name}")
 
 
 _TRAVELS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -431,7 +442,7 @@ class Recorder(TorchDispatchMode):
             elif namespace in _COUNTED:
                 if result is None or not result.known:
                     plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
-                    counted = self._count(plain, function, args, inputs, outputs)
+                    counted = self._count(plain, function, args, kwargs, inputs, outputs)
                     if result is not None:
                         result.counted, result.known = counted, True
                 else:
@@ -483,7 +494,7 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ what is counted
 
-    def _count(self, name: str, function: Any, args: tuple, inputs: list[Tensor], outputs: list[Tensor]) -> tuple | None:
+    def _count(self, name: str, function: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> tuple | None:
         """(kind, name, dtype, flops, bytes, shape)."""
         if name in _FREE:
             return None
@@ -491,14 +502,16 @@ class Recorder(TorchDispatchMode):
         if not function._schema.is_mutable and outputs and all(t.untyped_storage()._cdata in given for t in outputs):
             return None  # a view
         moved = sum(_moved(t) for t in inputs) + sum(_moved(t) for t in outputs)
-        found = _shape_of(name, args)
         first = next((t for t in inputs if t.is_floating_point()), None) if inputs else None
         dtype = DTYPES.get(first.dtype, "fp32") if first is not None else "fp32"
+        if name.startswith("_scaled_dot_product"):
+            shape, flops = _attention(function, args, kwargs)
+            return "attention", name.strip("_"), dtype, flops, moved, shape
+        found = _shape_of(name, args)
         if found is None:
             return "memory", name.strip("_"), dtype, 0.0, moved, ()
         kind, shape, flops = found
-        causal = kind == "attention" and any(a is True for a in args)
-        return kind, name.strip("_"), dtype, flops / 2 if causal else float(flops), moved, shape
+        return kind, name.strip("_"), dtype, float(flops), moved, shape
 
     def _transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))

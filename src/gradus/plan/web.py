@@ -13,26 +13,32 @@ presets and what the command line named; keys that hold paths are refused.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.resources
+import io
 import ipaddress
 import json
-import math
 import re
 import select
 import shlex
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
+from gradus import limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.plan.keys import kind_of
+from gradus.plan.workers import Fault, Here, Workers
 from gradus.recipe.explain import fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
@@ -40,9 +46,6 @@ from gradus.recipe.schema import Layout
 if TYPE_CHECKING:
     from gradus.plan.answer import Answer, Request
     from gradus.rows import Row
-
-LARGEST_BODY = 64 * 1024  # bytes of a request
-MOST_OVERRIDES, LONGEST_TEXT = 100, 400
 
 # The layout's keys in the form, those that matter most first; what they may be comes from the schema.
 LAYOUT = {
@@ -81,35 +84,37 @@ def request_of(body: Any, started: Request | None) -> Request:
     """The request in a body. Raises UserError for whatever is not as `gradus plan` would be asked, or could name a file."""
     from gradus.plan.answer import Request
 
-    known = [f.name for f in dataclasses.fields(Request)]
+    known = [f.name for f in dataclasses.fields(Request) if f.name != "json_file"]
     if not isinstance(body, dict):
         raise UserError("the request: expected a JSON object.")
     for key in body:
         if key not in known:
-            raise UserError(f"{key[:LONGEST_TEXT]}: unknown key of the request.{did_you_mean(key[:LONGEST_TEXT], known)}")
+            raise UserError(f"{key[:limits.TEXT]}: unknown key of the request.{did_you_mean(key[:limits.TEXT], known)}")
     recipe, on, overrides = body.get("recipe"), body.get("on"), body.get("overrides", [])
     for key, value in (("recipe", recipe), ("on", on)):
-        if not (isinstance(value, str) or (key == "on" and value is None)) or value == "" or len(value or "") > LONGEST_TEXT:
+        if not (isinstance(value, str) or (key == "on" and value is None)) or value == "" or len(value or "") > limits.TEXT:
             raise UserError(f"{key}: expected a short text.")
     if recipe not in [*recipes.names(), *PRESETS, *ALIASES, *([started.recipe] if started else [])]:
         near = did_you_mean(recipe, [*recipes.names(), *PRESETS, *ALIASES])
         raise UserError(f"recipe={recipe}: not offered here.{near} Your own recipe: start gradus plan {shlex.quote(recipe)} --web")
-    if not isinstance(overrides, list) or len(overrides) > MOST_OVERRIDES:
-        raise UserError(f"overrides: expected a list of at most {MOST_OVERRIDES} settings.")
+    if not isinstance(overrides, list) or len(overrides) > limits.OVERRIDES:
+        raise UserError(f"overrides: expected a list of at most {limits.OVERRIDES} settings.")
     for override in overrides:
-        if not isinstance(override, str) or len(override) > LONGEST_TEXT:
+        if not isinstance(override, str) or len(override) > limits.TEXT:
             raise UserError("overrides: expected short texts of the form section.key=value.")
         if not (started and override in started.overrides):
             _names_no_file(override)
-    return Request(recipe, tuple(overrides), on, _positive(body, "tokens"), _positive(body, "days"))
+    json_file = started.json_file if started and recipe == started.recipe else None
+    return Request(recipe, tuple(overrides), on, _positive(body, "tokens"), _positive(body, "days"), json_file)
 
 
 def _positive(body: dict[str, Any], key: str) -> float | None:
     value = body.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise UserError(f"--{key}={str(value)[:40]}: must be a positive number.")
+    most = {"tokens": limits.TOKENS, "days": 1e6}[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise UserError(f"--{key}={str(value)[:40]}: must be a positive number, at most {most:g}.")
     return float(value)
 
 
@@ -131,6 +136,7 @@ def _kinds(annotation: Any) -> list[Any]:
 def command(request: Request, *more: str) -> str:
     """What to type for the same plan."""
     words = ["gradus", "plan", request.recipe]
+    words += ["--json_file", request.json_file] if request.json_file else []
     words += ["--on", request.on] if request.on else []
     for flag in ("tokens", "days"):
         value = getattr(request, flag)
@@ -140,6 +146,7 @@ def command(request: Request, *more: str) -> str:
 
 def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any]:
     """What the page shows: the rows of --json, each with its value as text, and what was left to the recipe or to the plan."""
+    from gradus.plan.answer import pinned
     from gradus.plan.show import value_text
 
     made = answer(request)
@@ -155,7 +162,7 @@ def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any
         "fits": made.fits,
         "devices": made.n,
         "settings": {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items() if v is not None},
-        "command": command(request),
+        "command": command(pinned(request, made)),
     }
 
 
@@ -179,7 +186,7 @@ def options(started: Request | None) -> dict[str, Any]:
     }
 
 
-CELLS = {"search/memory": "memory a device", "search/step": "a step", "search/money": "cost"}
+CELLS = {"search/memory": "memory a device", "search/step": "a step", "search/time": "time in all", "search/money": "cost of {of}"}
 
 
 def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[Row]]]) -> dict[str, Any]:
@@ -187,14 +194,14 @@ def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[
     from gradus.plan.show import value_text
 
     lines, rows = search(request)
-    device = re.sub(r"^\s*[0-9_,.eE+-]+\s*[x×*]\s*", "", request.on or "")
+    device = kind_of(request.on or "")
     ranked: dict[int, dict[str, Any]] = {}
     for row in rows:
         c = row.conditions
         best = c.get("best") or []
         why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
         entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why, "cells": {"devices": f"{c['devices']:,}"}}
-        ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name]] = value_text(row)
+        ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name].format_map(c)] = value_text(row)
     found = [ranked[rank] for rank in sorted(ranked)]
     said = lines[:1] if any(x["best"] for x in found) else lines[: lines.index("")] if "" in lines else lines  # where nothing fits: what would
     return {"layouts": found, "summary": said, "command": command(request, "--search")}
@@ -204,16 +211,38 @@ def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[
 
 
 class Server(ThreadingHTTPServer):
-    """Plans one request at a time (tracing has one process-wide fake world); a search runs beside."""
+    """A thread a connection, of which there are so many at a time; `run` plans in other processes, or here."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, started: Request | None, answer: Callable, search: Callable):
+    def __init__(self, host: str, port: int, started: Request | None, answer: Callable, search: Callable, run: Here | Workers):
+        self.run, self.connections = run, threading.Semaphore(limits.CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.host, self.started, self.answer, self.search = host, started, answer, search
-        self.planning, self.searching = threading.Lock(), threading.Lock()
         self.page = importlib.resources.files("gradus.plan").joinpath("page.html").read_bytes()
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        if not self.connections.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.settimeout(1)
+                request.sendall(b"HTTP/1.0 503 Too many connections\r\n\r\n")
+            return self.shutdown_request(request)
+        return super().process_request(request, client_address)
+
+    def process_request_thread(self, request: socket.socket, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # who left in between is no fault
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.run.end()
 
     @property
     def url(self) -> str:
@@ -221,15 +250,38 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
 
+class Deadline(io.RawIOBase):
+    """What comes in over a connection until a moment, however slowly."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self.connection, self.end, self.usual = connection, time.monotonic() + seconds, connection.gettimeout()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.connection.settimeout(max(self.end - time.monotonic(), 1e-3))
+        try:
+            return self.connection.recv_into(buffer)
+        finally:
+            self.connection.settimeout(self.usual)
+
+
 class Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "gradus", ""
-    timeout = 30  # s, of a client that says nothing
+    timeout = 30  # s, of a client that does not take the answer
+
+    error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain; charset=utf-8"
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(Deadline(self.connection, limits.RECEIVING))
 
     def do_GET(self) -> None:
         if not self._from_here():
             return
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if path == "/":
             self._send(200, self.server.page, "text/html; charset=utf-8", {"Content-Security-Policy": _policy(self.server.page)})
         elif path == "/api/options":
@@ -237,43 +289,33 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/favicon.ico":
             self._send(204, b"", "image/x-icon")
         else:
-            self._refuse(404, f"{path[:LONGEST_TEXT]}: nothing here. The page is at /")
+            self._refuse(404, f"{path[:limits.TEXT]}: nothing here. The page is at /")
 
     def do_POST(self) -> None:
         if not self._from_here():
             return
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         server = self.server
-        ways = {
-            "/api/plan": (server.planning, lambda request: plan(request, server.answer)),
-            "/api/search": (server.searching, lambda request: layouts(request, server.search)),
-        }
+        ways = {"/api/plan": functools.partial(plan, answer=server.answer), "/api/search": functools.partial(layouts, search=server.search)}
         if path not in ways:
-            return self._refuse(404, f"{path[:LONGEST_TEXT]}: nothing here. POST to {' or '.join(ways)}")
+            return self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(ways)}")
         body = self._body()
         if body is None:
             return None
-        lock, way = ways[path]
 
-        def run() -> dict[str, Any] | None:
-            try:
-                asked = json.loads(body)
-            except (ValueError, RecursionError):
-                raise UserError("the request: not valid JSON.") from None
-            request = request_of(asked, server.started)
-            with lock:
-                return None if self._gone() else way(request)  # the form has moved on while this one waited
+        def run() -> dict[str, Any] | None:  # None: the form has moved on while this one waited
+            return server.run.run(ways[path], request_of(limits.parse_json(body, "the request"), server.started), self._gone)
 
         return self._answer(run)
 
     def _from_here(self) -> bool:
         host = self.headers.get("Host", "")
         if not _own(host, self.server.host):
-            self._refuse(403, f"Host {host[:LONGEST_TEXT]}: not this machine. Open {self.server.url}")
+            self._refuse(403, f"Host {host[:limits.TEXT]}: not this machine. Open {self.server.url}")
             return False
         origin = self.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
-            self._refuse(403, f"Origin {origin[:LONGEST_TEXT]}: another site's page.")
+        if origin is not None and origin.partition("://")[2] != host:
+            self._refuse(403, f"Origin {origin[:limits.TEXT]}: another site's page.")
             return False
         return True
 
@@ -281,12 +323,19 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":
             return self._refuse(415, "the request: expected Content-Type: application/json.")
         length = self.headers.get("Content-Length", "")
-        if not re.fullmatch(r"\d{1,15}", length):
+        if not re.fullmatch(r"[0-9]{1,15}", length) or "Transfer-Encoding" in self.headers:
             return self._refuse(411, "the request: expected its Content-Length.")
-        if int(length) > LARGEST_BODY:
-            self.rfile.read(min(int(length), 16 * LARGEST_BODY))  # so that the answer is read before the connection ends
-            return self._refuse(413, f"the request: {int(length):,} bytes; at most {LARGEST_BODY:,}.")
-        return self.rfile.read(int(length))
+        if int(length) > limits.BODY:
+            with contextlib.suppress(TimeoutError):
+                self.rfile.read(min(int(length), 16 * limits.BODY))  # so that the answer is read before the connection ends
+            return self._refuse(413, f"the request: {int(length):,} bytes; at most {limits.BODY:,}.")
+        try:
+            body = self.rfile.read(int(length))
+        except TimeoutError:
+            body = b""
+        if len(body) < int(length):
+            return self._refuse(408, f"the request: not all of its {int(length):,} bytes came within {limits.RECEIVING:g} s.")
+        return body
 
     def _gone(self) -> bool:
         readable = select.select([self.connection], [], [], 0)[0]
@@ -300,6 +349,8 @@ class Handler(BaseHTTPRequestHandler):
             found, status = make(), 200
         except UserError as e:
             found, status = {"error": str(e)}, 400
+        except Fault as e:
+            found, status = {"error": f"the plan failed ({e}). The terminal that serves this page has the trace."}, 500
         except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
             traceback.print_exc()
             found, status = {"error": f"the plan failed ({type(e).__name__}: {e}). The terminal that serves this page has the trace."}, 500
@@ -326,8 +377,8 @@ class Handler(BaseHTTPRequestHandler):
 
 def _own(host: str, bound: str) -> bool:
     """Whether a Host header names this machine: an address, localhost, or what the server was bound to. Any port: it may be forwarded."""
-    name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[A-Za-z0-9.:_\[\]-]{1,255}", host) else None
     try:
+        name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[A-Za-z0-9.:_\[\]-]{1,255}", host) else None
         return bool(name) and (name in ("localhost", bound.lower()) or bool(ipaddress.ip_address(name)))
     except ValueError:
         return False
@@ -347,12 +398,12 @@ def _policy(page: bytes) -> str:
 # ---------------------------------------------------------------- the verb
 
 
-def open_server(host: str, port: int, started: Request | None, answer: Callable, search: Callable) -> Server:
-    """A server that listens. Raises UserError where the port is taken or the address is not this machine's."""
+def open_server(host: str, port: int, started: Request | None, answer: Callable, search: Callable, run: Here | Workers | None = None) -> Server:
+    """A server that listens. run: what plans (None: this process). Raises UserError where the port is taken or the address is not this machine's."""
     if not 0 <= port <= 65_535:
         raise UserError(f"--port={port}: must be from 0 (any free one) to 65535.")
     try:
-        return Server(host, port, started, answer, search)
+        return Server(host, port, started, answer, search, run or Here())
     except socket.gaierror:
         raise UserError(f"--host={host}: not an address of this machine. The default, 127.0.0.1, is reached from this machine only.") from None
     except PermissionError:
@@ -386,7 +437,8 @@ def serve(
     from gradus.plan import answer as planner
 
     try:
-        with open_server(host, port, started, answer or planner.answer, search or planner.search) as server:
+        run = Here() if answer or search else Workers()  # what is handed in may be no function that another process finds
+        with open_server(host, port, started, answer or planner.answer, search or planner.search, run) as server:
             print(f"the plan as a page: {server.url}   (Ctrl-C ends)", flush=True)
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

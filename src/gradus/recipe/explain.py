@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from gradus.errors import did_you_mean
+from gradus import limits
+from gradus.errors import did_you_mean, nearest
 from gradus.recipe.check import Problem
 from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.training_args import SAME
 
 # Sections whose keys depend on one of them though the schema holds them in one class: kind -> the keys it knows.
 DEPENDENT = {
@@ -21,11 +23,31 @@ DEPENDENT = {
     "tokenizer": ("kind", {"char": {"shared"}, "word": {"lowercase", "shared"}, "byte": {"shared"},
                            "bpe": {"vocab_size", "lowercase", "shared"}, "file": {"path", "shared"}}),
 }  # fmt: skip
-ELSEWHERE = {  # names from other tools
-    "learning_rate": "optimizer.lr", "batch_size": "batch.samples", "max_steps": "train.steps", "num_epochs": "train.epochs",
-    "warmup": "schedule.warmup_steps", "grad_clip": "train.clip_norm", "max_grad_norm": "train.clip_norm", "num_workers": "data.workers",
-    "accumulation": "layout.micro_batch", "gradient_accumulation_steps": "layout.micro_batch", "dtype": "layout.precision",
-    "fp16": "layout.precision", "bf16": "layout.precision", "hidden_size": "model.d_model", "block_size": "model.seq_len", "output_dir": "log.dir",
+COMMON = {  # names in papers and other tools, by the key here; training_args.SAME has more
+    "model.d_model": "hidden_size n_embd embed_dim d_embed dim",
+    "model.n_layers": "num_hidden_layers num_layers depth", "model.n_heads": "num_attention_heads num_heads",
+    "model.n_kv_heads": "num_key_value_heads", "model.d_ff": "intermediate_size mlp_dim n_inner",
+    "model.seq_len": "block_size max_position_embeddings n_positions n_ctx context_length",
+    "model.n_classes": "num_labels num_classes", "model.dropout": "hidden_dropout_prob resid_pdrop",
+    "model.norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps", "model.tie_output": "tie_word_embeddings",
+    "model.n_experts": "num_local_experts num_experts", "model.top_k": "num_experts_per_tok",
+    "model.init": "model_name_or_path pretrained from_pretrained", "task.mask_rate": "mlm_probability",
+    "data.path": "dataset dataset_name train_file", "data.max_len": "max_length max_seq_length",
+    "tokenizer.path": "tokenizer_name", "optimizer.name": "optim", "optimizer.betas": "adam_beta1 adam_beta2",
+    "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup warmup_ratio",
+    "batch.samples": "batch_size train_batch_size per_device_train_batch_size global_batch_size",
+    "train.epochs": "num_epochs n_epochs", "train.steps": "max_steps max_iters iterations",
+    "train.seed": "random_seed manual_seed", "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
+    "train.checkpoint_every": "save_steps", "evaluate.every": "eval_steps eval_interval",
+    "evaluate.batch": "eval_batch_size", "evaluate.best": "metric_for_best_model",
+    "layout.micro_batch": "accumulation gradient_accumulation_steps accumulate_grad_batches micro_batch_size",
+    "layout.precision": "dtype torch_dtype fp16 bf16 amp mixed_precision",
+    "layout.checkpointing": "gradient_checkpointing activation_checkpointing", "layout.compile": "torch_compile",
+    "layout.attention": "attn_implementation flash_attention", "layout.shard": "fsdp zero zero_stage",
+    "layout.tensor": "tensor_parallel tp_size", "layout.pipeline": "pipeline_parallel pp_size",
+    "layout.context": "context_parallel cp_size", "layout.expert": "expert_parallel ep_size",
+    "log.every": "logging_steps log_interval", "log.wandb": "wandb_project", "name": "run_name",
+    "data.workers": "num_workers",
 }  # fmt: skip
 
 
@@ -43,6 +65,11 @@ def _inner(annotation: Any) -> list[Any]:
 
 def _is_class(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def classes_inside(annotation: Any) -> list[type[Section]]:
+    """The classes of keys that a key itself takes."""
+    return [c for c in _inner(annotation) if _is_class(c)]
 
 
 def discriminator(section: str) -> str | None:
@@ -97,7 +124,7 @@ def unsettable(path: str) -> bool:
     return bool(fields) and not any(type(None) in get_args(f.annotation) for f in fields)
 
 
-def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """What a key takes, in words."""
     marks = list(metadata)
     while get_origin(annotation) is Annotated:
@@ -106,13 +133,13 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     marks = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
     parts = [a for a in get_args(annotation) if a is not type(None)]
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_expected(a, marks) for a in parts)
+        return " or ".join(expected(a, marks) for a in parts)
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if get_origin(annotation) is list:
         return f"a list [a, b, ...] of {'numbers' if parts[0] in (int, float) else 'names'}"
     if get_origin(annotation) is tuple:
-        return f"a list [a, b], each {_expected(parts[0])}"
+        return f"a list [a, b], each {expected(parts[0])}"
     if _is_class(annotation):
         return f"keys ({', '.join(annotation.model_fields)})"
     if annotation not in (int, float):
@@ -125,7 +152,7 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
             bounds.append(f"≥ {m.ge:g}")
         elif isinstance(m, annotated_types.Lt):
             bounds.append(f"< {m.lt:g}")
-        elif isinstance(m, annotated_types.Le):
+        elif isinstance(m, annotated_types.Le) and annotation is float and m.le < limits.REAL:
             bounds.append(f"≤ {m.le:g}")
     return " ".join(["a whole number" if annotation is int else "a number", *([" and ".join(bounds)] if bounds else [])])
 
@@ -166,7 +193,7 @@ def same(a: Any, b: Any) -> bool:
 def as_number(value: Any) -> float | None:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -204,15 +231,33 @@ def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
     path = ".".join(parts)
     if kind == "value_error":
         return Problem(path, f"{error['ctx']['error']}.")
-    expected = _expected(field.annotation, field.metadata)
+    wanted = expected(field.annotation, field.metadata)
     if kind == "missing":
-        return Problem(path, f"missing. Give {expected}.")
+        return Problem(path, f"missing. Give {wanted}.")
     value = get(raw, path)
     if kind == "finite_number":
         return Problem(path, f"must be a finite number, got {show(value)}.")
-    near = did_you_mean(value, get_args(_inner(field.annotation)[0])) if expected.startswith("one of") and isinstance(value, str) else ""
+    if kind == "less_than_equal" or kind == "int_parsing_size":
+        most = error.get("ctx", {}).get("le", limits.SEED)
+        return Problem(path, f"{show(value)} is more than a size one could mean: at most {f'{most:,.0f}' if 1 <= most < 1e15 else f'{most:g}'}.")
+    near = did_you_mean(value, get_args(_inner(field.annotation)[0])) if wanted.startswith("one of") and isinstance(value, str) else ""
     unset = " Use null to unset it." if isinstance(value, str) and value.lower() == "none" and not near else ""
-    return Problem(path, f"expected {expected}, got {show(value)}.{near if 'Did you' in near else ''}{unset}")
+    return Problem(path, f"expected {wanted}, got {show(value)}.{near if 'Did you' in near else ''}{unset}")
+
+
+def elsewhere(word: str) -> str | None:
+    """The key of a recipe that another tool calls `word`."""
+    return next((key for key, words in COMMON.items() if word in words.split()), SAME.get(word))
+
+
+def every_key() -> dict[str, str]:
+    """Key -> dotted key, of all sections and kinds; of a key that several sections have, the first."""
+    found: dict[str, str] = {}
+    for section in filter(is_section, Recipe.model_fields):
+        for c in classes_of(section).values():
+            for key in c.model_fields:
+                found.setdefault(key, f"{section}.{key}")
+    return found
 
 
 def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
@@ -227,14 +272,18 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
         others = [name for name, c in classes_of(section).items() if key in c.model_fields]
         if others:
             return Problem(path, f"unknown key with {section}.{kind}={get(raw, f'{section}.{kind}')}. It is for {', '.join(others)}.")
-    elsewhere = [f"{s}.{key}" for s in Recipe.model_fields if s != section and key != kinds_of(s)[0] and has(s, key, raw)]
-    elsewhere += [key] if above and is_section(key) else []
-    if not elsewhere and key in ELSEWHERE:
-        elsewhere = [ELSEWHERE[key]]
-    if elsewhere:
-        return Problem(path, f"unknown key. It is {' or '.join(elsewhere)}.")
-    near = did_you_mean(key, known)
-    return Problem(path, f"unknown key.{near.replace('Did you mean ', f'Did you mean {above}.' if above else 'Did you mean ', 1)}")
+    places = [f"{s}.{key}" for s in Recipe.model_fields if s != section and key != kinds_of(s)[0] and has(s, key, raw)]
+    places += [key] if above and is_section(key) else []
+    if not places and (other := elsewhere(key)):
+        places = [other]
+    if places:
+        return Problem(path, f"unknown key. It is {' or '.join(places)}.")
+    near, others = nearest(key, known), every_key()
+    if near is not None:
+        near = f"{above}.{near}" if above else near
+    elif (far := nearest(key, others)) is not None and (not above or set(key.split("_")) & set(far.split("_"))):
+        near = others[far]
+    return Problem(path, f"unknown key. Did you mean {near}?" if near else f"unknown key.{did_you_mean(key, known)}")
 
 
 def has(section: str, key: str, raw: dict[str, Any]) -> bool:

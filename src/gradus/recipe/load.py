@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe import check, presets
 from gradus.recipe.check import Problem
@@ -43,14 +46,32 @@ from gradus.recipe.explain import (
     unknown_key,
     unsettable,
 )
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import Recipe, right_name
 
 NULLS = ("", "~", "null", "Null", "NULL")
 EXCLUSIVE = (("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"))
-NOT_ARCHITECTURE = ("init", "dropout", "head", "n_classes", "patches")  # what a recipe says about a model whatever its size
+NOT_ARCHITECTURE = ("init", "dropout", "head", "pooler", "n_classes", "patches")  # what a recipe says about a model whatever its size
+HEAD = ("head", "pooler", "n_classes")  # what task and data say where the recipe does not: a preset's or other weights' is for their own data
+INPUTS = ("data.path", "tokenizer.path", "model.init")  # a relative one is looked for below the working directory, then in the recipe file's folder
 
 
 # ---------------------------------------------------------------- the face
+
+
+def _beside_weights(init: str) -> dict[str, Any] | None:
+    """What config.json beside the weights says; None where only the hub has it (it is then read when the weights are).
+
+    The room that reads weights stands above this one and is asked for by name, as `gradus.models` is, so that nothing here depends on it.
+    Raises UserError for a path where there is nothing.
+    """
+    models = import_module("gradus.models")
+    if not Path(os.path.expanduser(init)).exists():
+        if init.startswith((".", "/", "~")):
+            raise UserError(f"model.init={init}: no such file or folder.")
+        with contextlib.suppress(UserError):
+            return models.config_of(init).model_dump()
+        return None
+    return models.config_of(init).model_dump()
 
 
 def names() -> list[str]:
@@ -69,7 +90,7 @@ def load(
     overrides: Iterable[str] = (),
     *,
     notes: list[str] | None = None,
-    configure: Callable[[str], Mapping[str, Any] | None] | None = None,
+    configure: Callable[[str], Mapping[str, Any] | None] | None = _beside_weights,
     text: str | None = None,
     **more: Any,
 ) -> Recipe:
@@ -79,13 +100,13 @@ def load(
     (`train={"steps": 5}`) or dotted key (`**{"train.steps": 5}`); overrides win over them, both win over the file.
     notes: a list that receives what overrides made meaningless in the file and was therefore left out.
     configure: from model.init, the configuration that comes with the weights (None: not to be had); it replaces the
-    architecture, see `adopt`. Without it, the architecture in the result is a stand-in where model.init is overridden.
+    architecture, see `adopt`. None does not look: the architecture is the file's own, as in a run folder, which states it.
     text: the recipe as YAML, in place of what name_or_path names.
 
     Raises UserError with one line a problem, in the order of the file, then of the overrides.
     """
     notes = [] if notes is None else notes
-    source, text, stem = (str(name_or_path), text, str(name_or_path)) if text is not None else _find(name_or_path)
+    source, text, stem, folder = (str(name_or_path), text, str(name_or_path), None) if text is not None else _find(name_or_path)
     raw, order, found = _read(text, source, as_json=source.endswith(".json"))
     arguments, (flags, malformed) = _arguments(more), _parse(overrides)
     found += malformed
@@ -100,7 +121,8 @@ def load(
     labels = {**dict.fromkeys(arguments, "argument"), **dict.fromkeys([*flags, *(p.path for p in malformed)], "command line")}
     rank = {**dict.fromkeys(arguments, 1), **dict.fromkeys(flags, 2)}  # who said it last; the file: 0
     if raw.get("name") is None:
-        raw["name"] = stem
+        raw["name"] = right_name(stem)
+    _find_inputs(raw, folder)
     sizes_known, trouble = _architecture(raw, given, configure, notes)
     found += trouble
     while True:
@@ -137,7 +159,7 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 def adopt(recipe: Mapping[str, Any], config_fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of a recipe with the architecture of another model: `config_fields` (with `family`) replace the model section, except
-    what is no matter of size: init, dropout, head, n_classes, patches. Fields that do not exist in that family are left out."""
+    what is no matter of size: init, dropout, head, pooler, n_classes, patches. Fields that do not exist in that family are left out."""
     old = {k: v for k, v in (recipe.get("model") or {}).items() if k in NOT_ARCHITECTURE and v is not None}
     new = {k: v for k, v in config_fields.items() if k not in ("preset", "init")}
     known = classes_of("model")[new["family"]].model_fields
@@ -177,11 +199,11 @@ def _library():
     return resources.files("gradus.recipe") / "library"
 
 
-def _find(name_or_path: str | Path) -> tuple[str, str, str]:
-    """(what to call it in messages, its text, the recipe's default name)"""
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+def _find(name_or_path: str | Path) -> tuple[str, str, str, Path | None]:
+    """(what to call it in messages, its text, the recipe's default name, the folder of a file of one's own)"""
+    name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if name in names():
-        return name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name
+        return name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name, None
     if path.is_dir():
         name, path = str(path / "recipe.yaml"), path / "recipe.yaml"
         if not path.is_file():
@@ -196,12 +218,7 @@ def _find(name_or_path: str | Path) -> tuple[str, str, str]:
         raise UserError(f"{name}: no such recipe.{hint} Give a packaged recipe, a .yaml or .json file, or a run folder.")
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"{name}: a recipe is a .yaml, .yml or .json file, or a run folder.")
-    try:
-        return name, path.read_text(encoding="utf-8"), path.stem
-    except UnicodeDecodeError as e:
-        raise UserError(f"{name}: not a text file in UTF-8 (byte {e.start}).") from None
-    except OSError as e:
-        raise UserError(f"{name}: cannot be read: {e.strerror}.") from None
+    return name, limits.read_text(path, limits.RECIPE_FILE), path.stem, path.absolute().parent
 
 
 def _read(text: str, source: str, as_json: bool = False) -> tuple[dict[str, Any], list[str], list[Problem]]:
@@ -212,8 +229,8 @@ def _read(text: str, source: str, as_json: bool = False) -> tuple[dict[str, Any]
         node = yaml.compose(text.replace("\t", " ") if as_json else text, Loader=yaml.SafeLoader)  # JSON may be indented by tabs
         if node is None:
             raise UserError(f"{source}: the file is empty. A recipe has the sections {', '.join(required())} and more.")
-        tree = _tree(node, "", order, found, ())
-    except yaml.YAMLError as e:
+        tree = _tree(node, "", order, found, (), itertools.count(1))
+    except (yaml.YAMLError, RecursionError) as e:
         raise UserError(f"{source}: {_syntax(e)}") from None
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "nothing but null" if tree is None else f"only {show(tree)}"
@@ -221,15 +238,21 @@ def _read(text: str, source: str, as_json: bool = False) -> tuple[dict[str, Any]
     return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}, order, found
 
 
-def _syntax(e: yaml.YAMLError) -> str:
+def _syntax(e: yaml.YAMLError | RecursionError) -> str:
+    if isinstance(e, RecursionError):
+        return f"not a recipe: nested deeper than {limits.DEPTH} levels."
     mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
     what = getattr(e, "problem", None) or getattr(e, "reason", None) or "cannot be read"
     return f"{f'line {mark.line + 1}, column {mark.column + 1}: ' if mark else ''}not valid YAML: {what}."
 
 
-def _tree(node: yaml.Node, path: str, order: list[str], found: list[Problem], above: tuple[yaml.Node, ...]) -> Any:
+def _tree(node: yaml.Node, path: str, order: list[str], found: list[Problem], above: tuple[yaml.Node, ...], numbers: Iterator[int]) -> Any:
+    """Plain values. numbers: counts the nodes, aliases written out."""
     if node in above or not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
         what = "an alias of itself" if node in above else f"the tag {node.tag} means nothing here"
+        raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+    if len(above) > limits.DEPTH or next(numbers) > limits.RECIPE_NODES:
+        what = f"nested deeper than {limits.DEPTH} levels" if len(above) > limits.DEPTH else f"more than {limits.RECIPE_NODES:,} values"
         raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
     if isinstance(node, yaml.ScalarNode):
         if node.style is None and node.value in NULLS:
@@ -238,7 +261,7 @@ def _tree(node: yaml.Node, path: str, order: list[str], found: list[Problem], ab
             return node.value.replace(".", "")
         return node.value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes one character as two surrogates
     if isinstance(node, yaml.SequenceNode):
-        return [_tree(child, path, [], found, (*above, node)) for child in node.value]
+        return [_tree(child, path, [], found, (*above, node), numbers) for child in node.value]
     tree, lines = {}, {}
     for key_node, child in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
@@ -250,8 +273,36 @@ def _tree(node: yaml.Node, path: str, order: list[str], found: list[Problem], ab
             continue
         order.append(below)
         lines[key] = line
-        tree[key] = _tree(child, below, order, found, (*above, node))
+        tree[key] = _tree(child, below, order, found, (*above, node), numbers)
     return tree
+
+
+# ---------------------------------------------------------------- where inputs lie
+
+_ABSENT: dict[str, list[Path]] = {}  # a relative path that is nowhere → where it was looked for, for the message of who opens it
+
+
+def _find_inputs(raw: dict[str, Any], folder: Path | None) -> None:
+    """Relative paths become absolute, so that a run can be resumed from any folder; what is nowhere (a name on the hub, say) stays."""
+    for key in INPUTS:
+        value = get(raw, key)
+        if not isinstance(value, str) or value.startswith("hf:") or not value or (path := Path(os.path.expanduser(value))).is_absolute():
+            continue
+        tried = list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in (Path.cwd(), folder or Path.cwd())))
+        try:
+            place = next((p for p in tried if p.exists()), None)
+        except (OSError, ValueError):  # too long, a zero byte: told where it is opened
+            continue
+        if place is None:
+            _ABSENT[str(path)] = tried
+        else:
+            _put(raw, key, str(place))
+
+
+def looked_for(path: str | Path) -> str:
+    """' (looked for A and B)': where a relative path of a recipe is not; for others nothing."""
+    tried = _ABSENT.get(str(Path(os.path.expanduser(path))))
+    return f" (looked for {' and '.join(map(str, tried))})" if tried else ""
 
 
 # ---------------------------------------------------------------- overrides
@@ -271,8 +322,8 @@ def _parse(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
             continue
         if value[:1] in ("[", "{") and not holds_text(key):
             try:
-                parsed = _tree(yaml.compose(value, Loader=yaml.SafeLoader), key, [], found, ())
-            except yaml.YAMLError as e:
+                parsed = _tree(yaml.compose(value, Loader=yaml.SafeLoader), key, [], found, (), itertools.count(1))
+            except (yaml.YAMLError, RecursionError) as e:
                 found.append(Problem(text, _syntax(e)))
                 continue
         else:
@@ -385,7 +436,7 @@ def _architecture(raw: dict[str, Any], given: Mapping[str, Any], configure: Call
     except UserError as e:
         return True, [Problem("model.init", re.sub(r"^model\.init[:=] ?", "", str(e)))]
     if fields is not None:
-        fields = _plain({k: v for k, v in fields.items() if k not in ("preset", "init")})
+        fields = _plain({k: v for k, v in fields.items() if k not in ("preset", "init", *HEAD)})
         theirs = {**fields, "preset": "its own configuration"}
         clash = [k for k in model if f"model.{k}" in given and k not in NOT_ARCHITECTURE and k in theirs and not same(theirs[k], model[k])]
         trouble = [Problem(f"model.{k}", f"cannot take effect: model.init={init} has {said(theirs[k])}. Leave it out.") for k in clash]
@@ -399,7 +450,7 @@ def _architecture(raw: dict[str, Any], given: Mapping[str, Any], configure: Call
         return True, trouble
     if isinstance(model.get("preset"), str):
         try:
-            raw["model"] = {**presets.expand(model)}
+            raw["model"] = {k: v for k, v in presets.expand(model).items() if k in model or k not in HEAD}
         except UserError as e:
             return True, [Problem("model.preset", re.sub(r"^model(\.preset)?[:=] ?", "", str(e)))]
         if given.get("model.init") is not None and not asked_size:

@@ -6,11 +6,30 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from gradus import limits
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, le=limits.REAL)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, le=limits.REAL)]
+Rate = Annotated[float, Field(gt=0.0, le=limits.RATE)]
+Epsilon = Annotated[float, Field(gt=0.0, le=limits.EPSILON)]
+
+
+def upto(most: int, least: int = 1):
+    """A whole number from `least` to `most`."""
+    return Annotated[int, Field(ge=least, le=most)]
+
+
+Steps, Samples, Axis = upto(limits.STEPS), upto(limits.SAMPLES), upto(limits.AXIS)
+Layers, Width, Heads, Hidden = upto(limits.LAYERS), upto(limits.WIDTH), upto(limits.HEADS), upto(limits.FF)
+Vocabulary, Length, Classes, Batches = upto(limits.VOCABULARY), upto(limits.LENGTH), upto(limits.CLASSES), upto(limits.BATCH)
+Experts, Pixels = upto(limits.EXPERTS), upto(limits.IMAGE)
 
 
 class Section(BaseModel):
@@ -26,17 +45,29 @@ class ModelConfig(Section):
     """What every family has. `preset` fills the fields from a published size; `init` starts from weights (a folder, a file
     or a hub name), whose configuration then holds."""
 
-    preset: str | None = None
-    init: str | None = None
-    vocab_size: PositiveInt | None = None  # from the tokenizer when not given
-    n_layers: PositiveInt
-    d_model: PositiveInt
-    n_heads: PositiveInt
-    dropout: Fraction = 0.0
+    preset: str | None = None  # a published size that fills the other keys (gradus models)
+    init: str | None = None  # start from weights: a folder, a file or a hub name
+    vocab_size: Vocabulary | None = None  # from the tokenizer when not given
+    n_layers: Layers  # blocks; of an encoder-decoder: of the encoder
+    d_model: Width  # width: numbers a token
+    n_heads: Heads  # attention heads a layer
+    dropout: Fraction = 0.0  # share of numbers set to 0 in training
+    _classes: tuple[str, ...] = PrivateAttr(())
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them. A recipe has them in task.classes."""
+        return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
+
+    def named(self, classes: Sequence[str] | None) -> Self:
+        """The same configuration with these names."""
+        copy = self.model_copy()
+        copy._classes = tuple(classes or ())
+        return copy
 
     @model_validator(mode="after")
     def _heads_divide(self):
@@ -44,12 +75,22 @@ class ModelConfig(Section):
             raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}")
         return self
 
+    @model_validator(mode="after")
+    def _a_size_one_could_mean(self):
+        width = max(self.d_model, self.n_heads * self.head_dim)
+        layers = self.n_layers + (getattr(self, "n_decoder_layers", None) or 0)
+        networks = getattr(self, "n_experts", None) or 1
+        about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
+        if about > limits.PARAMETERS:
+            raise ValueError(f"these sizes together are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
+        return self
+
 
 class ExpertsConfig(ModelConfig):
     """A mixture of experts in place of every feed-forward network, in the families that have it."""
 
-    n_experts: PositiveInt | None = None  # None: one feed-forward network, which all tokens take
-    top_k: PositiveInt = 2  # experts a token takes
+    n_experts: Experts | None = None  # None: one feed-forward network, which all tokens take
+    top_k: Experts = 2  # experts a token takes
     balance: NonNegativeFloat = 0.01  # weight of the loss that is least where all experts are equally loaded (Fedus et al. 2021)
 
     @model_validator(mode="after")
@@ -63,18 +104,18 @@ class Seq2SeqConfig(ModelConfig):
     """The original Transformer (Vaswani et al. 2017)."""
 
     family: Literal["seq2seq"] = "seq2seq"
-    target_vocab_size: PositiveInt | None = None  # None: the same as vocab_size
-    n_decoder_layers: PositiveInt | None = None  # None: the same as n_layers
-    d_ff: PositiveInt
-    seq_len: PositiveInt = 512
+    target_vocab_size: Vocabulary | None = None  # None: the same as vocab_size
+    n_decoder_layers: Layers | None = None  # None: the same as n_layers
+    d_ff: Hidden  # width of the feed-forward network
+    seq_len: Length = 512  # longest sequence in tokens
     dropout: Fraction = 0.1
     norm_first: bool = False  # post-norm as in the paper; the annotated code is pre-norm
     share_embeddings: bool = True  # source = target embedding (one vocabulary)
     tie_output: bool = True  # output projection = target embedding
-    output_bias: bool = False
+    output_bias: bool = False  # a bias in the output projection
     positions: Literal["interleaved", "halves"] = "interleaved"  # sin and cos alternate (paper), or all sin then all cos
-    activation: Literal["relu", "gelu", "silu"] = "relu"
-    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["relu", "gelu", "silu"] = "relu"  # of the feed-forward network
+    norm_eps: Epsilon = 1e-5  # added to the variance in norms
 
     @model_validator(mode="after")
     def _sharing(self):
@@ -87,27 +128,27 @@ class BertConfig(ModelConfig):
     """BERT (Devlin et al. 2019)."""
 
     family: Literal["bert"] = "bert"
-    d_ff: PositiveInt
-    seq_len: PositiveInt = 512
-    n_token_types: PositiveInt = 2
+    d_ff: Hidden  # width of the feed-forward network
+    seq_len: Length = 512  # longest sequence in tokens
+    n_token_types: upto(limits.HEADS) = 2  # segments that a text can have, such as two sentences
     dropout: Fraction = 0.1
     head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: masked_lm + next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
-    n_classes: PositiveInt | None = None
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
-    norm_eps: PositiveFloat = 1e-12
+    n_classes: Classes | None = None  # labels of the classification head; from the data when not given
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
+    norm_eps: Epsilon = 1e-12  # added to the variance in norms
 
 
 class GPTConfig(ExpertsConfig):
     """GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020)."""
 
     family: Literal["gpt"] = "gpt"
-    d_ff: PositiveInt | None = None  # None: 4 d_model
-    seq_len: PositiveInt = 1024
-    bias: bool = True
-    tie_output: bool = True
-    activation: Literal["gelu_tanh", "gelu", "relu"] = "gelu_tanh"
-    norm_eps: PositiveFloat = 1e-5
+    d_ff: Hidden | None = None  # None: 4 d_model
+    seq_len: Length = 1024  # longest sequence in tokens
+    bias: bool = True  # biases in linear layers and norms
+    tie_output: bool = True  # output projection = token embedding
+    activation: Literal["gelu_tanh", "gelu", "relu"] = "gelu_tanh"  # of the feed-forward network
+    norm_eps: Epsilon = 1e-5  # added to the variance in norms
 
     @model_validator(mode="after")
     def _ff(self):
@@ -120,16 +161,16 @@ class T5Config(ModelConfig):
     """T5 (Raffel et al. 2020): v1.0 (relu, tied) and v1.1 (gated gelu, untied)."""
 
     family: Literal["t5"] = "t5"
-    n_decoder_layers: PositiveInt | None = None
-    d_head: PositiveInt = 64
-    d_ff: PositiveInt
-    seq_len: PositiveInt = 512  # a training length; relative positions set no limit
+    n_decoder_layers: Layers | None = None  # None: the same as n_layers
+    d_head: Width = 64  # width of a head
+    d_ff: Hidden  # width of the feed-forward network
+    seq_len: Length = 512  # a training length; relative positions set no limit
     dropout: Fraction = 0.1
-    gated: bool = False
-    tie_output: bool = True
-    n_buckets: PositiveInt = 32
-    max_distance: PositiveInt = 128
-    norm_eps: PositiveFloat = 1e-6
+    gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
+    tie_output: bool = True  # output projection = token embedding
+    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions tell apart
+    max_distance: Length = 128  # tokens beyond which all distances are one
+    norm_eps: Epsilon = 1e-6  # added to the mean square in norms
 
     @property
     def head_dim(self) -> int:
@@ -139,10 +180,10 @@ class T5Config(ModelConfig):
 class RopeScaling(Section):
     """Llama 3.1's stretching of rotary frequencies (Grattafiori et al. 2024)."""
 
-    factor: PositiveFloat = 8.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_seq_len: PositiveInt = 8192
+    factor: PositiveFloat = 8.0  # low frequencies are divided by it
+    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / it are stretched whole
+    high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / it stay
+    original_seq_len: Length = 8192  # tokens the model was first trained with
 
 
 class LlamaConfig(ExpertsConfig):
@@ -150,17 +191,17 @@ class LlamaConfig(ExpertsConfig):
     Qwen2.5 (Yang et al. 2024)."""
 
     family: Literal["llama"] = "llama"
-    n_kv_heads: PositiveInt | None = None  # None: n_heads
-    d_head: PositiveInt | None = None  # None: d_model / n_heads
-    d_ff: PositiveInt | None = None  # None: 2/3 of 4 d_model, times ffn_multiplier, up to a multiple of multiple_of
-    multiple_of: PositiveInt = 256
-    ffn_multiplier: PositiveFloat = 1.0
-    seq_len: PositiveInt = 4096
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    n_kv_heads: Heads | None = None  # None: n_heads
+    d_head: Width | None = None  # None: d_model / n_heads
+    d_ff: Hidden | None = None  # None: 2/3 of 4 d_model, times ffn_multiplier, up to a multiple of multiple_of
+    multiple_of: Width = 256  # of d_ff, where it is not given
+    ffn_multiplier: PositiveFloat = 1.0  # of d_ff, where it is not given
+    seq_len: Length = 4096  # longest sequence in tokens
+    rope_theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None  # stretched frequencies, as in Llama 3.1; None: as they are
     qkv_bias: bool = False  # in the projections to queries, keys and values, not in the output's
-    tie_output: bool = False
-    norm_eps: PositiveFloat = 1e-5
+    tie_output: bool = False  # output projection = token embedding
+    norm_eps: Epsilon = 1e-5  # added to the mean square in norms
 
     @property
     def head_dim(self) -> int:
@@ -176,6 +217,8 @@ class LlamaConfig(ExpertsConfig):
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
+        if self.d_ff > limits.FF:
+            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier={self.ffn_multiplier:g}; at most {limits.FF:,} is planned")
         return self
 
 
@@ -183,14 +226,14 @@ class ViTConfig(ModelConfig):
     """ViT (Dosovitskiy et al. 2021; sizes g and G of Zhai et al. 2022). No vocabulary."""
 
     family: Literal["vit"] = "vit"
-    image_size: PositiveInt = 224
-    patch_size: PositiveInt = 16
-    n_channels: PositiveInt = 3
-    d_ff: PositiveInt
-    n_classes: PositiveInt | None = None  # from the data when not given
-    pool: Literal["class_token", "mean"] = "class_token"
-    patches: Literal["convolution", "unfold", "rearrange"] = "convolution"
-    norm_eps: PositiveFloat = 1e-6
+    image_size: Pixels = 224  # pixels a side
+    patch_size: Pixels = 16  # pixels a side of a patch; a token is a patch
+    n_channels: upto(limits.HEADS) = 3  # 3: colour, 1: grey
+    d_ff: Hidden  # width of the feed-forward network
+    n_classes: Classes | None = None  # from the data when not given
+    pool: Literal["class_token", "mean"] = "class_token"  # what the classifier reads
+    patches: Literal["convolution", "unfold", "rearrange"] = "convolution"  # all give the same numbers
+    norm_eps: Epsilon = 1e-6  # added to the variance in norms
 
     @model_validator(mode="after")
     def _patches_divide(self):
@@ -212,8 +255,8 @@ class CopyTask(Section):
     """Copy a sequence of symbols 1 .. n_symbols-1 (0 is padding and start)."""
 
     name: Literal["copy"] = "copy"
-    n_symbols: Annotated[int, Field(ge=3)] = 11
-    length: Annotated[int, Field(ge=2)] = 10
+    n_symbols: upto(limits.VOCABULARY, 3) = 11  # symbols, padding counted
+    length: upto(limits.COPIED, 2) = 10  # symbols a sequence
     start: Literal["zero", "first"] = "zero"  # first: every sequence starts with symbol 1, which starts the decoder (S1 as coded)
 
 
@@ -221,30 +264,30 @@ class TranslationTask(Section):
     """Source sequence to target sequence, teacher forced."""
 
     name: Literal["translation"] = "translation"
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.0  # share of the target spread over all tokens
 
 
 class CausalLMTask(Section):
     """Predict the next token."""
 
     name: Literal["causal_lm"] = "causal_lm"
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.0  # share of the target spread over all tokens
 
 
 class MaskedLMTask(Section):
     """Predict masked tokens (Devlin et al. 2019, section 3.1): of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay."""
 
     name: Literal["masked_lm"] = "masked_lm"
-    mask_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    next_sentence: bool = False
+    mask_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # share of the tokens to predict
+    next_sentence: bool = False  # also tell whether the second sentence follows the first
 
 
 class SpanCorruptionTask(Section):
     """Replace spans by sentinels and predict them (Raffel et al. 2020, section 3.1.4)."""
 
     name: Literal["span_corruption"] = "span_corruption"
-    noise_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    mean_span: PositiveFloat = 3.0
+    noise_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # share of the tokens to predict
+    mean_span: PositiveFloat = 3.0  # mean length of a span in tokens
 
 
 class ClassificationTask(Section):
@@ -252,7 +295,7 @@ class ClassificationTask(Section):
 
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.0  # share of the target spread over all classes
 
 
 Task = Annotated[
@@ -267,31 +310,32 @@ Task = Annotated[
 class DataConfig(Section):
     """How any data is loaded. The order is a pure function of (seed, epoch, position), whatever the workers."""
 
-    workers: NonNegativeInt = 0
-    prefetch: PositiveInt = 2  # batches ahead, per worker
-    persistent: bool = True
+    workers: upto(limits.WORKERS, 0) = 0  # processes that prepare batches; 0: the training process does
+    prefetch: upto(limits.WORKERS) = 2  # batches ahead, per worker
+    persistent: bool = True  # keep workers from epoch to epoch
     pin: bool = True  # page-locked memory where there is a GPU
-    limit: PositiveInt | None = None  # use only the first n training samples (after a fixed shuffle)
-    limit_valid: PositiveInt | None = None
+    limit: Samples | None = None  # use only the first n training samples (after a fixed shuffle)
+    limit_valid: Samples | None = None  # use only the first n validation samples
 
 
 class SyntheticData(DataConfig):
     """Sequences made from the seed."""
 
     kind: Literal["synthetic"] = "synthetic"
-    n_train: PositiveInt = 100_000
-    n_valid: PositiveInt = 1_000
+    n_train: upto(limits.MADE) = 100_000  # training sequences
+    n_valid: upto(limits.MADE) = 1_000  # validation sequences
 
 
 class TextConfig(DataConfig):
-    """What all text sources share. `path` is a file, a folder, or `hf:NAME` for a Hugging Face data set."""
+    """What all text sources share. `path` is a file, a folder, or `hf:NAME` for a Hugging Face data set. A relative one is looked for below
+    the working directory, then in the recipe file's folder."""
 
-    path: str | None = None
+    path: str | None = None  # a file, a folder, or hf:NAME for a Hugging Face data set
     train: str | None = None  # file names below path, where they are not the usual ones
-    valid: str | None = None
-    test: str | None = None
+    valid: str | None = None  # as train
+    test: str | None = None  # as train
     cache: str | None = None  # tokenised text; default: ~/.cache/gradus
-    max_len: PositiveInt | None = None  # tokens; default: model.seq_len
+    max_len: Length | None = None  # tokens; default: model.seq_len
 
 
 class TextData(TextConfig):
@@ -309,33 +353,33 @@ class LabelledData(TextConfig):
 
     kind: Literal["labelled"] = "labelled"
     text: str | None = None  # column names; None: text or sentence, label
-    label: str | None = None
-    pad: Literal["bucket", "longest", "max_length"] = "bucket"
+    label: str | None = None  # as text
+    pad: Literal["bucket", "longest", "max_length"] = "bucket"  # bucket: like lengths together; longest: of the batch
 
 
 class PairsData(TextConfig):
     """Parallel text: `train.de`/`train.en` or columns of a table."""
 
     kind: Literal["pairs"] = "pairs"
-    source: str = "de"
-    target: str = "en"
-    pad: Literal["bucket", "longest", "max_length"] = "bucket"
+    source: str = "de"  # suffix of the file, or column, to translate from
+    target: str = "en"  # suffix of the file, or column, to translate to
+    pad: Literal["bucket", "longest", "max_length"] = "bucket"  # bucket: like lengths together; longest: of the batch
 
 
 class ImagesData(DataConfig):
     """Images with a label: `digits` (scikit-learn's), parquet, class folders, the official CIFAR-10 archives, or `hf:NAME`."""
 
     kind: Literal["images"] = "images"
-    path: str | None = None
-    source: Literal["path", "digits"] = "path"
+    path: str | None = None  # a folder, a file, or hf:NAME for a Hugging Face data set
+    source: Literal["path", "digits"] = "path"  # path, or scikit-learn's digits
     image: str | None = None  # column names, for parquet
-    label: str | None = None
+    label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: measured on the training set
-    std: list[float] | None = None
-    crop: NonNegativeInt = 0  # random crop after padding by so many pixels
-    flip: bool = False
+    std: list[float] | None = None  # as mean
+    crop: upto(limits.IMAGE, 0) = 0  # random crop after padding by so many pixels
+    flip: bool = False  # left and right exchanged in half of the images
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
-    cutmix: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
 
 
 Data = Annotated[
@@ -348,9 +392,9 @@ class TokenizerConfig(Section):
     """char and word are read off the training text; bpe is trained on it; file is read from `path`
     (a folder, tokenizer.json, vocab.txt, a folder with encoder.json + vocab.bpe, SentencePiece .model, llama2.c .bin)."""
 
-    kind: Literal["char", "word", "byte", "bpe", "file"] = "file"
+    kind: Literal["char", "word", "byte", "bpe", "file"] = "file"  # file: from path; others: from the text
     path: str | None = None  # for file; None: beside model.init
-    vocab_size: PositiveInt | None = None  # for bpe
+    vocab_size: Vocabulary | None = None  # for bpe
     lowercase: bool = False  # for word and bpe
     shared: bool = True  # pairs: one vocabulary for both languages
 
@@ -374,29 +418,29 @@ class AdamW(Section):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
 
     name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
+    lr: Rate  # learning rate, times what the schedule says
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    eps: Epsilon = 1e-8  # added to the root of the mean square
+    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
 
 
 class Adam(Section):
     """Adam (Kingma & Ba 2015)."""
 
     name: Literal["adam"] = "adam"
-    lr: PositiveFloat
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
+    lr: Rate  # learning rate, times what the schedule says
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    eps: Epsilon = 1e-8  # added to the root of the mean square
 
 
 class SGD(Section):
     """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = "sgd"
-    lr: PositiveFloat
-    momentum: Fraction = 0.0
-    nesterov: bool = False
-    weight_decay: NonNegativeFloat = 0.0
+    lr: Rate  # learning rate, times what the schedule says
+    momentum: Fraction = 0.0  # share of the last step that is kept
+    nesterov: bool = False  # momentum looked at ahead
+    weight_decay: NonNegativeFloat = 0.0  # of matrices, added to the gradient
 
 
 Optimizer = Annotated[AdamW | Adam | SGD, Field(discriminator="name")]
@@ -406,11 +450,11 @@ class Schedule(Section):
     """The learning rate as a multiple of optimizer.lr. `noam` is factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5)
     (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
 
-    name: Literal["constant", "linear", "cosine", "noam"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    final: NonNegativeFloat = 0.0
+    name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
+    warmup_steps: upto(limits.STEPS, 0) = 0  # steps in which the rate rises from 0
+    final: NonNegativeFloat = 0.0  # share of lr at the last step
     factor: PositiveFloat = 1.0  # for noam
-    end_step: PositiveInt | None = None  # None: the last step of training
+    end_step: Steps | None = None  # None: the last step of training
 
     @model_validator(mode="after")
     def _takes_effect(self):
@@ -429,8 +473,8 @@ class Schedule(Section):
 class Batch(Section):
     """What one optimizer step sees, over all devices: so many samples, or as many as fit into so many tokens (padding counted)."""
 
-    samples: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    samples: Batches | None = None  # samples a step, over all processes
+    tokens: Batches | None = None  # tokens a step at most, padding counted, over all processes
 
     @model_validator(mode="after")
     def _one(self):
@@ -442,13 +486,13 @@ class Batch(Section):
 class Train(Section):
     """How long, from which seed, and what to do when something goes wrong."""
 
-    steps: PositiveInt | None = None
-    epochs: PositiveFloat | None = None
-    seed: NonNegativeInt = 0
-    clip_norm: PositiveFloat | None = None
-    checkpoint_every: PositiveInt | None = None  # steps; None: only at the end and when stopped
-    keep: PositiveInt = 2  # checkpoints to keep besides the best
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    steps: Steps | None = None  # optimizer steps; or give epochs
+    epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over the training data; or give steps
+    seed: upto(limits.SEED, 0) = 0  # of the initial weights, the order of the data and dropout
+    clip_norm: PositiveFloat | None = None  # largest gradient norm; None: no clipping
+    checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
+    keep: Steps = 2  # checkpoints to keep besides the best
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
 
     @model_validator(mode="after")
     def _one(self):
@@ -460,28 +504,28 @@ class Train(Section):
 class Evaluate(Section):
     """When to evaluate, and which metric makes the best checkpoint. Every validation sample counts exactly once."""
 
-    every: PositiveInt | None = None  # steps; None: at the end of every epoch
-    at_start: bool = False
-    batch: PositiveInt | None = None  # samples at a time; None: the micro-batch
+    every: Steps | None = None  # steps; None: at the end of every epoch
+    at_start: bool = False  # also evaluate before the first step
+    batch: Batches | None = None  # samples at a time; None: the micro-batch
     best: str | None = None  # metric whose best checkpoint is kept, e.g. valid/loss; None: the task's own
     test: bool = False  # also evaluate the test split at the very end
     decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
-    samples: NonNegativeInt = 0  # decoded samples to print at the end
-    max_new: PositiveInt | None = None  # tokens, for decoding
+    samples: upto(limits.SAMPLES, 0) = 0  # decoded samples to print at the end
+    max_new: Length | None = None  # tokens, for decoding
 
 
 class LocalSGD(Section):
     """Workers take `every` steps alone, then average their weights (Stich 2019)."""
 
-    every: PositiveInt
+    every: Steps  # steps between two averages
 
 
 class DiLoCo(Section):
     """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard et al. 2023)."""
 
-    every: PositiveInt
-    outer_lr: PositiveFloat = 0.7
-    outer_momentum: Fraction = 0.9
+    every: Steps  # steps between two outer steps
+    outer_lr: PositiveFloat = 0.7  # learning rate of the outer step
+    outer_momentum: Fraction = 0.9  # of the outer step
 
 
 class Layout(Section):
@@ -491,61 +535,86 @@ class Layout(Section):
     the replicas, of which there are as many as are left over.
     """
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    threads: PositiveInt | None = None  # CPU threads a process; None: PyTorch's choice, or with several processes an equal share
-    precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: a GPU where there is one
+    threads: upto(limits.THREADS) | None = None  # CPU threads a process; None: PyTorch's choice, or with several processes an equal share
+    precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
-    micro_batch: PositiveInt | None = None  # samples a forward pass and process; None: the process's whole share of the batch
-    attention: Literal["sdpa", "chunked", "naive"] = "sdpa"
-    chunk: PositiveInt = 256  # query rows at a time, for chunked
-    checkpointing: Literal["none", "attention", "selective", "full"] = "none"
-    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    micro_batch: Batches | None = None  # samples a forward pass and process; None: the process's whole share of the batch
+    attention: Literal["sdpa", "chunked", "naive"] = "sdpa"  # kernel: PyTorch's, in chunks of queries, or written out
+    chunk: Length = 256  # query rows at a time, for chunked
+    checkpointing: Literal["none", "attention", "selective", "full"] = "none"  # activations computed again backwards
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"  # mode of torch.compile
     # several processes
     replicate: Literal["auto", "none", "manual", "parameter_server", "data_parallel", "ddp"] = "auto"  # auto: ddp where processes are left over
     transport: Literal["torch", "mpi"] = "torch"  # of manual: torch.distributed, or mpi4py under mpirun
     bucket_mb: PositiveFloat = 25.0  # of ddp: gradients sent at a time
     compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # of ddp: gradients as they are sent
-    shard: PositiveInt = 1  # processes that share weights, gradients and optimizer state (FSDP2); with replicas: HSDP
+    shard: Axis = 1  # processes that share weights, gradients and optimizer state (FSDP2); with replicas: HSDP
     reshard: bool = True  # of shard: forget the gathered weights after the forward pass and gather them again for the backward pass
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: weights as they are gathered and computed with
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: gradients as they are reduced; None: fp32
     offload: bool = False  # of shard: weights, gradients and optimizer state stay in the host's memory
     shard_optimizer: bool = False  # of ddp and manual: each replica keeps the optimizer's state of a part of the weights (ZeRO-1)
-    tensor: PositiveInt = 1  # processes that split every matrix product
+    tensor: Axis = 1  # processes that split every matrix product
     sequence_parallel: bool = True  # of tensor: norms, dropout and residuals split along the sequence
     vocab_parallel: bool = True  # of tensor: the loss over logits split along the vocabulary
-    pipeline: PositiveInt = 1  # processes that each hold a part of the layers
+    pipeline: Axis = 1  # processes that each hold a part of the layers
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of pipeline
-    stages: PositiveInt | None = None  # of pipeline: stages a process; None: 2 for interleaved and zero_bubble, else 1
-    context: PositiveInt = 1  # processes that split the sequence, attention included
-    context_method: Literal["ring", "ulysses"] = "ring"
-    expert: PositiveInt = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
-    local_sgd: LocalSGD | None = None
-    diloco: DiLoCo | None = None
+    stages: Layers | None = None  # of pipeline: stages a process; None: 2 for interleaved and zero_bubble, else 1
+    context: Axis = 1  # processes that split the sequence, attention included
+    context_method: Literal["ring", "ulysses"] = "ring"  # of context: keys sent around, or heads exchanged for sequence
+    expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
+    local_sgd: LocalSGD | None = None  # workers train apart and average their weights
+    diloco: DiLoCo | None = None  # workers train apart and take an outer step together
     timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds after which a process that does not reach a collective is given up
+
+
+def right_name(text: str) -> str:
+    """The nearest name that a recipe may have: what may not stand in it becomes -."""
+    if not text.isprintable() or set("/\\") & set(text):
+        text = re.sub("-+", "-", "".join(c if c.isprintable() and c not in "/\\" else "-" for c in text))
+    text = text.strip(" .-")
+    while len(text.encode()) > 100:  # the name is a folder's
+        text = text[:-1].rstrip(" .-")
+    return text or "recipe"
+
+
+def _name(text: str) -> str:
+    if text != right_name(text):
+        raise ValueError(
+            f"{text[:50]!r}: a name is that of a folder: no slashes, line breaks or other control characters, none of space . - "
+            f"at its ends, at most 100 bytes. Try {right_name(text)!r}"
+        )
+    return text
+
+
+def _folder(text: str | None) -> str | None:
+    if text is not None and re.search(r"[\0-\x1f\x7f]", text):
+        raise ValueError(f"{text[:100]!r}: a folder has no line breaks or control characters in its name. Leave them out")
+    return text
 
 
 class Log(Section):
     """Where the run folder goes and what is written besides `metrics.jsonl`."""
 
-    dir: str | None = None  # None: runs/<recipe>/<time>
-    every: PositiveInt = 10
-    tensorboard: bool = False
+    dir: Annotated[str | None, AfterValidator(_folder)] = None  # None: runs/<recipe>/<time>
+    every: Steps = 10  # steps between two rows and lines
+    tensorboard: bool = False  # also write rows for TensorBoard
     wandb: str | None = None  # the project; off when not given
 
 
 class Recipe(Section):
     """The whole."""
 
-    name: str = "recipe"
-    model: Model
-    task: Task
-    data: Data
-    tokenizer: TokenizerConfig | None = None
-    optimizer: Optimizer
-    schedule: Schedule = Schedule()
-    batch: Batch
-    train: Train
-    evaluate: Evaluate = Evaluate()
-    layout: Layout = Layout()
-    log: Log = Log()
+    name: Annotated[str, AfterValidator(_name)] = "recipe"  # of the recipe: its runs go to runs/NAME
+    model: Model  # the family of the model
+    task: Task  # what is learned
+    data: Data  # where samples come from
+    tokenizer: TokenizerConfig | None = None  # how text becomes tokens
+    optimizer: Optimizer  # how gradients move weights
+    schedule: Schedule = Schedule()  # the learning rate over the steps
+    batch: Batch  # what one step sees
+    train: Train  # how long, and from which seed
+    evaluate: Evaluate = Evaluate()  # when, and what is best
+    layout: Layout = Layout()  # where and how fast
+    log: Log = Log()  # what is written

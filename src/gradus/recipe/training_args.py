@@ -11,7 +11,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.recipe import parallel_args
+from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
 
@@ -39,61 +42,76 @@ ADVICE = {
     "batch_eval_metrics": "metrics are always summed batch by batch",
     "data_seed": "the data's order comes from train.seed",
     "dataloader_drop_last": "the last, smaller batch is always kept and weighs what it holds",
-    "ddp_find_unused_parameters": "this run is one process",
-    "deepspeed": "this run is one process. Save memory with layout.checkpointing, layout.micro_batch or layout.precision",
+    "ddp_broadcast_buffers": "no model here has buffers",
+    "ddp_find_unused_parameters": "every weight has a gradient in every step: there is none to look for",
+    "ddp_static_graph": "every step is the same graph already",
     "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
     "do_eval": "the verb says what is done: gradus train, evaluate, predict",
     "do_predict": "the verb says what is done: gradus train, evaluate, predict",
     "do_train": "the verb says what is done: gradus train, evaluate, predict",
     "eval_accumulation_steps": "metrics are always summed batch by batch",
     "eval_delay": "the first evaluation is after evaluate.every steps, or after the first epoch",
-    "fsdp": "this run is one process. Save memory with layout.checkpointing, layout.micro_batch or layout.precision",
+    "fsdp_min_num_params": "sharding wraps every block, whatever its size",
+    "fsdp_transformer_layer_cls_to_wrap": "sharding wraps every block",
     "full_determinism": "a seed gives the same run on the same machine as it is",
     "greater_is_better": "known of every metric; choose one with evaluate.best=valid/loss, for example",
     "ignore_data_skip": "a resumed run goes on with the very next sample",
     "load_best_model_at_end": "the best checkpoint is kept below checkpoints/best; evaluate.best chooses its metric",
-    "local_rank": "this run is one process",
+    "local_rank": "the launcher tells each process its rank: --processes N, torchrun, mpirun or srun",
     "logging_dir": "everything a run writes is in its folder, log.dir",
     "logging_first_step": "every row is in metrics.jsonl, from step log.every on",
     "metric_for_best_model": "choose it with evaluate.best=valid/loss or evaluate.best=valid/accuracy, for example",
+    "parallelism_config": "set layout.tensor, layout.context, layout.shard; the rest of the processes are replicas",
     "overwrite_output_dir": "a run never overwrites another; give another log.dir, or none",
     "push_to_hub": "nothing is uploaded",
     "remove_unused_columns": "columns that are not named in data are never read",
     "resume_from_checkpoint": "give the run's folder with --resume",
+    "sharded_ddp": "set fsdp, or layout.shard_optimizer=true, or layout.shard",
     "run_name": "name the run with name=...",
 }
 
 # All that TrainingArguments of transformers 4 and 5 know besides, to tell a name without counterpart from a misspelt one.
 WITHOUT_COUNTERPART = """
-accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices bf16_full_eval dataloader_in_order
-dataloader_multiprocessing_context ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph ddp_timeout debug enable_jit_checkpoint
-eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval fp16_opt_level fsdp_config fsdp_min_num_params
-fsdp_transformer_layer_cls_to_wrap gradient_checkpointing_kwargs half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision
-hub_strategy hub_token include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen include_tokens_per_second jit_mode_eval
-label_names length_column_name liger_kernel_config log_level log_level_replica log_on_each_node logging_nan_inf_filter lr_scheduler_kwargs
-mp_parameters neftune_noise_alpha optim_args optim_target_modules parallelism_config past_index prediction_loss_only project push_to_hub_model_id
-push_to_hub_organization push_to_hub_token ray_scope restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors
-sharded_ddp skip_memory_metrics split_batches torch_compile_backend torch_empty_cache_steps torchdynamo tpu_metrics_debug tpu_num_cores
-trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_ipex use_legacy_prediction_loop use_liger_kernel use_mps_device
+accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices
+bf16_full_eval dataloader_in_order dataloader_multiprocessing_context debug enable_jit_checkpoint
+eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval fp16_opt_level gradient_checkpointing_kwargs
+half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
+include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen include_tokens_per_second jit_mode_eval
+label_names length_column_name liger_kernel_config log_level log_level_replica log_on_each_node logging_nan_inf_filter
+lr_scheduler_kwargs mp_parameters neftune_noise_alpha optim_args optim_target_modules past_index prediction_loss_only
+project push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope
+restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors skip_memory_metrics
+split_batches torch_compile_backend torch_empty_cache_steps torchdynamo tpu_metrics_debug tpu_num_cores
+trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_ipex use_legacy_prediction_loop
+use_liger_kernel use_mps_device
 """.split()  # noqa: SIM905
 
-# Names that `_Mapping` knows, besides those of SAME.
-MAPPED = """
+# Names that `Arguments` knows, besides those of SAME.
+MAPPED = f"""
+{" ".join(parallel_args.NAMES)}
 adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy evaluation_strategy fp16
 gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda
 optim per_device_train_batch_size report_to save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio
 warmup_steps
-""".split()  # noqa: SIM905
+""".split()
 
 
-def from_training_args(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+def from_training_args(
+    path: str | Path, processes: int = 1, on_host: int | None = None, layout: Layout = Layout(), resuming: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """What a file of TrainingArguments asks for: dotted keys of a recipe with their values, and a line for everything in the file that
     is not taken over as it stands. The values go into `load(recipe, **overrides)`.
 
+    processes, on_host: of the run, and of them on this host (None: all); what is said of one device is of each. layout: which of them
+    work on the same samples. resuming: a run goes on, and its batch holds.
     Raises UserError in one line for a file that is not JSON or has no "TrainingArgs", and for a value that cannot be worked with.
     """
     arguments, notes = _read(Path(path))
-    mapping = _Mapping(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
+    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
+    mapping.shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    mapping.sharing = max(1, mapping.shares // layout.expert)
+    mapping.on_host = min(mapping.sharing, on_host or mapping.sharing)
+    mapping.resuming = resuming
     mapping.run()
     return mapping.ours, notes
 
@@ -106,28 +124,22 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
             raise UserError(f"{path}: {twice[0]}: given twice. Keep one.")
         return dict(pairs)
 
-    try:
-        content = json.loads(path.expanduser().read_text(encoding="utf-8"), object_pairs_hook=once)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Give the JSON file that holds {KEY}.") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}.") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}).") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{path}: line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}.") from None
+    content = limits.read_json(path, limits.RECIPE_FILE, object_pairs_hook=once)
     if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
         near = did_you_mean(KEY, content) if isinstance(content, dict) and KEY not in content else ""
         raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, such as {{"{KEY}": {{"learning_rate": 5e-5}}}}.{near}')
     return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
 
 
-class _Mapping:
+class Arguments:
     """Takes the arguments one group after another; what is left has no counterpart."""
 
     def __init__(self, where: str, arguments: dict[str, Any], notes: list[str]):
-        self.where, self.left, self.notes = where, dict(arguments), notes
+        self.where, self.left, self.notes, self.key = where, dict(arguments), notes, KEY
         self.ours: dict[str, Any] = {}
+        self.shares = 1  # processes that see samples of their own
+        self.sharing = self.on_host = 1  # processes that can share weights: of all, and of this host
+        self.resuming = False
 
     def run(self) -> None:
         for name, key in SAME.items():
@@ -141,6 +153,7 @@ class _Mapping:
         self.evaluation()
         self.logging_and_saving()
         self.data_and_layout()
+        parallel_args.layouts(self)
         for name, value in self.left.items():
             if name in ADVICE:
                 self.note(name, value, ADVICE[name])
@@ -160,7 +173,7 @@ class _Mapping:
         value = self.take(name, default)
         try:
             number = None if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         if value is not None and (number is None or not math.isfinite(number) or (whole and number != int(number))):
             raise UserError(f"{self.where}: {KEY}.{name}: expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
@@ -174,7 +187,7 @@ class _Mapping:
 
     def word(self, name: str) -> str | None:
         value = self.take(name)
-        if value is not None and not isinstance(value, str | bool):
+        if value is not None and value is not False and not isinstance(value, str):
             raise UserError(f"{self.where}: {KEY}.{name}: expected a word in quotes, got {json.dumps(value)}.")
         return "no" if value is False else value
 
@@ -195,18 +208,22 @@ class _Mapping:
 
     def batch(self) -> None:
         batch, accumulation = self.number("per_device_train_batch_size", whole=True), self.number("gradient_accumulation_steps", whole=True)
+        for name, value in (("per_device_train_batch_size", batch), ("gradient_accumulation_steps", accumulation)):
+            if value is not None and value < 1:
+                raise UserError(f"{self.where}: {KEY}.{name}: must be at least 1, got {value}.")
         if batch is None:
             if accumulation is not None and accumulation != 1:
                 self.note(
                     "gradient_accumulation_steps", accumulation, "it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"
                 )
             return
-        self.ours["batch.samples"] = batch * (accumulation or 1)
         self.ours["layout.micro_batch"] = batch
-        self.notes.append(
-            f"per_device_train_batch_size={batch}: a step sees batch.samples={self.ours['batch.samples']} over all devices together, "
-            f"{batch} at a time (layout.micro_batch)"
-        )
+        if self.resuming:
+            self.note("per_device_train_batch_size", batch, "a run that goes on keeps its batch; so many at a time (layout.micro_batch)")
+            return
+        samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
+        of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}" + (f" × accumulation {accumulation}" if accumulation else "")
+        self.note("per_device_train_batch_size", batch, f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)")
 
     def optimizer(self) -> None:
         optim = self.word("optim")

@@ -74,8 +74,13 @@ class Task:
         """Metrics that follow from the means over a whole split, such as perplexity."""
         return means
 
-    def decoded_metrics(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Metrics of what the model writes by itself, over a whole split; slow, so that evaluate.decode=false leaves them out."""
+    def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
+        """Sample → what the model writes by itself, of one process's part of a split. The parts of `world` processes are all samples,
+        each once, and no text depends on `world`. Slow, so that evaluate.decode=false leaves it out."""
+        return {}
+
+    def decoded_metrics(self, written: dict[int, str], split: str) -> dict[str, float]:
+        """Metrics of what was written for every sample of a split."""
         return {}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:

@@ -20,16 +20,22 @@ from gradus.tasks.sources import fit_vocabulary, open_running_text
 class CausalLM(Task):
     """Next-token prediction over windows of running text."""
 
-    units = Task.units | {"bits_per_byte": "bits/byte", "word_perplexity": ""}
-
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
         super().__init__(recipe)
         self.seq_len = recipe.data.max_len or recipe.model.seq_len
         self.tokenizers, self.splits, self.sizes = open_running_text(recipe, tokenizers, self.seq_len)
         self.tokenizer = self.tokenizers[""]
         self.label_smoothing = recipe.task.label_smoothing
-        if "valid" not in self.sizes:  # data.limit_valid leaves windows whose bytes nobody counted
-            self.units = Task.units
+        kind = getattr(self.tokenizer, "kind", None)
+        self.characters = kind == "char"  # a token is a character
+        self.words = kind not in ("char", "byte")  # a model of characters or bytes is not told by words
+        sized = "valid" in self.sizes  # data.limit_valid leaves windows whose bytes nobody counted
+        self.units = {
+            **Task.units,
+            **({"bits_per_character": "bits/character"} if self.characters else {}),
+            **({"bits_per_byte": "bits/byte"} if sized else {}),
+            **({"word_perplexity": ""} if sized and self.words else {}),
+        }
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         return fit_vocabulary(model, self.tokenizer)
@@ -72,13 +78,17 @@ class CausalLM(Task):
         return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": ((logits.argmax(-1) == labels).sum(), n)}
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        """Perplexity a token; bits a byte and perplexity a word, which do not depend on the tokenizer (the text's size is known)."""
+        """Perplexity a token, which for a tokenizer of characters is a character, with its bits; bits a byte and perplexity a word, which do
+        not depend on the tokenizer (the text's size is known)."""
         out = {**means, "perplexity": perplexity(means["loss"])}
+        if self.characters:
+            out["bits_per_character"] = means["loss"] / math.log(2)
         size = self.sizes.get(split)
         if size and size["bytes"]:
             nats = means["loss"] * size["targets"]
             out["bits_per_byte"] = nats / size["bytes"] / math.log(2)
-            out["word_perplexity"] = perplexity(nats / max(1, size["words"]))
+            if self.words:
+                out["word_perplexity"] = perplexity(nats / max(1, size["words"]))
         return out
 
     def examples(self, model: nn.Module, n: int) -> list[str]:

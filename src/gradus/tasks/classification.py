@@ -24,16 +24,20 @@ class Classification(Task):
     classes: list[str]
 
     def fit_classes(self, model: ModelConfig) -> ModelConfig:
+        """As many outputs as the data has classes. Raises UserError where the recipe says another number, or names that are not theirs."""
         n, named = len(self.classes), self.recipe.task.classes
-        if named is not None and len(named) != n:
-            raise UserError(f"task.classes names {len(named)} classes; the data has {n}: {', '.join(self.classes[:10])}.")
+        shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
         if named is not None:
+            if len(named) != n:
+                raise UserError(f"task.classes names {len(named)} classes; the data has {n}: {shown}.")
+            if len(set(named)) != n:
+                raise UserError(f"task.classes: {next(c for c in named if named.count(c) > 1)} stands there twice. Give each class its own name.")
+            if set(named) == set(self.classes) and named != self.classes:
+                raise UserError(f"task.classes={', '.join(named[:10])}: the data says another order: {shown}. Leave task.classes out.")
             self.classes = named
-        if model.n_classes is None:
-            return model.model_copy(update={"n_classes": n})
-        if model.n_classes < n:
-            raise UserError(f"model.n_classes={model.n_classes}: the data has labels 0 to {n - 1}. Leave it out or set {n}.")
-        return model
+        if model.n_classes not in (None, n):
+            raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out or set model.n_classes={n}.")
+        return model.model_copy(update={"n_classes": n})
 
     def resolved(self, recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"task": recipe.task.model_copy(update={"classes": self.classes})})
@@ -69,6 +73,7 @@ class TextClassification(Classification):
         self.sep = t.sep_id if t.sep_id is not None else t.eos_id
         if self.cls is None or self.sep is None or t.pad_id is None:
             raise UserError("tokenizer: text classification needs [CLS], [SEP] and padding tokens. Use a BERT vocabulary or tokenizer.kind=bpe.")
+        t.around(self.cls, self.sep)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         if model.head not in ("none", "classification"):
@@ -112,7 +117,7 @@ class ImageClassification(Classification):
         from gradus.data.images import Augment, open_images
 
         super().__init__(recipe)
-        self.splits = open_images(recipe.data, recipe.model.image_size)
+        self.splits = open_images(recipe.data, recipe.model.image_size, recipe.task.classes)
         self.classes = [str(c) for c in self.splits["train"].classes]
         self.augment = Augment(recipe.data, recipe.model.image_size, self.splits["train"])
         self.prepare = self.augment.prepare

@@ -15,6 +15,19 @@ from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
 from gradus.tasks.sources import fit_vocabulary, open_documents
 
 
+class _Placed:
+    """A split whose samples say where they stand: a wrong second part is drawn from the other rows of the same split."""
+
+    def __init__(self, data: Any, split: str):
+        self.data, self.split, self.lengths = data, split, data.lengths
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {**self.data[i], "split": self.split, "at": i}
+
+
 class MaskedLM(Task):
     """Of each sequence `mask_rate` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token, 10 % stay
     (Devlin et al. 2019, section 3.1 and appendix A.1). The choice is a pure function of (seed, epoch, sample)."""
@@ -34,8 +47,18 @@ class MaskedLM(Task):
                 raise UserError(
                     f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe."
                 )
+        t.around(self.cls, self.sep)
         if not self.next_sentence:
             self.units = Task.units
+            return
+        for split, data in self.splits.items():
+            if len(data) < 2:
+                raise UserError(
+                    f"task.next_sentence=true: the {split} split has {len(data)} row of text, and a wrong second part comes from "
+                    f"another row of the same split. Give more text, a larger data.limit or a smaller data.max_len, or set "
+                    "task.next_sentence=false."
+                )
+            self.splits[split] = _Placed(data, split)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         wanted = "pretraining" if self.next_sentence else "masked_lm"
@@ -50,8 +73,9 @@ class MaskedLM(Task):
         follows = 1
         if self.next_sentence and len(ids) >= 2:
             split = int(rng.integers(1, len(ids)))
-            if rng.random() < 0.5:  # half of the time the second part comes from elsewhere
-                other = self.splits["train"][int(rng.integers(len(self.splits["train"])))]["ids"]
+            if rng.random() < 0.5:  # half of the time the second part is that of another row
+                rows, mine = self.splits[sample["split"]], sample["at"]
+                other = rows[(mine + int(rng.integers(1, len(rows)))) % len(rows)]["ids"]
                 ids, follows = np.concatenate((ids[:split], other[: len(ids) - split])), 0
         parts = [[self.cls], ids[:split], [self.sep]] + ([ids[split:], [self.sep]] if self.next_sentence else [])
         row = np.concatenate(parts).astype(np.int64)

@@ -10,22 +10,36 @@ import numpy as np
 
 from gradus import models
 from gradus.data import tokenizers as reading
-from gradus.data.text import Corpus, DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, TokenFile, cached_bpe, find_pairs, find_split
+from gradus.data.text import (
+    Corpus,
+    DocumentsDataset,
+    LabelledDataset,
+    LMDataset,
+    PairsDataset,
+    TokenFile,
+    cached_bpe,
+    find_pairs,
+    find_split,
+    tenths,
+)
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError
+from gradus.errors import DataError, UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
 
 
-class First:
-    """The first n samples of a fixed shuffle of a data set (`data.limit`)."""
+class Chosen:
+    """Some samples of a data set."""
 
-    def __init__(self, data: Any, n: int):
-        self.data = data
-        self.chosen = np.random.Generator(np.random.PCG64(0)).permutation(len(data))[:n]
+    def __init__(self, data: Any, chosen: np.ndarray):
+        self.data, self.chosen = data, chosen
         self.epoch_aware = getattr(data, "epoch_aware", False)
         self.lengths = data.lengths[self.chosen]
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.data.labels[self.chosen]
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -40,8 +54,15 @@ class First:
 def limited(recipe: Recipe, splits: dict[str, Any]) -> dict[str, Any]:
     for split, limit in (("train", recipe.data.limit), ("valid", recipe.data.limit_valid)):
         if limit is not None and split in splits and limit < len(splits[split]):
-            splits[split] = First(splits[split], limit)
+            first = np.random.Generator(np.random.PCG64(0)).permutation(len(splits[split]))[:limit]  # of a fixed shuffle
+            splits[split] = Chosen(splits[split], first)
     return splits
+
+
+def held_out(data: LabelledDataset) -> tuple[Chosen, Chosen]:
+    """(the rest, every tenth row of each class)."""
+    rest, held = tenths(data.labels, data.name)
+    return Chosen(data, rest), Chosen(data, held)
 
 
 def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -83,7 +104,7 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
 
 def needs_path(recipe: Recipe) -> str:
     if recipe.data.path is None:
-        raise UserError(f"data.path: not given. Set data.path=FILE_OR_FOLDER (or hf:NAME) for {recipe.name}.")
+        raise DataError(f"data.path: not given. Set data.path=FILE_OR_FOLDER (or hf:NAME) for {recipe.name}.")
     return recipe.data.path
 
 
@@ -131,37 +152,40 @@ def open_documents(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple
 
 
 def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
-    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one; it is said."""
+    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, which is said; without both, a
+    fixed tenth of the training rows of every class."""
     data, path = recipe.data, needs_path(recipe)
     files = {split: find_split(path, split, getattr(data, split), required=split == "train") for split in ("train", "valid", "test")}
     files = {split: file for split, file in files.items() if file is not None}
-    if "valid" not in files:
-        if "test" not in files:
-            raise UserError(f"{path}: neither a valid nor a test split to evaluate on. Set data.valid=NAME.")
+    if "valid" not in files and "test" in files:
         print(f"note: {path} has no valid split: the test split is evaluated instead. Choose nothing by it.", flush=True)
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
     tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], data.text)])}
-    options = {"text": data.text, "label": data.label, "cache": data.cache}
-    train = LabelledDataset.open(files["train"], tokenizers[""], room, n_classes=recipe.model.n_classes, **options)
-    splits = {"train": train}
+    options = {"text": data.text, "label": data.label, "n_classes": recipe.model.n_classes, "cache": data.cache}
+    train = LabelledDataset.open(files["train"], tokenizers[""], room, names=recipe.task.classes, **options)
+    splits: dict[str, Any] = {"train": train}
     for split in ("valid", "test"):
         if split in files:
-            splits[split] = LabelledDataset.open(
-                files[split], tokenizers[""], room, classes=train.classes, n_classes=recipe.model.n_classes, **options
-            )
+            splits[split] = LabelledDataset.open(files[split], tokenizers[""], room, like=train, **options)
+    if "valid" not in splits:
+        splits["train"], splits["valid"] = held_out(train)
     return tokenizers, limited(recipe, splits), train.classes
 
 
 def open_pairs(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
-    """(tokenizers, splits, the raw corpora by split) of parallel text; a tenth of a lone training text is never held out: give a valid split."""
+    """(tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth training pair is held out."""
     data, path = recipe.data, needs_path(recipe)
     corpora = {}
     for split in ("train", "valid", "test"):
-        pair = find_pairs(path, split, data.source, data.target, getattr(data, split), required=split != "test" or recipe.evaluate.test)
+        required = split == "train" or (split == "test" and recipe.evaluate.test)
+        pair = find_pairs(path, split, data.source, data.target, getattr(data, split), required)
         if pair is not None:
             corpora[split] = pair
+    if "valid" not in corpora:
+        pair = corpora["train"]
+        corpora["train"], corpora["valid"] = (tuple(side.every(10, held) for side in pair) for held in (False, True))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
         raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. Set tokenizer.shared=true.")

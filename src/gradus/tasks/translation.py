@@ -174,24 +174,25 @@ class Translation(SequenceToSequence):
         rows = [ids[: self.room] + self.source_end.tolist() for ids in self.source_tokenizer.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
-    def translate_split(self, model: nn.Module, split: str, batch: int = 64) -> tuple[list[str], list[str], list[str]]:
-        """(sources, references, greedy translations) of a whole split."""
-        data, out = self.splits[split], {}
+    def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
+        """Greedy translations. Batches of samples of like length follow from the split alone, and are dealt out to the processes."""
+        data = self.splits[split]
         order = np.argsort([len(data[i]["source"]) for i in range(len(data))], kind="stable")
-        for start in range(0, len(order), batch):
-            part = order[start : start + batch]
+        size = min(64, max(8, -(-len(data) // 8)))
+        written: dict[int, str] = {}
+        for start in range(rank * size, len(data), world * size):
+            part = order[start : start + size].tolist()
             rows = [self.sequences(data[i])[0].tolist() for i in part]
-            out.update(zip(part.tolist(), self.translate(model, rows, self.recipe.evaluate.max_new)))
-        chosen = getattr(data, "chosen", range(len(data)))
-        sources, references = ([texts[i] for i in chosen] for texts in map(list, self.corpora[split]))
-        return sources, references, [out[i] for i in range(len(data))]
+            written.update(zip(part, self.translate(model, rows, self.recipe.evaluate.max_new)))
+        return written
 
-    def decoded_metrics(self, model: nn.Module, split: str) -> dict[str, float]:
+    def decoded_metrics(self, written: dict[int, str], split: str) -> dict[str, float]:
         """BLEU of greedy translations by sacrebleu (Post 2018), default tokenisation 13a, case kept."""
         import sacrebleu
 
-        _, references, translations = self.translate_split(model, split)
-        return {"bleu": sacrebleu.corpus_bleu(translations, [references]).score}
+        references = list(self.corpora[split][1])
+        chosen = getattr(self.splits[split], "chosen", range(len(written)))
+        return {"bleu": sacrebleu.corpus_bleu([written[i] for i in range(len(written))], [[references[i] for i in chosen]]).score}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         split = "test" if "test" in self.splits else "valid"

@@ -2,16 +2,16 @@
 (one of several processes is in `train.sharded`'s form):
 
     checkpoints/step-00000400/  config.json model.safetensors tokenizer…  training.safetensors (optimizer, RNG)  training.json
-    checkpoints/best -> best-step-00000350/                               weights and tokenizer only
+    checkpoints/best -> best-step-00000350/                               weights and tokenizer; best.json: what they were evaluated to
 
-Everything is written into a folder aside, flushed to the disk and renamed, so that a kill at any instant leaves either the
-whole checkpoint or none.
+Everything is written into a folder aside with the checksums of its files, flushed to the disk and renamed, so that a kill at any
+instant leaves either the whole checkpoint or none, and what the disk damages later is noticed before it is read.
 """
 
 from __future__ import annotations
 
 import datetime
-import errno
+import itertools
 import json
 import math
 import os
@@ -26,9 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gradus import models
-from gradus.errors import UserError
+from gradus import models, tasks
+from gradus.errors import UserError, disk_full, not_written
+from gradus.models.weights import checksums, some
 from gradus.parallel.engine import Parallel
+from gradus.train.log import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
 from gradus.train.precision import Precision
 
@@ -62,9 +64,9 @@ def _flush(folder: Path) -> None:
 
 
 def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
-    """Make the folder `target` appear whole or not at all; one that is there already is whole and stays.
+    """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already stays.
 
-    Raises UserError when the disk is full or not writable.
+    Raises UserError when the disk is not writable, EnvironmentFault when it is full.
     """
     if target.exists():
         return
@@ -73,17 +75,15 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         fill(aside)
+        checksums.write(aside)
         _flush(aside)
         os.replace(aside, target)
     except (OSError, SafetensorError, UserError) as e:
         shutil.rmtree(aside, ignore_errors=True)
-        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e)
-        if not full and isinstance(e, UserError):
+        if isinstance(e, UserError) and not disk_full(e):
             raise
-        why = f"the disk is full ({shutil.disk_usage(target.parent).free / 1e9:.2f} GB free)" if full else f"cannot write there ({e})"
-        raise UserError(
-            f"{target.parent}: {why}: the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
-        ) from None
+        then = "the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
+        raise not_written(target.parent, e, then) from None
 
 
 def remove(folder: Path) -> None:
@@ -92,6 +92,52 @@ def remove(folder: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     os.replace(folder, out)
     shutil.rmtree(out, ignore_errors=True)
+
+
+def together(value: Any) -> list[Any]:
+    """What every process says, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
+
+
+def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
+    """What is wrong with a checkpoint on the disk, in words; None: nothing. Each of `size` processes looks at its share."""
+    try:
+        told = checksums.read(checkpoint)
+        if told is None:
+            return _damage_without_checksums(checkpoint)
+        if "training.json" not in told:
+            return f"{checksums.FILE} does not know training.json"
+        return checksums.damage(checkpoint, told, sorted(told)[rank::size])
+    except Exception as e:  # whatever a damaged file does to who reads it
+        told = (str(e).strip() or type(e).__name__).splitlines()[0]
+        return told.removeprefix(f"{checkpoint}{os.sep}").removeprefix(f"{checkpoint}: ")
+
+
+def _damage_without_checksums(checkpoint: Path) -> str | None:
+    """Of a checkpoint that an earlier version wrote: whether all its parts are there and can be opened."""
+    from gradus.train import sharded
+
+    try:
+        state = json.loads((checkpoint / "training.json").read_text())
+        if state.get("checksums"):
+            return f"{checksums.FILE} is missing"
+        progress = state["progress"]
+        state["step"], state["seconds"], state["metrics_position"], progress["step"], progress["epoch"], progress["epoch_step"]
+    except FileNotFoundError:
+        return "training.json is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "training.json is not readable"
+    several = (checkpoint / "sharded").is_dir()
+    if not several and not (checkpoint / "training.safetensors").is_file():
+        return "training.safetensors is missing"
+    if not any(key.startswith("rng.cpu") for key in sharded.read(checkpoint)):
+        return "the state of the random generator is not in it"
+    tasks.load_tokenizers(checkpoint)
+    return None
 
 
 class Checkpoints:
@@ -103,11 +149,32 @@ class Checkpoints:
         self.group: dist.ProcessGroup | None = None  # for writing beside the training
 
     def steps(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob("step-*") if (p / "training.json").exists())
+        """All checkpoints, oldest first. They were whole when they were written."""
+        return sorted(self.folder.glob("step-*"))
 
     def latest(self) -> Path | None:
         return (self.steps() or [None])[-1]
+
+    def newest_whole(self) -> Path | None:
+        """The newest checkpoint that is whole, the same on every process; newer ones, damaged, are named and kept under another name.
+
+        None where there is no checkpoint. Raises UserError where there are some and none is whole. Collective.
+        """
+        damaged: dict[Path, str] = {}
+        for path in reversed(together(self.steps())[0]):
+            problem = next(filter(None, together(damage(path, *_place()))), None)
+            if problem is None:
+                for bad, why in damaged.items() if _place()[0] == 0 else ():
+                    kept = _set_aside(bad).name
+                    print(f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is taken instead", flush=True)
+                return path
+            damaged[path] = problem
+        if damaged:
+            told = some([f"{path.name} ({why})" for path, why in damaged.items()])
+            raise UserError(
+                f"{self.folder}: no checkpoint here is whole: {told}. Put back a copy of one, or start anew with another log.dir."
+            )
+        return None
 
     def save(
         self, step: int, parallel: Parallel, tokenizers: dict, optimizer: torch.optim.Optimizer | None, precision: Precision, state: dict,
@@ -117,7 +184,8 @@ class Checkpoints:
 
         With several processes each writes its part, in the background unless `wait`; `finish` makes it appear. Collective.
         """
-        state = {**state, "step": step, "scaler": precision.state(), "layout": parallel.mesh.sizes, "apart": parallel.apart is not None}
+        apart = parallel.apart is not None
+        state = {**state, "step": step, "scaler": precision.state(), "layout": parallel.mesh.sizes, "apart": apart, "checksums": True}
         target = self.folder / f"step-{step:08d}"
         if parallel.several:
             self.finish(parallel)
@@ -173,23 +241,74 @@ class Checkpoints:
         """Whether a checkpoint is under way and this process has written its part."""
         return self.pending is not None and self.pending.done()
 
-    def save_best(self, step: int, parallel: Parallel, tokenizers: dict) -> None:
-        """Weights only; the name `best` moves to them in one step. Collective."""
-        target = self.folder / f"best-step-{step:08d}"
+    def save_best(self, parallel: Parallel, tokenizers: dict, evaluated: dict[str, Any]) -> None:
+        """Weights only; the name `best` moves to them in one step. Collective.
+
+        evaluated: "step", "metric", "value" and "metrics" (all, by name) of these weights; it is stored with them.
+        """
+        names = (f"best-step-{evaluated['step']:08d}" + (f"-{n}" if n else "") for n in itertools.count())
+        # before a kill, this step may have been evaluated too, with other weights
+        target = next(p for p in (self.folder / name for name in names) if not p.exists())
+
+        def note(aside: Path) -> None:
+            write_json(aside / "best.json", evaluated)
+
         if parallel.several:
             from gradus.train import sharded
 
-            sharded.export({h.name: h.parameter for h in parallel.held}, parallel.bare.config, target, tokenizers)
+            parameters = {h.name: h.parameter for h in parallel.held}
+            sharded.export(parameters, parallel.bare.config, target, tokenizers, fill_more=note)
             if not parallel.mesh.world.first:
                 return
-        write_aside(target, lambda aside: save_weights(aside, parallel, tokenizers))  # nothing where it is there
+        else:
+            write_aside(target, lambda aside: (save_weights(aside, parallel, tokenizers), note(aside)))
+        self._call_best(target, evaluated["metric"])
+
+    def _call_best(self, target: Path, metric: str) -> None:
+        """`best` moves to `target`; what was evaluated by the same metric, and was found worse, goes."""
         link = self.folder / ".best-link"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
         os.replace(link, self.folder / "best")
         for old in self.folder.glob("best-step-*"):
-            if old != target:
+            if old != target and metric in _evaluated(old).get("metrics", {}):
                 remove(old)
+
+    def best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
+        """What the best of the weights kept were evaluated to by `metric` ("value", "step"), and `best` names them.
+
+        None where none were evaluated by it. higher: whether that is better.
+        known: the checkpoint's word ("step", "metric", "value") for weights of an earlier version, which have none of their own.
+        Damaged ones are named and kept under another name. The same on every process. Collective.
+        """
+        return together(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
+
+    def _find_best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
+        found: list[tuple[float, int, Path]] = []
+        link = self.folder / "best"
+        for folder in sorted(self.folder.glob("best-step-*")):
+            try:
+                told = checksums.read(folder)
+                problem = checksums.damage(folder, told, told) if told is not None else None
+            except ValueError:
+                problem = f"{checksums.FILE} is not readable"
+            if problem:
+                if link.resolve() == folder.resolve():
+                    link.unlink()
+                print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)
+                continue
+            linked = told is None and link.resolve() == folder.resolve()
+            if linked and folder.name == f"best-step-{known['step'] or 0:08d}" and not (folder / "best.json").exists():
+                write_json(folder / "best.json", known | {"metrics": {known["metric"]: known["value"]}})
+            evaluated = _evaluated(folder)
+            value = evaluated.get("metrics", {}).get(metric)
+            if value is not None and math.isfinite(value):
+                found.append((value if higher else -value, evaluated["step"], folder))
+        if not found:
+            return None
+        value, step, folder = max(found, key=lambda f: f[0])  # of equal ones the first
+        self._call_best(folder, metric)
+        return {"value": value if higher else -value, "step": step}
 
     def load(self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None, precision: Precision, seed: int) -> dict:
         """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it. Collective."""
@@ -246,6 +365,27 @@ class Checkpoints:
             torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])
         precision.load_state(state.get("scaler", {}))
         return state
+
+
+def _place() -> tuple[int, int]:
+    """(rank, number of processes)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Keep a damaged folder where nothing takes it for a whole one."""
+    out = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(folder, out)
+    return out
+
+
+def _evaluated(best: Path) -> dict[str, Any]:
+    """What best.json says; {} where there is none."""
+    try:
+        return json.loads((best / "best.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def save_weights(folder: Path, parallel: Parallel, tokenizers: dict) -> None:

@@ -48,6 +48,17 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+MEASURES = {"allocated": "tensors", "reserved": "reserved", "process": "process"}  # memory/NAME → its name in texts and summary.json
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    """Bytes at the highest, by what was measured. On a GPU `allocated`: what PyTorch's tensors hold, and `reserved`: what its allocator has
+    taken for them; elsewhere `process`: the resident memory of this process, libraries and the allocator's free blocks included."""
+    if device.type == "cuda":
+        return {"allocated": peak_memory(device), "reserved": torch.cuda.max_memory_reserved(device)}
+    return {"process": peak_memory(device)}
+
+
 def begin_peak(device: torch.device) -> None:
     """From now on PyTorch's allocator tells the peak since now; `peak_memory` goes on knowing the one before."""
     _earlier[device] = peak_memory(device)

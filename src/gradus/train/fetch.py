@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gradus import models
+from gradus import recipe as recipes
 from gradus.errors import UserError, need
 from gradus.recipe.schema import Recipe
 
@@ -64,7 +66,7 @@ def _weights(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
     init = recipe.model.init
     if init is None:
         return "drawn from the seed: nothing to fetch", {}
-    if Path(init).expanduser().exists():
+    if Path(os.path.expanduser(init)).exists():
         place = models.locate(init)
         if place.is_file():  # llama2.c: the tokenizer may lie beside
             _copy([place, *_matching(place.parent, TOKENIZERS)], to)
@@ -84,7 +86,7 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return "beside the weights: nothing more to fetch", {}
     from gradus.data import tokenizers
 
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     if path.is_file():  # files that say how to read this one lie beside it
         _copy([path, *(f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe"))], to)
         place = to / path.name
@@ -112,9 +114,9 @@ def _data(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
             if name in wanted:
                 table.to_parquet(str(to / f"{name}.parquet"))
         return path, {"data.path": str(to), **{f"data.{split}": f"{name}.parquet" for split, name in explicit.items()}}
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if not place.exists():
-        raise UserError(f"data.path={path}: no such file or folder. Give one that is here, or hf:NAME for a data set on the hub.")
+        raise UserError(f"data.path={path}: no such file or folder{recipes.looked_for(path)}. Give one that is here, or hf:NAME.")
     if place.is_file():  # other splits lie beside it, by name
         _copy([place, *(place.parent / name for name in explicit.values())], to)
         return path, {"data.path": str(to / place.name)}

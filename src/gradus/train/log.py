@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
+import itertools
 import json
 import os
+import secrets
+import socket
 import sys
+import threading
+import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
-from gradus.errors import need
+from gradus.errors import EnvironmentFault, UserError, need, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
 from gradus.train import machine
+
+RESUME = "nothing up to the last checkpoint is lost. Free some space, then go on with --resume."
 
 
 def human(value: float) -> str:
@@ -34,39 +45,129 @@ def environment(device: torch.device) -> dict:
     return found
 
 
+TICK = 1.0  # seconds between two drawings of the live line
+SLOW = 2.0  # seconds without a step from which on they are shown
+
+
+def fitted(text: str, done: float, waited: float, width: int) -> str:
+    """The live line on a terminal `width` columns wide: a bar, and of `text`, whose parts stand two spaces apart, as
+    many parts as there is room for; the last one (the time left) and the first go last. done: the share of the run.
+    waited: seconds since a step."""
+    size = 10 if width >= 70 else 5
+    bar = f"[{'#' * int(done * size):.<{size}}] {int(100 * done)}%"
+    parts = text.split("  ")
+    if waited >= SLOW:
+        parts.insert(1, f"last step {waited:.0f} s ago")
+    while len(line := "  ".join([bar, *parts])) >= width and parts:  # in the last column some terminals begin a new line
+        parts.pop(-2 if len(parts) > 2 else -1)
+    return line[: width - 1]
+
+
+class LiveLine:
+    """The last line of a terminal, drawn again and again by a thread of its own, so that a slow step is not taken for a
+    stopped one."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.text, self.done, self.stepped_at = stream, "", 0.0, time.monotonic()
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.thread = threading.Thread(target=self._keep_drawing, name="live line", daemon=True)
+        self.thread.start()
+
+    def show(self, text: str, done: float) -> None:
+        """Draw this from now on; "" nothing."""
+        with self.lock:
+            self.text, self.done = text, done
+            self._write("")
+
+    def stepped(self, text: str, done: float) -> None:
+        """A step is done. `text` is shown where there is nothing better yet. Draws nothing, and costs a microsecond."""
+        self.text, self.done, self.stepped_at = self.text or text, done, time.monotonic()
+
+    def above(self, text: str) -> None:
+        """Print a line that stays."""
+        with self.lock:
+            self._write(f"{text}\n")
+
+    def close(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        if self.text:
+            self._write("")
+            self.stream.write("\n")
+            self.stream.flush()
+
+    def _keep_drawing(self) -> None:
+        while not self.ended.wait(TICK):
+            try:
+                with self.lock:
+                    self._write("")
+            except (OSError, ValueError):  # the terminal is gone
+                return
+
+    def _write(self, text: str) -> None:
+        try:
+            width = os.get_terminal_size(self.stream.fileno()).columns or 80
+        except OSError:
+            width = 80
+        live = fitted(self.text, self.done, time.monotonic() - self.stepped_at, width) if self.text else ""
+        if text or live:
+            self.stream.write(f"\r\x1b[K{text}{live}")
+            self.stream.flush()
+
+
 class RunLog:
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
     def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
-        self.live = sys.stdout.isatty()
+        self.live: LiveLine | None = None
         self.board = self.wandb = None
         if config.tensorboard:
             self.board = need("torch.utils.tensorboard", "track", "log.tensorboard=true").SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
             self.wandb = need("wandb", "track", "log.wandb").init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
         self.rows = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self.live = LiveLine(sys.stdout)
 
     def write(self, rows: list[Row]) -> None:
-        self.rows.write(rows)
+        """Raises EnvironmentFault where the disk is full or fails."""
+        with writing(self.rows.path, RESUME):
+            self.rows.write(rows)
         numbers = [r for r in rows if isinstance(r.value, (int, float)) and r.step is not None]
         if self.board:
-            for r in numbers:
-                self.board.add_scalar(r.name, r.value, r.step)
+            with writing(self.rows.path.with_name("tensorboard"), RESUME):
+                for r in numbers:
+                    self.board.add_scalar(r.name, r.value, r.step)
         if self.wandb and numbers:
             self.wandb.log({r.name: r.value for r in numbers}, step=numbers[-1].step)
 
-    def line(self, text: str, passing: bool = False) -> None:
-        """Print a line. A `passing` one is overwritten by the next on a terminal."""
-        if self.live:
-            sys.stdout.write(f"\r\x1b[K{text}" + ("" if passing else "\n"))
-            sys.stdout.flush()
-        else:
+    def line(self, text: str, done: float | None = None) -> None:
+        """Print a line. done: the share of the run that is done, for the line which on a terminal is drawn in place
+        until the end."""
+        if self.live is None:
             print(text, flush=True)
+        elif done is not None and done < 1:
+            self.live.show(text, done)
+        else:
+            if done is not None:
+                self.live.show("", done)
+            self.live.above(text)
+
+    def stepped(self, step: int, last: int) -> None:
+        """A step of the run is done."""
+        if self.live is not None:
+            self.live.stepped(f"step {step}/{last}", step / last)
 
     def close(self) -> None:
-        self.rows.close()
-        if self.board:
-            self.board.close()
+        """Raises EnvironmentFault where what is left cannot be written, unless another error is on its way."""
+        if self.live is not None:
+            self.live.close()
+        with contextlib.suppress(EnvironmentFault) if sys.exception() else contextlib.nullcontext():
+            with writing(self.rows.path, RESUME):
+                self.rows.close()
+            if self.board:
+                with writing(self.rows.path.with_name("tensorboard"), RESUME):
+                    self.board.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -75,12 +176,14 @@ class Silence:
     """The log of a process that another one speaks for."""
 
     rows = types.SimpleNamespace(position=0)
-    live = False
 
     def write(self, rows: list[Row]) -> None:
         pass
 
-    def line(self, text: str, passing: bool = False) -> None:
+    def line(self, text: str, done: float | None = None) -> None:
+        pass
+
+    def stepped(self, step: int, last: int) -> None:
         pass
 
     def close(self) -> None:
@@ -88,21 +191,93 @@ class Silence:
 
 
 def new_run_folder(config: Log, name: str) -> Path:
-    """`log.dir`, or `runs/<recipe>/<time>`; never one that holds a run already."""
+    """`log.dir`, or a `runs/<recipe>/<time>` that is not there yet; `own` makes it."""
     if config.dir:
         return Path(config.dir)
     base = Path("runs") / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder, n = base, 1
-    while folder.exists():
-        folder, n = base.with_name(f"{base.name}-{n}"), n + 1
-    return folder
+    return next(p for n in itertools.count() if not (p := base.with_name(f"{base.name}-{n}") if n else base).exists())
+
+
+def own(config: Log, folder: Path) -> bool:
+    """Make the folder that `new_run_folder` named. False where another run has taken its name since."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=config.dir is not None)
+        return True
+    except (FileExistsError, FileNotFoundError):  # another's; or another took the empty parent away
+        if config.dir:
+            raise
+        return False
+
+
+LOCK = ".lock"  # in a run folder, while a run writes there
+
+
+@contextlib.contextmanager
+def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[Path]:
+    """The folder of a run, made here and this process's own while this lasts: `resume`, `log.dir`, or a `runs/<recipe>/<time>` that
+    nobody else gets. Where it stays empty, it goes again with the folders above that were made for it.
+
+    Raises UserError where another process has it, or where it cannot be written.
+    """
+    given = resume or (Path(config.dir) if config.dir else None)
+    missing = [p for p in (given, *given.parents) if not p.exists()] if given else []  # from the deepest up
+    try:
+        if given is None:
+            above = [p for p in (Path("runs") / name, Path("runs")) if not p.exists()]
+            while not own(config, folder := new_run_folder(config, name)):
+                pass
+            missing = [folder, *above]
+        else:
+            folder = given
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    except OSError as e:
+        where = given or Path("runs") / name
+        raise UserError(f"log.dir={where}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+        os.close(lock)
+        for made in missing:
+            with contextlib.suppress(OSError):  # not empty: there is a run
+                made.rmdir()
+
+
+def _lock(folder: Path) -> int:
+    """The open file whose lock says that this process writes into the folder; the lock ends with the process, however that ends."""
+    while True:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(file, 200, 0).decode(errors="replace")
+            os.close(file)
+            raise UserError(
+                f"{folder}: another run writes there{f' ({owner})' if owner else ''}. Wait for its end, or set another log.dir; "
+                f"if its host is gone for good, delete {folder / LOCK}."
+            ) from None
+        except OSError:
+            return file  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before has just deleted
+                os.truncate(file, 0)
+                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return file
+        os.close(file)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written aside and renamed."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    """Written aside, under a name that no other writer has, and renamed. Raises EnvironmentFault where the disk fails."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with writing(path, RESUME):
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: dict) -> None:

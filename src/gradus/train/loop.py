@@ -26,7 +26,7 @@ from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.clock import Clock, peak_memory
+from gradus.train.clock import MEASURES, Clock, peaks
 from gradus.train.log import RunLog, human
 from gradus.train.optim import make_optimizer
 from gradus.train.precision import Precision
@@ -51,7 +51,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0  # without padding
     skipped: int = 0  # steps left out because they were not finite
-    loss_sum: float = 0.0  # of the steps' losses, for the mean over the run
+    loss_sum: float = 0.0  # of the losses of the steps that were not skipped, for the mean over the run
     best: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
@@ -211,11 +211,13 @@ class Trainer(Stepper):
             self.start, self.start_step = self._mark(), p.step
             self.waited = p.step, self.start[0]
             self.mark = mark = self.start
+            log.stepped(p.step, self.last_step)
             while p.step < self.last_step:
                 n_steps = len(self.loader.plan.epoch(p.epoch))
                 for step in self._steps():
                     with self.plan.around(self, step) if self.plan else contextlib.nullcontext():
                         rate, loss, norm = self.take(step)
+                    log.stepped(p.step, self.last_step)
                     before, mark = mark, self._mark()
                     self.times.append((p.step, mark[0] - before[0], mark[2] - before[2]))
                     self.pending.append((p.step, rate, loss, norm))
@@ -324,7 +326,6 @@ class Trainer(Stepper):
                     self._stop_nonfinite(at, loss, norm, log)
             else:
                 self.in_a_row = 0
-            if math.isfinite(loss):
                 p.loss_sum += loss
         self.pending.clear()
         before, self.mark = self.mark, self._mark()
@@ -343,7 +344,7 @@ class Trainer(Stepper):
             Row("train/samples_per_s", n_samples / elapsed, "samples/s", step),
             Row("train/tokens_per_s", n_tokens / elapsed, "tokens/s", step),
             Row("train/data_wait", self.clock.seconds["data"], "s", step),
-            Row("memory/peak", peak_memory(self.device), "bytes", step),
+            *(Row(f"memory/{name}", value, "bytes", step) for name, value in peaks(self.device).items()),
         ]
         speed = f"{human(n_tokens / elapsed)} tokens/s" if self.task.counts_tokens else f"{human(n_samples / elapsed)} samples/s"
         if self.flops_per_token and self.peak_flops:
@@ -362,11 +363,12 @@ class Trainer(Stepper):
         spent, _, _, steps = (now - then for now, then in zip((*self.mark, p.step), (*self.start, self.start_step)))
         left = (self.last_step - p.step) * spent / max(1, steps)
         seen = f"{human(p.tokens)} tokens" if self.task.counts_tokens else f"{human(p.samples)} samples"
+        memory, n_bytes = next(iter(peaks(self.device).items()))
         accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
         log.line(
             f"step {p.step}/{self.last_step}{accumulation}  loss {loss:.4f}  lr {rate:.2e}  {speed}  {seen}"
-            f"  {peak_memory(self.device) / 1e9:.2f} GB  ETA {int(left) // 60}:{int(left) % 60:02d}",
-            passing=p.step < self.last_step,
+            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB  ETA {int(left) // 60}:{int(left) % 60:02d}",
+            done=p.step / self.last_step,
         )
 
     def _share_time(self, now: float) -> None:
@@ -407,17 +409,20 @@ class Trainer(Stepper):
             log.line(f"step {p.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False
-            name = self.recipe.evaluate.best or f"valid/{self.task.best}"
-            value, sign = metrics[name], 1 if self.task.higher_is_better(name.split("/")[1]) else -1
-            if p.best_metric not in (None, name):  # a resume may choose another: values of two kinds have no order
-                p.best = None
-            p.best_metric = name
+            name, higher = self._chosen_by()
+            value, sign = metrics[name], 1 if higher else -1
             if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
-                p.best, p.best_step = value, p.step
+                p.best, p.best_step, p.best_metric = value, p.step, name
                 with self.clock.count("checkpoint"):
                     self.at("the gathering of the best weights", p.step)
-                    self.checkpoints.save_best(p.step, self.parallel, self.task.tokenizers)
+                    evaluated = {"step": p.step, "metric": name, "value": value, "metrics": metrics}
+                    self.checkpoints.save_best(self.parallel, self.task.tokenizers, evaluated)
         return metrics
+
+    def _chosen_by(self) -> tuple[str, bool]:
+        """(the metric that makes the best checkpoint, whether higher is better)."""
+        name = self.recipe.evaluate.best or f"valid/{self.task.best}"
+        return name, self.task.higher_is_better(name.split("/")[1])
 
     def _cut_together(self) -> None:
         """Between two batches of an evaluation: raises Cut on every process once any of them was asked to stop."""
@@ -436,15 +441,17 @@ class Trainer(Stepper):
             self.at("the writing of a checkpoint", self.progress.step)
             return self.checkpoints.save(self.progress.step, self.parallel, self.task.tokenizers, self.optimizer, self.precision, state, wait)
 
-    def resume(self) -> Path | None:
-        """Go back to the newest whole checkpoint, if there is one."""
-        latest = self.checkpoints.latest()
-        if latest is not None:
-            state = self.checkpoints.load(latest, self.parallel, self.optimizer, self.precision, self.recipe.train.seed)
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go on from a checkpoint (None: from the start) and with the best weights that are kept. Collective."""
+        if checkpoint is not None:
+            state = self.checkpoints.load(checkpoint, self.parallel, self.optimizer, self.precision, self.recipe.train.seed)
             self.progress = Progress(**state["progress"])
             self.clock.seconds |= state["seconds"]
             self.metrics_position = state["metrics_position"]
-        return latest
+        p, (metric, higher) = self.progress, self._chosen_by()
+        # they may have been kept after the checkpoint, and by another metric: what they were evaluated to stands with them
+        best = self.checkpoints.best(metric, higher, {"step": p.best_step, "metric": p.best_metric, "value": p.best})
+        p.best, p.best_step, p.best_metric = (best["value"], best["step"], metric) if best else (None, None, None)
 
 
 def total_steps(recipe: Recipe, plan: Plan) -> int:
@@ -463,16 +470,17 @@ def evaluate(
 ) -> dict[str, float]:
     """The task's metrics over a whole split, each sample exactly once, in evaluation mode; the model's mode is put back.
 
-    Collective: processes take shares of every batch and sum what they found. between: called before every batch, on all alike.
+    Collective: processes take shares of every batch and sum what they found; for decoding each has the whole model, and its own share.
+    between: called before every batch, on all alike.
     """
     r, mesh, model = task.recipe, parallel.mesh, parallel.bare
-    batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // mesh.size(*DATA))
-    plan = task.plan(split, samples=batch_size * mesh.size(*DATA), tokens=None)
+    rank, world = (mesh.world.rank, mesh.world.size) if task.decodes else (mesh.rank(*DATA), mesh.size(*DATA))
+    batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // world)
+    plan = task.plan(split, samples=batch_size * world, tokens=None)
     pin = r.data.pin and device.type == "cuda"
     loader = Loader(
-        task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin,
-        rank=mesh.rank(*DATA), world=mesh.size(*DATA),
-    )  # fmt: skip
+        task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin, rank=rank, world=world
+    )
     was_training = model.training
     model.eval()
     totals: dict[str, list[float]] = {}
@@ -498,7 +506,9 @@ def evaluate(
             metrics = task.metrics({name: total / max(1, count) for name, (total, count) in sums.items()}, split)
             if writes:
                 with precision.autocast():
-                    metrics |= task.decoded_metrics(whole, split)
+                    mine = task.decode_split(whole, split, mesh.world.rank, mesh.world.size)
+                written = {i: text for part in parallel.collect(mine) for i, text in part.items()}
+                metrics |= task.decoded_metrics(written, split)
     finally:
         model.train(was_training)
     return metrics
@@ -514,7 +524,7 @@ def _evaluate_batch(parallel: Parallel, task: Task, batch: dict, precision: Prec
 
     context, mesh = parallel.context, parallel.mesh
     if whole is not None:
-        found = run(whole, batch) if parallel.speaks else {}
+        found = run(whole, batch)
     else:
         if context:
             batch = context.prepare(batch)

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,18 +20,19 @@ from torch import nn
 from gradus import models, tasks
 from gradus import recipe as recipes
 from gradus.data.loader import Loader, Step
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, coloured, did_you_mean
+from gradus.models.weights import LoadReport
 from gradus.parallel import check, world
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import DATA, Mesh, alone, needed, sizes
-from gradus.parallel.status import Status, watched
+from gradus.parallel.status import Status, supervised, watched
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.clock import peak_memory
-from gradus.train.log import RunLog, Silence, environment, human, new_run_folder, write_json, write_text
-from gradus.train.loop import Trainer, total_steps
+from gradus.train.clock import MEASURES, peaks
+from gradus.train.log import RunLog, Silence, environment, human, run_folder, write_json, write_text
+from gradus.train.loop import Stopped, Trainer, total_steps
 from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate
 
@@ -54,6 +57,7 @@ class Session:
         else:
             fields = {k: v for k, v in config.model_dump().items() if k not in ("family", "preset", "init")}
             model = models.load(config.init, strict=False, **fields)
+        model.config = model.config.named(getattr(self.recipe.task, "classes", None))
         return self.precision.cast(model).to(self.device)
 
 
@@ -146,9 +150,13 @@ def describe(derived: dict[str, Any]) -> str:
     )
 
 
-# what may change between a run and its continuation, since it changes no sample and no update
+# what may change between a run and its continuation, since it changes no sample and no update; of the length see `extend`
 FREE_ON_RESUME = ("layout", "log", "evaluate", "name")
-FREE_KEYS = {"data": ("workers", "prefetch", "persistent", "pin", "path", "cache"), "train": ("checkpoint_every", "keep", "on_nonfinite")}
+LENGTH = ("steps", "epochs")
+FREE_KEYS = {
+    "data": ("workers", "prefetch", "persistent", "pin", "path", "cache"),
+    "train": ("checkpoint_every", "keep", "on_nonfinite", *LENGTH),
+}
 
 
 def check_same(before: Recipe, now: Recipe) -> None:
@@ -162,6 +170,39 @@ def check_same(before: Recipe, now: Recipe) -> None:
             if a.get(key) != b.get(key) and key not in FREE_KEYS.get(section, ()):
                 was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
                 raise UserError(f"--resume: {was}: that would be another run. Start it without --resume in a new folder.")
+
+
+def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | None:
+    """What another train.steps or train.epochs does to a run that has taken `taken` steps, in a line; None where it stays as long.
+
+    before: the recipe as the run stored it. stated: the user gave a length. Raises UserError where no step would be left.
+    """
+    now, task = session.recipe, session.task
+    plan = task.plan("train", now.batch.samples, now.batch.tokens)
+    was, last = total_steps(before, plan), total_steps(now, plan)
+    key = "steps" if now.train.steps is not None else "epochs"
+    given = f"train.{key}={getattr(now.train, key)}"
+    more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
+    if last < taken or (last == taken and was != last):
+        raise UserError(f"--resume: {given}: {taken} steps are taken already and cannot be taken back. {more}")
+    if last == was == taken and stated:
+        raise UserError(f"--resume: {given}: the run is finished, all its {taken} steps are taken. {more}")
+    if last == was:
+        return None
+    schedule, next_step = now.schedule, taken + 1
+
+    def rate(step: int, last_step: int) -> str:
+        return f"{learning_rate(schedule, now.optimizer.lr, step, last_step, now.model.d_model):.2e}"
+
+    moves = schedule.name in ("linear", "cosine") and schedule.end_step is None
+    stays = "does not change" + (f": it ends at step {schedule.end_step}" if schedule.end_step else "")
+    ends = f"now ends at step {last}" if moves else stays
+    rates = f"goes from {rate(taken, was)} (step {taken}) to" if taken else "is"
+    instead = f", where {rate(next_step, was)} was to come" if moves and taken < was else ""
+    return (
+        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) {ends}; "
+        f"the learning rate {rates} {rate(next_step, last)} (step {next_step}){instead}"
+    )
 
 
 @dataclasses.dataclass
@@ -199,68 +240,111 @@ class Plan(Protocol):
 
 
 def train(
-    recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None, here: world.World = world.World()
-) -> Outcome:
+    recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None, here: world.World = world.World(),
+    longer: bool = False,
+) -> Outcome:  # fmt: skip
     """Train a recipe into a run folder, or go on with the run in `resume`. `here`: this process among all that call this.
+    longer: the user gave a length with which the run goes on, and a finished one must not end at once.
 
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is `plan`.
     Raises UserError, and Stopped after a signal once everything is saved.
     """
     with plan.ready(here) if plan else contextlib.nullcontext():
         check.validate(recipe, here.size)
-        folder = resume or new_run_folder(recipe.log, recipe.name)
         if here.size > 1:
             world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
-            folder = Path(world.from_first(str(folder)))  # its name may be the time
-        status = Status(folder, here)
-        with watched(folder, here):
-            outcome = _train(recipe, folder, resume is not None, flops, plan, here, status)
-        status.close()
-        return outcome
+        with _own_folder(recipe, resume, here) as folder:
+            status = Status(folder, here)
+            with watched(folder, here, passing=(Stopped,)):
+                outcome = _train(recipe, folder, resume, flops, plan, here, status, longer)
+            status.close()
+            return outcome
 
 
-def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | None, here: world.World, status: Status) -> Outcome:
-    tokenizers, position = None, (0, 0)
+@contextlib.contextmanager
+def _own_folder(recipe: Recipe, resume: Path | None, here: world.World) -> Iterator[Path]:
+    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. Collective."""
+    with contextlib.ExitStack() as stack:
+        folder, problem = resume or recipe.log.dir, None
+        if here.first and not (supervised() and folder):
+            try:
+                folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
+            except UserError as e:
+                problem = str(e)
+        if here.size > 1:
+            folder, problem = world.from_first((folder, problem))
+        if problem:
+            raise UserError(problem)
+        yield Path(folder)
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run begins: a new one with nothing, another with its checkpoint."""
+
+    before: Recipe | None = None  # as the run stored it
+    checkpoint: Path | None = None
+    tokenizers: dict | None = None
+    step: int = 0
+    position: tuple[int, int] = (0, 0)  # epoch, step within it
+
+
+def _start(recipe: Recipe, folder: Path, resume: bool, here: world.World) -> Start:
+    """Raises UserError where there is a run already, none to resume, or one that would become another. Collective."""
     if not resume:
         if here.first and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir.")
-    else:
-        if not (folder / "recipe.yaml").exists():
-            raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
-        check_same(recipes.load(folder), recipe)
-        latest = Checkpoints(folder / "checkpoints", recipe.train.keep).latest()
-        if latest:
-            tokenizers = tasks.load_tokenizers(latest)
-            progress = json.loads((latest / "training.json").read_text())["progress"]
-            position = progress["epoch"], progress["epoch_step"]
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise UserError(f"log.dir={folder}: cannot write below {there}. Set log.dir to a folder you may write.")
+        return Start()
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
+    start = Start(before=recipes.load(folder, configure=None))
+    check_same(start.before, recipe)
+    start.checkpoint = Checkpoints(folder / "checkpoints", recipe.train.keep).newest_whole()
+    if start.checkpoint:
+        start.tokenizers = tasks.load_tokenizers(start.checkpoint)
+        progress = json.loads((start.checkpoint / "training.json").read_text())["progress"]
+        start.step, start.position = progress["step"], (progress["epoch"], progress["epoch_step"])
+    return start
+
+
+def _write_recipe(folder: Path, session: Session, start: Start, extended: bool) -> None:
+    """recipe.yaml of a new run, and of one that is to become longer."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not session.mesh.world.first:
+            return
+        if start.before is None:
+            write_json(folder / "environment.json", environment(session.device))
+            write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
+        elif extended:
+            (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
+            length = {key: getattr(session.recipe.train, key) for key in LENGTH}
+            stored = start.before.model_copy(update={"train": start.before.train.model_copy(update=length)})
+            write_text(folder / "recipe.yaml", recipes.dump(stored))
+    except OSError as e:
+        raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+
+
+def _train(
+    recipe: Recipe, folder: Path, resume: Path | None, flops: Any, plan: Plan | None, here: world.World, status: Status, longer: bool
+) -> Outcome:
+    start = _start(recipe, folder, resume is not None, here)
     status.at("opening the data")
-    session = open_session(recipe, tokenizers, here)
+    session = open_session(recipe, start.tokenizers, here)
+    extended = extend(start.before, session, start.step, longer) if start.before else None
     derived = derive(session)
     if here.first:
-        print(describe(derived), flush=True)
+        print(describe(derived) + (f"\n{extended}" if extended else ""), flush=True)
     if plan:
         status.at("the plan")
-        plan.before(session, position)
+        plan.before(session, start.position)
     status.at("building the model")
     model = session.build()
     report = getattr(model, "load_report", None)
     if report is not None and here.first:
-        print(
-            f"weights from {recipe.model.init}"
-            + (f"; new: {', '.join(report.new)}" if report.new else "")
-            + (f"; unused: {', '.join(report.unused)}" if report.unused else "")
-        )
+        print(weights_line(session.recipe, report), flush=True)
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not resume and here.first:
-            write_json(folder / "environment.json", environment(session.device))
-            write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
-    except OSError as e:
-        raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+    _write_recipe(folder, session, start, extended is not None)
     if plan and here.first:
         plan.begin(folder)
 
@@ -279,9 +363,9 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | 
     )  # fmt: skip
     if resume:
         status.at("the loading of a checkpoint")
-        at = trainer.resume()
+        trainer.resume(start.checkpoint)
         if here.first:
-            print(f"resumed from {at}" if at else "no checkpoint yet: from the start", flush=True)
+            print(f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start", flush=True)
     log: Any = Silence()
     if here.first:
         log = RunLog(folder, recipe.log, json.loads(session.recipe.model_dump_json()), trainer.metrics_position)
@@ -296,6 +380,19 @@ def _train(recipe: Recipe, folder: Path, resume: bool, flops: Any, plan: Plan | 
     finally:
         log.close()
     return Outcome(folder, summary, trainer)
+
+
+def weights_line(recipe: Recipe, report: LoadReport) -> str:
+    """What of `model.init` is used, and what of the model is new."""
+    line, theirs = f"weights from {recipe.model.init}", models.config_of(recipe.model.init)
+    for what, names in (("new", report.new), ("unused", report.unused)):
+        line += f"; {what}: {', '.join(names)}" if names else ""
+    ours = getattr(recipe.task, "classes", None)
+    if report.reshaped:
+        line += f"; a new head for {recipe.model.n_classes} classes: that of the weights has {theirs.n_classes}"
+    elif ours and theirs.classes and list(theirs.classes) != ours:
+        line += f"; its head was trained for {', '.join(theirs.classes[:5])}, and learns {', '.join(ours[:5])} from here on"
+    return line
 
 
 def dropout_seed(seed: int, mesh: Mesh) -> int:
@@ -313,8 +410,9 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
     examples = []
     if r.evaluate.samples:
         with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
-            examples = task.examples(model.eval(), r.evaluate.samples)
-            model.train()
+            if parallel.mesh.world.first:  # the only one that prints them
+                examples = task.examples(model.eval(), r.evaluate.samples)
+                model.train()
     proof, proved = trainer.plan.after(trainer) if trainer.plan else ([], {})
     seconds = trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
@@ -325,7 +423,7 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "parameters": derived["parameters"],
         "processes": derived["processes"],
         "layout": derived["layout"],
-        "memory_per_rank": parallel.collect(peak_memory(trainer.device)),
+        **{f"memory_{MEASURES[name]}_per_rank": parallel.collect(value) for name, value in peaks(trainer.device).items()},
         "steps": p.step,
         "epoch": round(epochs, 4),
         "samples": p.samples,
@@ -334,7 +432,7 @@ def finish(trainer: Trainer, log: RunLog, derived: dict[str, Any]) -> dict[str, 
         "train_samples_per_second": round(p.samples / runtime, 3),
         "train_steps_per_second": round(p.step / runtime, 4),
         "train_tokens_per_second": round(p.tokens / runtime, 1),
-        "train_loss": p.loss_sum / max(1, p.step - p.skipped),
+        **({"train_loss": p.loss_sum / (p.step - p.skipped)} if p.step > p.skipped else {}),
         "hours_per_epoch": round(runtime / 3600 / max(epochs, 1e-9), 6),
         "skipped_steps": p.skipped,
         "seconds": {k: round(v, 3) for k, v in seconds.items()},
@@ -353,6 +451,8 @@ def print_summary(trainer: Trainer, summary: dict[str, Any], lines: list[str]) -
     s = summary
     print()
     for key in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"):
+        if key not in s:  # no step was counted
+            continue
         print(f"{key:26} {s[key]:.6g}")
     print(f"{'hours_per_epoch':26} {s['hours_per_epoch']:.6g}")
     clock = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
@@ -363,6 +463,9 @@ def print_summary(trainer: Trainer, summary: dict[str, Any], lines: list[str]) -
     )
     for name, value in s["metrics"].items():
         print(f"{name:26} {value:.4f}")
+    if best := s["best"]:
+        text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
+        print(coloured(text, "green", sys.stdout))
     for line in lines:
         print(line)
     print(f"run folder: {trainer.folder}", flush=True)

@@ -10,7 +10,6 @@ what any other wrote. `load`, `load_state` and `read` read the checkpoints of on
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gradus import models
-from gradus.errors import UserError
+from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, not_written
 from gradus.models import weights
-from gradus.models.weights import Stored
+from gradus.models.weights import Stored, checksums
 from gradus.models.weights import sharded as stored_sharded
 from gradus.recipe.schema import ModelConfig
 from gradus.train.checkpoint import _flush, write_aside
@@ -90,32 +91,48 @@ def _first(group: dist.ProcessGroup | None) -> bool:
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _agree(error: UserError | None, group: dist.ProcessGroup | None) -> None:
-    """What went wrong on one process goes wrong on all. Collective."""
-    told: list[str | None] = [None if error is None else str(error)]
+def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
+    """What went wrong on one process goes wrong on all. Returns the `value` of every process. Collective."""
+    told: list[tuple[tuple[str, int] | None, Any]] = [(None if error is None else (str(error), exit_code(error)), value)]
     if dist.is_initialized():
         told *= dist.get_world_size(group)
         dist.all_gather_object(told, told[0], group=group)
-    problem = next((t for t in told if t is not None), None)
+    problem = next((t for t, _ in told if t is not None), None)
     if problem is not None:
-        raise UserError(problem)
+        raise (EnvironmentFault if problem[1] == FAULT else UserError)(problem[0])
+    return [v for _, v in told]
 
 
 def _not_written(target: Path, error: BaseException) -> UserError:
     causes = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]  # DCP's has every process's
     told = next((c for c in causes if isinstance(c, UserError)), None)
-    full = any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(c) for c in causes)
-    if told is not None and not full:
+    full = next((c for c in causes if disk_full(c)), None)
+    if told is not None and full is None:
         return told
-    last = causes[-1]
-    what = "cannot write there" if isinstance(last, OSError | SafetensorError) else "the writing broke off"
-    why = "the disk is full" if full else f"{what} ({(str(last).strip() or type(last).__name__).splitlines()[0]})"
-    return UserError(
-        f"{target.parent}: {why}: {target.name} was not written; earlier checkpoints are whole. Free some space, then go on with --resume."
-    )
+    last, then = causes[-1], f"{target.name} was not written; earlier checkpoints are whole."
+    if full is not None or isinstance(last, OSError | SafetensorError):
+        return not_written(target.parent, full or last, f"{then} Free some space, then go on with --resume.")
+    why = (str(last).strip() or type(last).__name__).splitlines()[0]
+    return UserError(f"{target.parent}: the writing broke off ({why}): {then} Go on with --resume.")
 
 
 # ---------------------------------------------------------------- save
+
+
+class Writer(HuggingFaceStorageWriter):
+    """Notes the checksums of what this process wrote, while training goes on. `sums`: by path below the checkpoint."""
+
+    def __init__(self, folder: Path):
+        super().__init__(str(folder), save_distributed=True)
+        self.sums: dict[str, dict] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.value()}:
+            file = Path(self.path) / name
+            if file.is_file():
+                self.sums[f"{stored_sharded.FOLDER}/{name}"] = checksums.of(file)
+        return written
 
 
 class Pending:
@@ -123,6 +140,7 @@ class Pending:
 
     def __init__(self, target: Path, future: Future | None, group: dist.ProcessGroup | None):
         self.target, self.future, self.group = target, future, group  # future: None where the target was there already
+        self.writer: Writer | None = None
 
     @property
     def aside(self) -> Path:
@@ -148,11 +166,16 @@ class Pending:
 
         Raises UserError on every process where one could not write; then no folder is left.
         """
-        error = None
+        error, sums = None, {}
         try:
             self.wait()
+        except UserError as e:
+            error = e
+        try:
+            for of_one in _agree(error, self.group, self.writer.sums if self.writer else {}):
+                sums |= of_one
             if self.future is not None and _first(self.group):
-                self._appear()
+                self._appear(sums)
         except UserError as e:
             error = e
             if _first(self.group):
@@ -160,7 +183,7 @@ class Pending:
         _agree(error, self.group)
         return self.target
 
-    def _appear(self) -> None:
+    def _appear(self, sums: dict[str, dict]) -> None:
         written = self.future.result().state_dict_metadata
         try:
             there = stored_sharded.read(self.aside)
@@ -173,6 +196,7 @@ class Pending:
                 "Set log.dir to a disk that all hosts see."
             )
         try:
+            checksums.write(self.aside, sums)
             _flush(self.aside / stored_sharded.FOLDER)
             _flush(self.aside)
             os.replace(self.aside, self.target)
@@ -208,10 +232,9 @@ def save(
     if dist.is_initialized():
         dist.broadcast_object_list(begun, group_src=0, group=group)
     if begun[0]:
+        pending.writer = Writer(pending.aside / stored_sharded.FOLDER)
         pending.future = dcp.async_save(
-            {_key(key, names): tensor.detach() for key, tensor in tensors.items()},
-            storage_writer=HuggingFaceStorageWriter(str(pending.aside / stored_sharded.FOLDER), save_distributed=True),
-            process_group=group,
+            {_key(key, names): tensor.detach() for key, tensor in tensors.items()}, storage_writer=pending.writer, process_group=group
         )
     return pending
 
@@ -281,6 +304,8 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
         )
     for key, tensor in tensors.items():
         source = stored[_key(key, names)]
+        if key.startswith("model."):
+            weights.refuse_integers(key, source, checkpoint)
         if source.shape != tuple(tensor.shape):
             raise UserError(f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model.")
         _local(tensor).copy_(_part(source, *_place(tensor)))
@@ -309,9 +334,11 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
 
 
 def export(
-    parameters: Mapping[str, Tensor], config: ModelConfig, target: Path, tokenizers: Mapping = {}, group: dist.ProcessGroup | None = None
-) -> None:
-    """Make the folder `target` with config.json, model.safetensors and the tokenizers, from the parts that the processes hold.
+    parameters: Mapping[str, Tensor], config: ModelConfig, target: Path, tokenizers: Mapping = {}, group: dist.ProcessGroup | None = None,
+    fill_more: Callable[[Path], None] = lambda folder: None,
+) -> None:  # fmt: skip
+    """Make the folder `target` with config.json, model.safetensors, the tokenizers and what fill_more(folder) adds, from the parts that
+    the processes hold.
 
     parameters: what this process has, by its name in the whole model. One parameter at a time is put together, and goes to the
     first process's host. Collective on the group (None: all; its backend must take tensors on the host).
@@ -325,6 +352,7 @@ def export(
         for place, tokenizer in tokenizers.items():
             (aside / place).mkdir(exist_ok=True)
             tokenizer.save(aside / place)
+        fill_more(aside)
 
     if _first(group):
         try:

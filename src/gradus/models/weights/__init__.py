@@ -8,6 +8,9 @@
     prefixes(keys)         optional: the prefix ("bert.", "model.", ...) that some of these keys carry, or "". It is taken off the
                            file's keys and off the rules' alike, so a bare body and a body inside a model with a head both match
     ignorable(key)         optional: True for buffers such as position_ids, which hold nothing learned
+    upgrade(hf, tensors)   optional: the tensors beside a config.json of an earlier layout of ours, as `rules` has them now
+    adapt(stored, config, tensors)   optional: the tensors as `rules(config)` has them, from as `rules(stored)` has them
+    unknown_to_transformers(config)  of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
 Nothing is unpickled freely: safetensors are memory-mapped, `.bin` and `.pth` are read with weights_only or refused.
 Files are written aside and renamed, config.json last: a folder without config.json is not whole.
@@ -27,11 +30,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.models.weights import checksums
 
 if TYPE_CHECKING:  # a configuration is read without torch
     import torch
     from torch import Tensor, nn
+
+    from gradus.recipe.schema import ModelConfig
 
 FAMILIES = {  # model_type → family, so that one module is imported and not six
     "bert": "bert",
@@ -42,6 +49,7 @@ FAMILIES = {  # model_type → family, so that one module is imported and not si
     "qwen2": "llama",
     "t5": "t5",
     "vit": "vit",
+    "ijepa": "vit",
     "gradus-vit": "vit",
     "marian": "seq2seq",
     "pegasus": "seq2seq",
@@ -80,10 +88,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a file: its shape is known, its values are read when asked for."""
+    """A tensor that lies in a file: its shape and type are known, its values are read when asked for."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    dtype: str = field(default="float32", kw_only=True)  # as safetensors or PyTorch call it
 
 
 @dataclass
@@ -96,12 +105,31 @@ class LoadReport:
     reshaped: list[str] = field(default_factory=list)
 
 
+WHOLE = re.compile(r"(num|n)_(hidden_layers|layers?|heads?|attention_heads|key_value_heads|embd|inner|positions|channels|labels)"
+                   r"|num_(local_experts|experts_per_tok)|(hidden|intermediate|vocab|type_vocab|decoder_vocab)_size|d_(model|ff|kv)|head_dim|max_position_embeddings"
+                   r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|relative_attention_\w+")  # fmt: skip
+KINDS = {"model_type": str, "hidden_act": str, "activation_function": str, "feed_forward_proj": str, "architectures": list,
+         "rope_scaling": dict, "rope_parameters": dict, "id2label": dict}  # fmt: skip
+
+
+def check_kinds(hf: dict, where: object) -> None:
+    """Raises UserError for a field of a config.json that is read and is of another kind than anybody writes there. null counts as absent."""
+    words = {str: "text", list: "a list of names", dict: "an object", int: "a whole number"}
+    for name, value in hf.items():
+        kind = int if WHOLE.fullmatch(name) else KINDS.get(name)
+        right = kind is None or value is None or (isinstance(value, kind) and not isinstance(value, bool))
+        if right and name == "architectures" and value:
+            right = all(isinstance(x, str) for x in value)
+        if not right:
+            raise UserError(f"{where}: {name}={value!r:.60}: expected {words[kind]}")
+
+
 def family_of(hf: dict, where: object) -> str:
     """The family that reads this config.json. Raises UserError for a model_type that no family reads."""
     kind = hf.get("model_type")
     if kind is None:
         raise UserError(f"{where}: no model_type, so it is not known which family this is.{did_you_mean('', FAMILIES)}")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{where}: model_type={kind} is none of Gradus' families.{did_you_mean(kind, FAMILIES)}")
     return FAMILIES[kind]
 
@@ -109,6 +137,16 @@ def family_of(hf: dict, where: object) -> str:
 def rules_of(family: str):
     """The module weights/<family>.py."""
     return import_module(f"{__name__}.{family}")
+
+
+def loads_in_transformers(config: ModelConfig) -> tuple[str | None, str]:
+    """(the class of transformers that computes what this configuration says and loads what is written of it, ""); else (None, why it
+    has none, and what to set for a model that it knows)."""
+    table = rules_of(config.family)
+    hf = table.config_to_hf(config)
+    if hf["model_type"].startswith("gradus-"):
+        return None, table.unknown_to_transformers(config)
+    return hf["architectures"][0], ""
 
 
 # ---------------------------------------------------------------- reading
@@ -125,10 +163,24 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
         return _read_file(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).is_file():
-            return _read_file(path / name)
+            return _upgraded(path, _read_file(path / name))
         if (path / f"{name}.index.json").is_file():
-            return _read_shards(path / f"{name}.index.json")
+            return _upgraded(path, _read_shards(path / f"{name}.index.json"))
     raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json")
+
+
+def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if hf.get("model_type") not in FAMILIES:
+        return tensors
+    hf.pop("gradus", None)
+    return getattr(rules_of(FAMILIES[hf["model_type"]]), "upgrade", lambda hf, tensors: tensors)(hf, tensors)
+
+
+def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Tensors that lie beside the configuration `stored`, for a model of another one of that family."""
+    adapt = getattr(rules_of(config.family), "adapt", None)
+    return adapt(stored, config, tensors) if adapt and stored.family == config.family else tensors
 
 
 def _read_file(file: Path) -> dict[str, Stored]:
@@ -137,12 +189,17 @@ def _read_file(file: Path) -> dict[str, Stored]:
 
         try:
             handle = safe_open(file, framework="pt")
-            names = list(handle.keys())
-            return {name: Stored(tuple(handle.get_slice(name).get_shape()), partial(handle.get_tensor, name)) for name in names}
+            heads = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (no mapping)
+            return {
+                name: Stored(tuple(head.get_shape()), partial(handle.get_tensor, name), dtype=head.get_dtype())
+                for name, head in heads.items()
+            }  # fmt: skip
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file}: not a whole safetensors file ({e}). Copy or download it again") from None
     state = unpickle(file)
-    return {name: Stored(tuple(tensor.shape), partial(identity, tensor)) for name, tensor in state.items()}
+    return {
+        name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype)) for name, tensor in state.items()
+    }  # fmt: skip
 
 
 def _read_shards(index: Path) -> dict[str, Stored]:
@@ -190,10 +247,7 @@ def unpickle(file: Path) -> dict[str, Tensor]:
 
 
 def read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as e:
-        raise UserError(f"{file}: not readable as JSON ({e})") from None
+    content = limits.read_json(file, limits.CONFIG_FILE)
     if not isinstance(content, dict):
         raise UserError(f"{file}: not a JSON object")
     return content
@@ -214,7 +268,7 @@ def from_hf(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bo
 
 
 def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool, where: object) -> tuple[dict[str, Rule], LoadReport]:
-    """Which rule takes which tensor, from names and shapes alone (the model may be on the meta device). Raises as from_hf."""
+    """Which rule takes which tensor, from names, shapes and types alone (the model may be on the meta device). Raises as from_hf."""
     import torch
 
     table = rules_of(model.config.family)
@@ -235,6 +289,7 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
             if not getattr(table, "ignorable", lambda key: False)(name):
                 unused.append(name)
             continue
+        refuse_integers(name, tensor, where)
         shape = tuple(rule.to_theirs(*(torch.empty(rule.part(ours[n]).shape, device="meta") for n in rule.names)).shape)
         if shape == tuple(tensor.shape):
             found[name] = rule
@@ -259,6 +314,20 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
     if not found:
         raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {some(list(tensors)) or 'nothing'}")
     return found, LoadReport(new, unused, reshaped)
+
+
+# types of weights, as safetensors and as PyTorch call them
+FLOATS = {"F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64"}
+
+
+def refuse_integers(name: str, tensor: Tensor | Stored, where: object) -> None:
+    """Raises UserError for a weight stored in a type that a plain conversion to floating point does not give back."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in FLOATS:
+        raise UserError(
+            f"{where}: {name} is stored as {dtype}: quantised checkpoints are not loaded. Convert it where it was made: "
+            "save its weights in float32, float16 or bfloat16, and give that folder"
+        )
 
 
 def in_head(ours: str) -> bool:
@@ -365,6 +434,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Pat
         for source, _ in moves:
             with open(source, "rb") as f:
                 os.fsync(f.fileno())
+        (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
             if WEIGHT_FILES.fullmatch(old.name):

@@ -78,6 +78,11 @@ def config_to_hf(config: GPTConfig) -> dict:
     }
 
 
+def unknown_to_transformers(config: GPTConfig) -> str:
+    """What keeps GPT-2 from computing this configuration, and what to set."""
+    return "experts in a GPT; set model.n_experts=null, or model.family=llama, whose experts are Mixtral's"
+
+
 def rules(config: GPTConfig) -> list[Rule]:
     table = [
         Rule("token_embedding.weight", "transformer.wte.weight"),

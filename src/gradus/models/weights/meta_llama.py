@@ -116,4 +116,4 @@ def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) ->
     shape = list(parts[0].shape)
     if dim is not None:
         shape[dim] = sum(part.shape[dim] for part in parts)
-    return theirs, Stored(tuple(shape), read)
+    return theirs, Stored(tuple(shape), read, dtype=str(parts[0].dtype))

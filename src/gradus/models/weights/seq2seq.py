@@ -1,14 +1,23 @@
 """The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the paper's post-norm,
-PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding; both have positions as all sin, then all cos.
-What neither can express is saved with model_type gradus-seq2seq: our configuration, with tensors named as in those two."""
+PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding. Both have positions as all sin, then all cos; a model
+whose sin and cos alternate is written for them with the d_model features in that order, which computes the same: nothing but the
+positions depends on the order of features. What neither can express is saved with model_type gradus-seq2seq: our configuration, with
+tensors named as in those two."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Rule
+from gradus.models.weights import Rule, Stored
 from gradus.recipe.schema import Seq2SeqConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODEL_TYPES = ("marian", "pegasus", "gradus-seq2seq")
 
@@ -40,8 +49,8 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
         if hf.get(name):
             raise _unsupported(name, hf[name], " Set it to 0 there.")
-    share = kind == "pegasus" or hf.get("share_encoder_decoder_embeddings", True)
     tie = hf.get("tie_word_embeddings", True)
+    share = tie if kind == "pegasus" else hf.get("share_encoder_decoder_embeddings", True)
     if share and not tie:
         raise _unsupported("tie_word_embeddings", "false", " With it false, transformers unties the shared embeddings too.")
     dropout = hf.get("dropout", 0.1)
@@ -114,15 +123,35 @@ def config_to_hf(config: Seq2SeqConfig) -> dict:
 
 def model_type(config: Seq2SeqConfig) -> str:
     """Which of MODEL_TYPES computes what this configuration says."""
-    if config.positions == "halves" and config.norm_eps == NORM_EPS:
-        if config.norm_first and config.share_embeddings and config.tie_output:
+    if config.norm_eps == NORM_EPS:
+        one_size = config.target_vocab_size in (None, config.vocab_size)
+        if config.norm_first and config.share_embeddings == config.tie_output and one_size:
             return "pegasus"
         if not config.norm_first and (config.tie_output or not config.share_embeddings):
             return "marian"
     return "gradus-seq2seq"
 
 
+def unknown_to_transformers(config: Seq2SeqConfig) -> str:
+    """What keeps both from computing this configuration, and what to set."""
+    if config.norm_eps != NORM_EPS:
+        return f"norm_eps={config.norm_eps:g}, which Marian and Pegasus fix; set model.norm_eps={NORM_EPS:g}"
+    if config.norm_first and config.target_vocab_size not in (None, config.vocab_size):
+        return "pre-norm with two vocabularies; set model.norm_first=false"
+    if config.norm_first:
+        return "pre-norm with only some of its embeddings shared; set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
+    return "source and target share an embedding that the output does not; set model.tie_output=true or model.share_embeddings=false"
+
+
 def rules(config: Seq2SeqConfig) -> list[Rule]:
+    return [_reordered(rule) for rule in _rules(config)] if _reorders(config) else _rules(config)
+
+
+def _reorders(config: Seq2SeqConfig) -> bool:
+    return config.positions == "interleaved" and model_type(config) != "gradus-seq2seq"
+
+
+def _rules(config: Seq2SeqConfig) -> list[Rule]:
     source, target = "source_embedding.tokens.weight", "target_embedding.tokens.weight"
     table = [Rule(source, "model.shared.weight")] if config.share_embeddings else []
     table += [
@@ -146,6 +175,53 @@ def rules(config: Seq2SeqConfig) -> list[Rule]:
     return table
 
 
+def _axis(theirs: str) -> int | None:
+    """Where a tensor of theirs has the d_model features of the residual stream."""
+    *_, name, kind = ("", *theirs.split("."))
+    if name in ("q_proj", "k_proj", "v_proj", "fc1", "embed_tokens", "shared", "lm_head"):
+        return 1 if kind == "weight" else None  # what goes in; a bias is of what comes out
+    return None if kind == "final_logits_bias" else 0
+
+
+def _reordered(rule: Rule) -> Rule:
+    """The rule for features stored as 0, 2, 4 ..., 1, 3, 5 ...; see the head of this file."""
+    axis = _axis(rule.theirs)
+    return rule if axis is None else replace(rule, to_ours=partial(_interleaved, axis=axis), to_theirs=partial(_halves, axis=axis))
+
+
+def _halves(tensor: Tensor, axis: int) -> Tensor:
+    import torch
+
+    even, odd = (torch.arange(start, tensor.shape[axis], 2, device=tensor.device) for start in (0, 1))
+    return tensor.index_select(axis, torch.cat((even, odd)))
+
+
+def _interleaved(tensor: Tensor, axis: int) -> Tensor:
+    import torch
+
+    return torch.stack(tensor.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
+
+
+def upgrade(hf: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Alternating positions were gradus-seq2seq throughout once, with the features in our order."""
+    stored_so = hf["model_type"] != "gradus-seq2seq"
+    return tensors if stored_so or not _reorders(config_from_hf(hf)) else _each(tensors, _halves)
+
+
+def adapt(stored: Seq2SeqConfig, config: Seq2SeqConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Both may compute the same and differ in the order of features that their `rules` expect, as where a tie is undone."""
+    if _reorders(stored) == _reorders(config):
+        return tensors
+    return _each(tensors, _halves if _reorders(config) else _interleaved)
+
+
+def _each(tensors: dict[str, Stored], order: Callable[[Tensor, int], Tensor]) -> dict[str, Stored]:
+    def ordered(stored: Stored, axis: int | None) -> Stored:
+        return stored if axis is None else Stored(stored.shape, lambda: order(stored.read(), axis))
+
+    return {name: ordered(stored, _axis(name)) for name, stored in tensors.items()}
+
+
 def _layer(ours: str, theirs: str) -> list[Rule]:
     return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
 
@@ -157,5 +233,6 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
 
 
 def ignorable(key: str) -> bool:
-    """The table of sinusoidal positions, and the output bias, a buffer that transformers writes as zeros where we have none."""
-    return key in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight", "final_logits_bias")
+    """The table of sinusoidal positions; the output bias, a buffer that transformers writes as zeros where we have none; the embedding
+    that Pegasus has beside those of source and target where these are not shared."""
+    return key in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight")

@@ -45,6 +45,7 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
     from safetensors import SafetensorError, safe_open
 
     chunks: dict[str, list[Chunk]] = {}
+    types: dict[str, str] = {}
     folder = Path()
     for path in files:
         folder = path.parent
@@ -55,6 +56,7 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
                 shape = tuple(file.get_slice(name).get_shape())
                 offset = tuple(places[name]["saved_offsets"]) if places else (0,) * len(shape)
                 chunks.setdefault(name, []).append(Chunk(file, offset, shape))
+                types[name] = file.get_slice(name).get_dtype()
         except (SafetensorError, OSError, ValueError, KeyError) as e:
             raise UserError(f"{path}: not a whole safetensors file ({e}). Copy the checkpoint again, or take another one") from None
     tensors, torn = {}, []
@@ -63,7 +65,7 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
         if sum(math.prod(c.shape) for c in parts) != math.prod(shape):
             torn.append(name)
         rectangle = partial(_rectangle, name, parts)
-        tensors[name] = Chunked(shape, partial(rectangle, (0,) * len(shape), shape), rectangle)
+        tensors[name] = Chunked(shape, partial(rectangle, (0,) * len(shape), shape), rectangle, dtype=types[name])
     if torn:
         raise UserError(f"{folder}: parts of {some(torn)} are missing. Copy the checkpoint again with all its files, or take another one")
     return tensors
@@ -115,7 +117,7 @@ def under_their_names(config: ModelConfig, ours: Mapping[str, Chunked]) -> dict[
             taken.update(keys)
             parts = [_indexed(ours[name], rule.index) for name in rule.names]
             shape = tuple(rule.to_theirs(*(torch.empty(part.shape, device="meta") for part in parts)).shape)
-            theirs[rule.theirs] = Stored(shape, partial(_fused, rule.to_theirs, parts))
+            theirs[rule.theirs] = Stored(shape, partial(_fused, rule.to_theirs, parts), dtype=parts[0].dtype)
     used = {name for name, _ in taken}
     return theirs | {name: stored for name, stored in ours.items() if name not in used}  # which `match` then calls extra
 
@@ -125,7 +127,7 @@ def _indexed(stored: Chunked, index: int | None) -> Stored:
     if index is None:
         return stored
     shape = stored.shape[1:]
-    return Stored(shape, lambda: stored.part((index, *(0 for _ in shape)), (1, *shape))[0])
+    return Stored(shape, lambda: stored.part((index, *(0 for _ in shape)), (1, *shape))[0], dtype=stored.dtype)
 
 
 def _fused(to_theirs: Callable[..., Any], parts: list[Stored]) -> Tensor:

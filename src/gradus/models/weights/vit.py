@@ -1,5 +1,6 @@
-"""ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel. Hugging Face
-has no mean pooling; a model with it is saved with model_type gradus-vit: our configuration, with tensors named as in those two."""
+"""ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel. With mean
+pooling it is the encoder of I-JEPA (Assran et al. 2023), which has no class token and averages the patches after the final norm:
+IJepaForImageClassification or IJepaModel. gradus-vit, our own configuration with ViT's names, is how mean pooling was once written."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from gradus.errors import UserError, did_you_mean
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ViTConfig
 
-MODEL_TYPES = ("vit", "gradus-vit")
+MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
 
-ARCHITECTURES = ("ViTForImageClassification", "ViTModel")
+ARCHITECTURES = {"vit": ("ViTForImageClassification", "ViTModel"), "ijepa": ("IJepaForImageClassification", "IJepaModel")}
 
 
 def config_from_hf(hf: dict) -> ViTConfig:
     """Raises UserError naming the field of a feature that Gradus' ViT has not."""
     if hf["model_type"] == "gradus-vit":
-        return ViTConfig(**{k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype")})
-    architecture = (hf.get("architectures") or ARCHITECTURES)[0]
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"config.json: architectures={architecture} is not supported by family vit.{did_you_mean(architecture, ARCHITECTURES)}")
+        return ViTConfig(**{k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype", "id2label", "label2id")})
+    known = ARCHITECTURES[hf["model_type"]]
+    architecture = (hf.get("architectures") or known)[0]
+    if architecture not in known:
+        raise UserError(f"config.json: architectures={architecture} is not supported by family vit.{did_you_mean(architecture, known)}")
     fixed = {"hidden_act": ("gelu", "gelu"), "qkv_bias": (True, True), "attention_probs_dropout_prob": (0.0, 0.0)}  # default, ours
     for name, (default, ours) in fixed.items():
         if hf.get(name, default) != ours:
@@ -35,7 +37,8 @@ def config_from_hf(hf: dict) -> ViTConfig:
         image_size=_side(hf, "image_size", 224),
         patch_size=_side(hf, "patch_size", 16),
         n_channels=hf.get("num_channels", 3),
-        n_classes=n_classes if architecture == "ViTForImageClassification" else None,
+        n_classes=n_classes if architecture == known[0] else None,
+        pool="mean" if hf["model_type"] == "ijepa" else "class_token",
         norm_eps=hf.get("layer_norm_eps", 1e-12),
     )
 
@@ -50,11 +53,10 @@ def _side(hf: dict, name: str, default: int) -> int:
 
 
 def config_to_hf(config: ViTConfig) -> dict:
-    if config.pool == "mean":
-        return {"model_type": "gradus-vit", "architectures": ["ViT"], **config.model_dump(mode="json", exclude={"preset", "init"})}
+    kind = _model_type(config)
     hf = {
-        "model_type": "vit",
-        "architectures": ["ViTForImageClassification" if config.n_classes else "ViTModel"],
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind][0 if config.n_classes else 1]],
         "num_hidden_layers": config.n_layers,
         "hidden_size": config.d_model,
         "num_attention_heads": config.n_heads,
@@ -74,8 +76,12 @@ def config_to_hf(config: ViTConfig) -> dict:
     return hf
 
 
+def _model_type(config: ViTConfig) -> str:
+    return "ijepa" if config.pool == "mean" else "vit"
+
+
 def rules(config: ViTConfig) -> list[Rule]:
-    body = "vit." if config.n_classes else ""
+    body = f"{_model_type(config)}." if config.n_classes else ""
     table = [Rule("class_token", f"{body}embeddings.cls_token")] if config.pool == "class_token" else []
     table.append(Rule("positions", f"{body}embeddings.position_embeddings"))
     table += _layer("patches", f"{body}embeddings.patch_embeddings.projection")
@@ -101,9 +107,9 @@ def _layer(ours: str, theirs: str) -> list[Rule]:
 
 
 def prefixes(keys: Iterable[str]) -> str:
-    return "vit." if any(key.startswith("vit.") for key in keys) else ""
+    return next((body for body in ("vit.", "ijepa.") if any(key.startswith(body) for key in keys)), "")
 
 
 def ignorable(key: str) -> bool:
-    """ViTModel's pooler, which neither the classifier nor our features read."""
-    return key.removeprefix("vit.").startswith("pooler.dense.")
+    """The pooler, which neither the classifier nor our features read."""
+    return key.removeprefix(prefixes([key])).startswith("pooler.dense.")

@@ -1,0 +1,280 @@
+"""Gradus in Python: the verbs train, plan, load, evaluate, predict and generate as functions. They do what the command
+line does, by the same functions, and raise UserError with the same texts.
+
+A recipe is a packaged name, a YAML or JSON file or a run folder. Overrides are the command line's words
+("train.steps=100") or Python values by section (train={"steps": 100}). A run or model is a run folder (or the `Run`
+that `train` returned), a checkpoint, a folder in the Hugging Face layout, or what `load` returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradus.errors import UserError
+
+if TYPE_CHECKING:  # `import gradus.api` loads no torch
+    from torch import nn
+
+    from gradus.infer import Place
+    from gradus.plan.answer import Answer
+
+__all__ = ["Plan", "Run", "UserError", "evaluate", "generate", "load", "plan", "predict", "train"]
+
+
+def frame(rows: list[dict[str, Any]]) -> Any:
+    """Rows as a pandas DataFrame where pandas is installed, else as they are: a list of dicts."""
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run folder. `Run("runs/mine/20260101-120000")` opens one that is there already."""
+
+    folder: Path
+
+    def __post_init__(self):
+        object.__setattr__(self, "folder", Path(self.folder))
+        if not (self.folder / "recipe.yaml").is_file():
+            raise UserError(f"{self.folder}: no run here (it has no recipe.yaml). Give a run folder.")
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end. One that was stopped goes on with `train(run, resume=True)`."""
+        return (self.folder / "summary.json").is_file()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` says: losses, metrics, the best step, times; empty before the end."""
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8")) if self.finished else {}
+
+    @property
+    def rows(self) -> Any:
+        """Every number that was logged (name, value, unit, step, conditions): a pandas DataFrame where pandas is, else
+        a list of dicts."""
+        from gradus.rows import read_rows
+
+        return frame(read_rows(self.folder / "metrics.jsonl"))
+
+    def __repr__(self) -> str:
+        best, state = self.summary.get("best"), "finished" if self.finished else "stopped"
+        if best:
+            state = f"best {best['metric']} {best['value']:.4f} at step {best['step']}"
+        return f"Run({str(self.folder)!r}: {state})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a recipe will cost. In a notebook it shows what `gradus plan` prints."""
+
+    answer: Answer
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of each device; None where that memory is not known."""
+        return self.answer.fits
+
+    @property
+    def notes(self) -> list[str]:
+        return self.answer.notes
+
+    @cached_property
+    def rows(self) -> Any:
+        """Every figure with its unit and conditions: a pandas DataFrame where pandas is, else a list of dicts."""
+        return frame([json.loads(row.json()) for row in self.answer.rows])
+
+    def value(self, name: str, **conditions: Any) -> float | None:
+        """A figure by its name, e.g. value("budget/time", case="expected"), in the row's unit; None where there is no
+        such row."""
+        return self.answer.value(name, **conditions)
+
+    def __repr__(self) -> str:
+        from gradus.plan.show import screen
+
+        return "\n".join(screen(self.answer))
+
+
+# ---------------------------------------------------------------- before and during a run
+
+
+def train(recipe: Any, *overrides: str, resume: bool = False, force: bool = False, **settings: Any) -> Run:
+    """Train a recipe into a run folder: `gradus train`. Returns the run, also when it was asked to stop (the notebook's
+    interrupt) and has saved itself: then `run.finished` is False.
+
+    resume: go on with the run that `recipe` means, a run folder or else its newest run. force: also where the plan says
+    that it will not fit. Raises UserError for what cannot be trained, and where the loss is no longer finite.
+    """
+    from gradus.measure.flops import for_run
+    from gradus.parallel import world
+    from gradus.plan.prove import Proof
+    from gradus.train import resolve
+    from gradus.train.loop import Stopped
+    from gradus.train.session import train as run
+
+    here, proof, name = world.find(), Proof(force), os.fspath(recipe)
+    with proof.ready(here):
+        given = resolve.Given(here=here, resuming=resume, settings=settings)
+        folder = resolve.run_to_resume(name, list(overrides), given) if resume else None
+        loaded, notes = resolve.load(str(folder or name), list(overrides), given)
+        for note in notes if here.first else ():
+            print(f"note: {note}", file=sys.stderr)
+        try:
+            return Run(run(loaded, resume=folder, flops=for_run, plan=proof, here=here).folder)
+        except Stopped as stop:
+            return Run(stop.checkpoint.parent.parent)
+
+
+def plan(
+    recipe: Any, *overrides: str, on: str | None = None, tokens: float | None = None, days: float | None = None
+) -> Plan:
+    """What a recipe or a preset will cost before it is run: `gradus plan`. on: hardware, e.g. "8xA100-80GB". tokens: to
+    train on, in place of the recipe's steps. days: a deadline; with `on` a device, how many of them are needed.
+
+    What does not fit is an answer (`fits` is False). Raises UserError for what the recipe, the layout or the hardware
+    cannot follow.
+    """
+    from gradus.plan.answer import Request, answer
+
+    return Plan(answer(Request(os.fspath(recipe), overrides, on, tokens, days)))
+
+
+# ---------------------------------------------------------------- using a model
+
+
+def load(model: Any, precision: str = "fp32") -> nn.Module:
+    """The model as a torch.nn.Module with its weights, in evaluation mode, on the accelerator where there is one.
+    precision: of the weights and the arithmetic: fp32, bf16 or fp16.
+
+    `model.tokenizer` is its tokenizer (None where it has none), `model.config` its configuration. Besides its own
+    arguments forward takes Hugging Face's by name: input_ids, attention_mask (1: a token, 0: padding), token_type_ids,
+    decoder_input_ids, pixel_values. Raises UserError where there is no model, or a damaged one.
+    """
+    place = _place(model)
+    module = place.load(precision)
+    if not hasattr(module, "place"):
+        module.place, module.tokenizer = place, None
+        with contextlib.suppress(UserError):  # told once texts are to be read
+            module.tokenizer = place.tokenizers()[""]
+        module.register_forward_pre_hook(_take_their_names, with_kwargs=True)
+    return module
+
+
+THEIRS = {"input_ids": ("ids", "source"), "attention_mask": ("keep", "source_keep"), "token_type_ids": ("token_types",),
+          "decoder_input_ids": ("target",), "pixel_values": ("images",)}  # fmt: skip
+
+
+def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    import inspect
+
+    known = inspect.signature(module.forward).parameters
+    for theirs, names in THEIRS.items():
+        ours = next((name for name in names if name in known), None)
+        if ours and theirs in kwargs:
+            value = kwargs.pop(theirs)
+            kwargs[ours] = value.bool() if theirs == "attention_mask" and value is not None else value
+    return args, kwargs
+
+
+def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = None) -> dict[str, float]:
+    """The metrics of a run's best checkpoint over a whole split ("valid", "test" or "train"), each sample once: `gradus
+    evaluate`.
+
+    checkpoint: another one, or a folder with weights; `run` may then be any recipe. Raises UserError for a split that
+    is not there.
+    """
+    from gradus.infer.predict import evaluate as metrics
+
+    return metrics(os.fspath(run), list(overrides), split, None if checkpoint is None else os.fspath(checkpoint))
+
+
+def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
+    """What the model says about each input, as `gradus predict`: a dict each. inputs: a text, an image (a file or a PIL
+    image), or a list.
+
+    By the model: `label` and `probability` with the `top` likeliest (a classifier), `filled` and `masks` (a masked
+    language model), or `answer` (a translation). Raises UserError for a model that does none of this, or an input that
+    cannot be read.
+    """
+    from gradus.infer.predict import records_of, visible
+
+    several = isinstance(inputs, Iterable) and not isinstance(inputs, str) and not _is_picture(inputs)
+    given = list(inputs) if several else [inputs]
+    if not given:
+        return []
+    if top < 1:
+        raise UserError(f"top={top}: must be at least 1.")
+    place = _place(model)
+    with _as_it_was(place):
+        records = list(records_of(place, [_png(item) if _is_picture(item) else os.fspath(item) for item in given], top))
+    return [{**visible(record), "input": item} for item, record in zip(given, records)]
+
+
+def generate(
+    model: Any, prompt: str | list[str] = "", *, max_new: int = 200, temperature: float = 0.0, top_k: int | None = None,
+    top_p: float | None = None, seed: int = 0, sliding_window: bool = False,
+) -> Any:  # fmt: skip
+    """The prompt with its continuation (of an encoder-decoder: its answer), as `gradus generate`; for a list of
+    prompts, a list.
+
+    max_new: tokens. temperature: 0 is greedy; top_k, top_p and seed are of drawing. sliding_window: go on beyond the
+    model's positions, reading only the latest tokens. Raises UserError for a model that cannot generate, or a setting
+    out of range.
+    """
+    from gradus.infer.generate import Continuation
+    from gradus.models.decoding import sampler
+
+    choose, place = sampler(temperature, top_k, top_p, seed), _place(model)
+    with _as_it_was(place):
+        found = Continuation(
+            place, [prompt] if isinstance(prompt, str) else list(prompt), max_new=max_new, sliding=sliding_window
+        )
+        for _ in found.steps(choose):
+            pass
+    return found.texts[0] if isinstance(prompt, str) else found.texts
+
+
+def _place(model: Any) -> Place:
+    from gradus.infer import find
+
+    if hasattr(model, "place"):
+        return model.place
+    if not isinstance(model, str | os.PathLike):
+        what = type(model).__name__
+        raise UserError(f"a {what} is no model here. Give what gradus.api.load returned, a run, or the folder of one.")
+    return find(os.fspath(model))
+
+
+@contextlib.contextmanager
+def _as_it_was(place: Place) -> Iterator[None]:
+    """A model in the middle of a training loop goes on in training mode."""
+    was = place.model is not None and place.model.training
+    try:
+        yield
+    finally:
+        if was:
+            place.model.train()
+
+
+def _is_picture(item: Any) -> bool:
+    return hasattr(item, "getbands") and hasattr(item, "save")
+
+
+def _png(picture: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

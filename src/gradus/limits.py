@@ -1,0 +1,231 @@
+"""Every limit at the edge, in one place: sizes a person could mean, files of a stated size and depth, numbers on the command line, the page.
+
+Each is far above the largest that is published or built, and low enough that what passes ends: in an answer, or in one line that says why not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradus.errors import UserError
+
+# ---- sizes of a recipe (recipe/schema.py)
+LAYERS = 2_000  # DeepNet, the deepest published, has 1,000
+WIDTH = 2**20  # d_model; MT-NLG 530B has 20,480
+HEADS = 2**16  # PaLM has 48
+FF = 2**23  # d_ff: 8 × the widest model
+VOCABULARY = 2**27  # the largest published has about a million
+EXPERTS = 2**20  # PEER (He 2024) has a million, Switch 2,048
+LENGTH = 2**24  # seq_len; Llama 4 Scout has 10 million
+PARAMETERS = 1e15  # in all: a thousand times the largest published
+CLASSES = 2**22  # Amazon-3M, the largest classification set, has 2.8 million labels; each takes a name and a row of the head
+IMAGE = 2**14  # pixels a side
+BATCH = 2**30  # samples or tokens of a step; GPT-4's is put at 60 million tokens
+STEPS = 10**12  # also of a schedule, and between two checkpoints
+TOKENS = 1e18  # of --tokens; Qwen 3 saw 3.6e13
+EPOCHS = 1e6
+SAMPLES = 10**12  # of a data set that is limited
+MADE = 10**9  # samples of the copy task; its order and lengths are held
+COPIED = 2**12  # symbols of one of them: each takes arithmetic on a number of so many digits
+SEED = 2**63 - 1  # what PyTorch's generators take
+AXIS = 2**20  # devices along one axis of the layout, and in all
+THREADS = 1_024  # of one process: more than a machine of four sockets has
+WORKERS = 512  # loaders of one process
+PROCESSES = 512  # started on this machine by one command
+EPSILON = 1.0  # of a norm or an optimizer
+RATE = 1e30  # a learning rate: above it fp32 has no square
+REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
+
+# ---- files
+KB, MB, GB = 10**3, 10**6, 10**9
+RECIPE_FILE = MB  # the largest packaged one has 2 kB
+CONFIG_FILE = 100 * MB  # config.json, and the index of shards: 9 MB for DeepSeek-V3
+TOKENIZER_FILE = 200 * MB  # Gemma 3's has 33 MB
+HARDWARE_FILE = 10 * MB
+POINTS_FILE = 100 * MB  # --accuracy
+ROWS_FILE = 4 * GB  # metrics.jsonl
+DEPTH = 64  # mappings and lists inside one another; a tokenizer.json has about 10
+RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
+NODES = 2_000_000  # the same of the hardware files
+TOKEN_IDS = 2**24  # the highest id that a tokenizer may have; tables of that length are held
+LINE = 2**28  # characters of one line of data
+
+# ---- the page
+BODY = 64 * 1024  # bytes of a request
+OVERRIDES, TEXT = 100, 400  # settings of a request, characters of one
+RECEIVING = 10.0  # s in which a request must have come in, however slowly it is sent
+CONNECTIONS = 64  # at a time
+PLANNERS = 3  # plans at a time, each in a process of its own
+PLANNING = 120.0  # s of one plan or search; the largest preset on a million devices takes about 20
+PLANNING_MEMORY = 16 * GB  # of one such process
+
+
+# ---------------------------------------------------------------- files
+
+
+def regular(path: str | Path, most: float = math.inf) -> Path:
+    """The path, where it is a regular file of at most `most` bytes. A FIFO, a device or a socket would be waited for without end.
+
+    Raises UserError for another kind of file and for a larger one; FileNotFoundError and its like are the caller's.
+    """
+    path = Path(path)
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "FIFO (a pipe)"), (stat.S_ISSOCK, "socket"))
+        kind = next((name for test, name in kinds if test(about.st_mode)), "device")
+        raise UserError(f"{path}: cannot be read: a {kind}, not a file. Give a regular file.")
+    if about.st_size > most:
+        raise UserError(f"{path}: {about.st_size:,} bytes; such a file has at most {most:,.0f}. Is it the right one?")
+    return path
+
+
+def read_text(path: str | Path, most: float) -> str:
+    """The text of a regular file of at most `most` bytes, in UTF-8. Raises UserError with one line for whatever keeps it from being read."""
+    path = Path(os.path.expanduser(path))
+    try:
+        return regular(path, most).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}).") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}.") from None
+    except ValueError as e:  # a zero byte in the name
+        raise UserError(f"{str(path)!r}: cannot be read: {e}.") from None
+
+
+def read_json(path: str | Path, most: float, **options: Any) -> Any:
+    """The content of a JSON file: not deeper than DEPTH, no half characters. options: of json.loads. Raises UserError with one line."""
+    return parse_json(read_text(path, most), path, **options)
+
+
+def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
+    try:
+        found = json.loads(text, **options)
+        shallow(found, where)
+        if not (isinstance(text, str) and "\\u" not in text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except json.JSONDecodeError as e:
+        raise UserError(f"{where}: line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}.") from None
+    except RecursionError:
+        raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: half a character (a lone surrogate, \\ud800 to \\udfff) in it. Write the whole character.") from None
+    except ValueError as e:  # not UTF-8, or a number of more digits than Python takes
+        raise UserError(f"{where}: not valid JSON: {str(e).split(';')[0]}.") from None
+    return found
+
+
+def shallow(tree: Any, where: object, most: float = math.inf) -> None:
+    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values, an alias counted each time."""
+    level, n = [tree], 0
+    for _ in range(DEPTH):
+        below: list[Any] = []
+        for node in level:
+            children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            n += len(children)
+            if n > most:
+                raise UserError(f"{where}: more than {most:,} values, aliases written out. Is it the right file?")
+            below += [child for child in children if isinstance(child, dict | list)]
+        if not below:
+            return
+        level = below
+    raise UserError(f"{where}: nested deeper than {DEPTH} levels.")
+
+
+def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
+    """The content of a YAML file with the limits of a JSON one. Raises UserError with one line."""
+    import yaml
+
+    try:
+        found = yaml.load(read_text(path, most), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        raise UserError(f"{path}{f':{mark.line + 1}' if mark else ''}: not YAML ({getattr(e, 'problem', None) or e}).") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested deeper than {DEPTH} levels.") from None
+    except (ValueError, TypeError, OverflowError, AttributeError) as e:  # a date such as 2026-99-99, a list as a key
+        raise UserError(f"{path}: a value that YAML cannot hold ({str(e).splitlines()[0][:120]}). Put it in quotes.") from None
+    shallow(found, path, NODES)
+    return found
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def whole(least: int = 1, most: int = SEED) -> Callable[[str], int]:
+    """For argparse, whose parser (cli.Parser) puts the option's name before the "=": a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text) if text.isascii() and len(text) < 40 else float(text if text.isascii() else "x")
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"={text[:40]}: must be a whole number.") from None
+        return _between(text, number, least, most)
+
+    return read
+
+
+def real(above: float | None = None, least: float | None = None, most: float = REAL) -> Callable[[str], float]:
+    """For argparse: a finite number above `above`, or of at least `least`, and at most `most`."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number):
+            raise argparse.ArgumentTypeError(f"={text[:40]}: must be a {'positive ' if above == 0 else ''}number.")
+        if above is not None and number <= above:
+            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {'a positive number' if above == 0 else f'above {above:g}'}.")
+        return _between(text, number, -math.inf if least is None else least, most)
+
+    return read
+
+
+def _between(text: str, number: Any, least: float, most: float) -> Any:
+    if number < least:
+        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at least {least:,}.")
+    if number > most:
+        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at most {f'{most:,}' if isinstance(most, int) else f'{most:g}'}.")
+    return number
+
+
+def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> list[int]:
+    """`8,16,32` → [8, 16, 32], each once, in their order. Raises UserError."""
+    found = []
+    for word in (word.strip() for word in text.split(",")):
+        if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
+            kind = "positive whole number" if least == 1 else f"whole number of {least} or more"
+            limit = f" up to {most:,}" if re.fullmatch(r"[0-9]+", word) and (len(word) > 18 or int(word) > most) else ""
+            raise UserError(f"{option} {text[:80]}: {word[:40] or 'nothing'!r} is no {kind}{limit}. Write for example {option} 1,2,4")
+        found.append(int(word))
+    return list(dict.fromkeys(found))
+
+
+def shown(text: str) -> str:
+    """An error as a screen holds it: what was given may be as long as it likes, and lines as many."""
+    lines = [line if len(line) <= 1000 else f"{line[:600]} ... {line[-300:]}" for line in text.splitlines()]
+    return "\n".join(lines if len(lines) <= 40 else [*lines[:40], f"... and {len(lines) - 40} lines more"])
+
+
+def words(arguments: list[str]) -> None:
+    """Raises UserError for a word of the command line that is not text: half characters come from bytes that are not UTF-8."""
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.") from None
+
+
+def memory() -> float:
+    """Bytes that this machine has; infinity where it does not say."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else math.inf

@@ -1,0 +1,73 @@
+"""Checksums of a checkpoint's files, written beside them and compared before they are read:
+
+    checksums.json    {"model.safetensors": {"bytes": 1234, "crc32": "9ae0daaf"}, "sharded/shard-00001-...": ..., ...}
+
+A checkpoint of another program, or of a version of this one that wrote none, has no such file, and nothing is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from gradus.errors import UserError
+
+FILE = "checksums.json"
+
+
+def of(file: Path) -> dict[str, int | str]:
+    """{"bytes", "crc32"} of a file."""
+    size, crc, buffer = 0, 0, memoryview(bytearray(1 << 20))
+    with open(file, "rb", buffering=0) as f:
+        while n := f.readinto(buffer):
+            size, crc = size + n, zlib.crc32(buffer[:n], crc)
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def write(folder: Path, known: Mapping[str, dict] = {}) -> None:
+    """Write checksums.json for every file below `folder`. known: those that are computed already, by path below `folder`."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
+    told = {name: known.get(name) or of(folder / name) for name in names}
+    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict[str, dict] | None:
+    """By path below `folder`; None where it has no checksums. Raises ValueError where they are damaged themselves."""
+    try:
+        told = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not (isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())):
+        raise ValueError(FILE)
+    return told
+
+
+def damage(folder: Path, told: Mapping[str, dict], names: Iterable[str]) -> str | None:
+    """What is wrong with these files of a folder, in words; None where they are as they were written."""
+    for name in names:
+        try:
+            size = (folder / name).stat().st_size
+            if size != told[name]["bytes"]:
+                return f"{name} has {size:,} bytes and was written with {told[name]['bytes']:,}"
+            if of(folder / name) != told[name]:
+                return f"{name} is not what was written (its checksum differs)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as e:
+            return f"{name} cannot be read ({e.strerror})"
+    return None
+
+
+def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Raises UserError where a file with such a name is not as it was written."""
+    try:
+        told = read(folder) or {}
+        problem = damage(folder, told, filter(wanted, told))
+    except (ValueError, OSError):
+        problem = f"{FILE} is not readable"
+    if problem:
+        raise UserError(
+            f"{folder}: {problem}. Copy the folder again, or take another checkpoint; after a change by hand, delete its {FILE}"
+        )

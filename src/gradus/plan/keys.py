@@ -1,0 +1,37 @@
+"""A layout as `key=value` words that can be pasted back: what the plan, the search, the advice and the page print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from gradus.recipe.schema import Layout, Section
+
+DEFAULT = Layout()
+
+
+def layout_keys(layout: Layout, asked: Layout | None = None, said: Collection[str] = ()) -> str:
+    """`layout.*` words with which the recipe has this layout: what is not the default, what is not as in `asked` (the recipe's own layout),
+    and what was `said` on the command line, so that they hold beside those words and in their place. The device is said by --on."""
+    own = asked or layout
+    keys = [k for k, v in layout if k != "device" and (v != getattr(DEFAULT, k) or v != getattr(own, k) or k in said)]
+    return " ".join(word for key in keys for word in _words(f"layout.{key}", getattr(layout, key)))
+
+
+def _words(key: str, value: Any) -> list[str]:
+    if isinstance(value, Section):
+        return [word for name, of_it in value for word in _words(f"{key}.{name}", of_it)]
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return [f"{key}={text}"]
+
+
+def said_keys(overrides: Iterable[str]) -> frozenset[str]:
+    """The layout's keys that overrides name; all of them where they give the whole section."""
+    given = [o.partition("=")[0].strip().split(".") for o in overrides]
+    return frozenset(Layout.model_fields) if ["layout"] in given else frozenset(path[1] for path in given if path[0] == "layout")
+
+
+def kind_of(on: str) -> str:
+    """'8xA100-80GB' → 'A100-80GB'."""
+    return re.sub(r"^\s*[0-9_,.eE+-]+\s*[x×*]\s*", "", on)

@@ -1,0 +1,135 @@
+"""`gradus keys`: every key of a recipe with its default, type and meaning: the comment beside it in schema.py."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+
+from gradus.errors import UserError, nearest
+from gradus.recipe import schema
+from gradus.recipe.explain import (
+    DEPENDENT,
+    classes_inside,
+    classes_of,
+    discriminator,
+    elsewhere,
+    expected,
+    is_section,
+    said,
+)
+from gradus.recipe.schema import Recipe, Section
+
+
+@cache
+def _comments() -> dict[tuple[str, str], str]:
+    """(class, field) -> the comment at the end of the field's line."""
+    source = inspect.getsource(schema)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    fields = [(c.name, line) for c in classes for line in c.body if isinstance(line, ast.AnnAssign)]
+    return {(name, line.target.id): at.get(line.end_lineno, "") for name, line in fields}
+
+
+def meaning(owner: type[Section], key: str) -> str:
+    """What a key means; a class that only changes a default has it from the one above it."""
+    found = (_comments().get((c.__name__, key)) for c in owner.__mro__)
+    return next(filter(None, found), "").replace("None:", "null:")
+
+
+def entries(path: str, owner: type[Section], only: set[str] | None = None) -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, type and meaning) of every key of a class, and of what lies inside it."""
+    for key, field in owner.model_fields.items():
+        if (only is not None and key not in only) or (is_section(path) and key == discriminator(path)):
+            continue
+        name = f"{path}.{key}" if path else key
+        inside = classes_inside(field.annotation)
+        default = "required" if field.is_required() else _default(field.default)
+        kind = expected(field.annotation, field.metadata)
+        yield name, default, f"{kind}: {meaning(owner, key)}{_of_kinds(path, key)}"
+        for c in inside:
+            yield from entries(name, c)
+
+
+def _default(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else said(value)
+
+
+def _of_kinds(section: str, key: str) -> str:
+    kind, knows = DEPENDENT.get(section, ("", {}))
+    having = [name for name, keys in knows.items() if key in keys]
+    return "" if key == kind or len(having) == len(knows) else f" ({kind}={' or '.join(having)})"
+
+
+def groups(section: str) -> Iterator[tuple[str, str, list[tuple[str, str, str]]]]:
+    """(title, what it is, entries): of a section with kinds first what all of them share, then each kind's own."""
+    classes, kind = classes_of(section), discriminator(section)
+    if kind is None:
+        yield section, _doc(classes[None]), list(entries(section, classes[None]))
+        return
+    listed = {name: list(entries(section, c)) for name, c in classes.items()}
+    common = [entry for entry in next(iter(listed.values())) if all(entry in other for other in listed.values())]
+    what = meaning(Recipe, section)
+    first = (f"{section}.{kind}", "required", f"one of {', '.join(classes)}: {what}")
+    yield section, f"{what}; keys that every {section}.{kind} has", [first, *common]
+    for name, c in classes.items():
+        yield f"{section}.{kind}={name}", _doc(c), [e for e in listed[name] if e not in common]
+
+
+def _doc(owner: type[Section]) -> str:
+    return " ".join((owner.__doc__ or "").split())
+
+
+def keys(asked: str | None = None, width: int | None = None) -> list[str]:
+    """The lines of `gradus keys`, one a key: of the whole recipe, a section (layout), a kind of one (model.gpt) or a
+    key (layout.precision). width: wrap lines to it.
+
+    Raises UserError for a name that is none of these, with the nearest one.
+    """
+    sections = [name for name in Recipe.model_fields if is_section(name)]
+    if asked is None:
+        top = ("recipe", "the keys outside the sections", list(entries("", Recipe, {"name"})))
+        found = [top, *(group for section in sections for group in groups(section))]
+    elif asked in sections:
+        found = list(groups(asked))
+    else:
+        section, _, rest = asked.replace("=", ".").partition(".")
+        rest = rest.removeprefix(f"{discriminator(section)}.") if is_section(section) and rest.count(".") else rest
+        every = {name: group for s in sections for name, group in [(e[0], g) for g in groups(s) for e in g[2]]}
+        if is_section(section) and rest in (of_kind := classes_of(section)):
+            title = f"{section}.{discriminator(section)}={rest}"
+            found = [(title, _doc(of_kind[rest]), list(entries(section, of_kind[rest])))]
+        elif section in DEPENDENT and rest in DEPENDENT[section][1]:
+            (kind, knows), owner = DEPENDENT[section], classes_of(section)[None]
+            found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, {kind, *knows[rest]})))]
+        elif asked == "name":
+            found = [("recipe", "", list(entries("", Recipe, {"name"})))]
+        elif asked in every:
+            mine = [
+                (title, "", [e for e in listed if f"{e[0]}.".startswith(f"{asked}.")])
+                for title, _, listed in groups(section)
+            ]
+            found = [group for group in mine if group[2]]
+        else:
+            kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
+            other = elsewhere(asked.rpartition(".")[2])
+            near = other or nearest(asked, [*sections, *kinds, *every])
+            hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
+            raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
+    return [line for group in found for line in _lines(*group, width)]
+
+
+def _lines(title: str, text: str, listed: list[tuple[str, str, str]], width: int | None) -> Iterator[str]:
+    name_room, default_room = (max([len(e[i]) for e in listed], default=0) for i in (0, 1))
+    title = f"# {title}: {text}" if text else f"# {title}"
+    yield from textwrap.wrap(title, width, subsequent_indent="#   ") if width else [title]
+    for name, default, rest in listed:
+        line = f"{name:{name_room}}  {default:{default_room}}  {rest}"
+        long = width and len(line) > width
+        yield from textwrap.wrap(line, width, subsequent_indent=" " * 6, break_on_hyphens=False) if long else [line]
+    yield ""

@@ -1,0 +1,536 @@
+"""`gradus new`: look at data with the readers that train on them, say what was found, and write a commented recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from gradus import models, tasks
+from gradus.data import images, text
+from gradus.errors import UserError, did_you_mean
+from gradus.recipe.check import TASKS
+from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.train import resolve
+from gradus.train.session import derive, open_session
+
+LOOKED = 1000  # rows that the columns are guessed from
+TEXT_NAMES = (*text.TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
+LABEL_NAMES = (*text.LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
+MINUTES = 3  # that a first run is to take on two CPU cores
+SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
+TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
+WHAT = {
+    "labelled": "texts with a label",
+    "images": "images with a label",
+    "text": "running text",
+    "pairs": "parallel sentences",
+}
+RATE = {
+    "bert": 5e-5,
+    "vit": 5e-5,
+    "gpt": 5e-5,
+    "llama": 2e-5,
+    "t5": 3e-4,
+    "seq2seq": 1e-4,
+}  # of fine-tuning, for models of published sizes
+SMALL = 512  # d_model below which a pre-trained model takes a larger rate
+
+
+@dataclasses.dataclass
+class Found:
+    """What the data are. `data`: the recipe's section, with an absolute path."""
+
+    data: dict[str, Any]
+    lines: list[str]
+
+    @property
+    def kind(self) -> str:
+        return self.data["kind"]
+
+
+def new(
+    file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None, label: str | None = None
+) -> Iterator[str]:
+    """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text).
+
+    Yields what was found, a line each.
+
+    init: a folder or hub name to fine-tune from. text_column, label: columns of a table, in place of guesses.
+    Raises UserError where `file` is there already, for data that no reader knows or that cannot be trained on, and for
+    an init of another kind.
+    """
+    target = Path(os.path.expanduser(file))
+    if target.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
+    if target.exists():
+        raise UserError(
+            f"{file}: there is such a file already, and it stays as it is. Give another name, or remove it first."
+        )
+    if not target.parent.is_dir():
+        raise UserError(f"{file}: there is no folder {target.parent}. Make it first.")
+    found = look(paths, text_column, label)
+    config = models.config_of(init) if init else None
+    if config is not None and config.family not in (known := TASKS[TASK[found.kind]][found.kind]):
+        raise UserError(
+            f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}. "
+            "Give such weights, or none."
+        )
+    yield from found.lines
+    if init and Path(os.path.expanduser(init)).exists():
+        init = str(Path(os.path.expanduser(init)).absolute())
+    sections = _draft(found, init, config)
+    task = tasks.open_task(_recipe(target, sections))
+    facts = Facts(task, found)
+    yield from facts.lines()
+    _fit_to(sections, facts, config)
+    session = open_session(_recipe(target, sections))
+    derived = derive(session)
+    minutes = _steps(sections, session.recipe, derived, facts, init is not None)
+    steps, samples = sections["train"]["steps"], sections["batch"]["samples"]
+    about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples"
+    time = f"about {max(1, round(minutes))} minute{'s' if round(minutes) > 1 else ''} on two CPU cores"
+    what = f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {session.recipe.model.family}"
+    commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
+    _write(target, _text(target, sections, [what, f"{about}; {time} (an estimate)", *commands], init))
+    yield f"wrote      {file}: {session.recipe.model.family}, {about}; {time} (an estimate)"
+    yield f"next       gradus check {file}, then gradus train {file}"
+
+
+# ---------------------------------------------------------------- what the data are
+
+
+def look(paths: Sequence[str], text_column: str | None = None, label: str | None = None) -> Found:
+    """What kind of data this is. Raises UserError for what no reader knows."""
+    columns = {"--text": text_column, "--label": label}
+    if len(paths) > 2:
+        raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
+    path = Path(os.path.expanduser(paths[0]))
+    if len(paths) == 2:
+        found = _pair(path, Path(os.path.expanduser(paths[1])))
+    elif not str(paths[0]).startswith("hf:") and not path.exists() and len(sides := _sides(path)) == 2:
+        found = _pair(*sides)
+    elif path.is_dir() and not text.is_hub(path):
+        found = _folder(path, text_column, label)
+    elif re.search(r"\.(tar|tar\.gz|tgz)$", path.name):
+        found = _images(path)
+    else:
+        found = _table(paths[0], text.find_split(paths[0], "train"), text_column, label)
+    for option, column in columns.items():
+        if column is not None and column not in found.data.values():
+            raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
+    return found
+
+
+def _sides(prefix: Path) -> list[Path]:
+    """PREFIX.en and PREFIX.de."""
+    files = sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else []
+    return [f for f in files if (side := _side(f)) and side[0] == prefix.name]
+
+
+def _side(file: Path) -> tuple[str, str] | None:
+    """(name, language) of one side of parallel text."""
+    match = re.fullmatch(r"(.+)\.([A-Za-z]{2,3}([-_]\w+)?)", re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", file.name))
+    return (match[1], match[2]) if match and f".{match[2]}" not in text.KINDS and file.is_file() else None
+
+
+def _pair(first: Path, second: Path) -> Found:
+    for file in (first, second):
+        if not file.is_file():
+            raise UserError(
+                f"{file}: no such file."
+                + (did_you_mean(file.name, os.listdir(file.parent)) if file.parent.is_dir() else "")
+            )
+    a, b = _side(first), _side(second)
+    if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
+        raise UserError(
+            f"{first} and {second}: the two sides of parallel text lie in one folder as NAME.en and NAME.de, say. "
+            "Rename them so."
+        )
+    return _pairs(first.parent, a[0], a[1], b[1])
+
+
+def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
+    data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
+    if not {name} <= set(text.SPLITS["train"]):
+        data["train"] = name
+    lines = [
+        f"found      {folder / name}.{source} and .{target}: parallel sentences, "
+        f"learnt from {source} to {target} (data.source, data.target)"
+    ]
+    return Found(data, lines)
+
+
+def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
+    files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    if (folder / "cifar-10-batches-bin").is_dir() or any(
+        re.fullmatch(r"data_batch_1\.bin|cifar-10-binary\.tar\.gz", f.name) for f in files
+    ):
+        return _images(folder)
+    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in images.SUFFIXES)
+    if next(pictures, None):
+        return _images(folder)
+    if any(f.suffix.lower() in images.SUFFIXES for f in files):
+        raise UserError(
+            f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat' / files[0].name}, say."
+        )
+    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"]})
+    if len(languages) == 2:
+        name = next(side[0] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"])
+        return _pairs(folder, name, *languages)
+    shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
+    if len(files) == 1 and not shards:
+        return _table(files[0], files[0], text_column, label)
+    return _table(folder, shards[0] if shards else text.find_split(folder, "train"), text_column, label)
+
+
+def _images(path: Path, columns: dict[str, str] | None = None) -> Found:
+    return Found(
+        {"kind": "images", "path": str(path.absolute()), **(columns or {})}, [f"found      {path}: images with a label"]
+    )
+
+
+def _table(path: str | Path, file: Path, text_column: str | None, label: str | None) -> Found:
+    where = str(path) if str(path).startswith("hf:") else str(Path(os.path.expanduser(path)).absolute())
+    rows = list(itertools.islice(text.read_rows(file), LOOKED))
+    if isinstance(rows[0], str):
+        return Found({"kind": "text", "path": where}, [f"found      {path}: running text, learnt token by token"])
+    columns = {c: [row.get(c) for row in rows] for c in rows[0]}
+    lines = [f"found      {path}: a table with columns {', '.join(columns)}"]
+    for option, column in (("--text", text_column), ("--label", label)):
+        if column is not None and column not in columns:
+            raise UserError(f"{option} {column}: {file} has no such column.{did_you_mean(column, columns)}")
+    picture = next(
+        (c for c, v in columns.items() if isinstance(v[0], bytes) or (isinstance(v[0], dict) and "bytes" in v[0])), None
+    )
+    words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
+    if picture is None and text_column is None and not words:
+        raise UserError(
+            f"{file}: no column holds text in every row; there are: {', '.join(columns)}. Name one: --text COLUMN."
+        )
+    first, why = (
+        (picture, "it holds images") if picture else (text_column, "--text") if text_column else _text_column(words)
+    )
+    what, other = ("image", "") if picture else ("text", "" if text_column else "; another with --text COLUMN")
+    lines.append(f"{what:10} column {first!r}: {why}{other}")
+    found, why = (
+        (label, "--label") if label else _label_column({c: v for c, v in columns.items() if c not in (first, picture)})
+    )
+    if found is None and picture:
+        raise UserError(
+            f"{file}: no column looks like a label; there are: {', '.join(columns)}. Name it: --label COLUMN."
+        )
+    lines.append(
+        f"label      column {found!r}: {why}" + ("" if label else "; another with --label COLUMN")
+        if found
+        else f"label      {why}"
+    )
+    if picture:
+        return Found({"kind": "images", "path": where, "image": picture, "label": found}, lines)
+    if found is None:
+        return Found({"kind": "text", "path": where, "text": first}, lines)
+    return Found({"kind": "labelled", "path": where, "text": first, "label": found}, lines)
+
+
+def _text_column(words: dict[str, list[str]]) -> tuple[str, str]:
+    """(column, why)."""
+    for name in TEXT_NAMES:
+        if column := next((c for c in words if c.strip().casefold() == name), None):
+            return column, "by its name"
+    longest = max(words, key=lambda c: sum(map(len, words[c])))
+    return longest, "it holds the longest texts"
+
+
+def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
+    """(column or None, why)."""
+    values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
+    most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
+    few = {
+        c
+        for c, v in columns.items()
+        if 1 <= len(values[c]) <= most and all(_is_label(x) for x in v if x not in (None, ""))
+    }
+    for name in LABEL_NAMES:
+        if column := next((c for c in columns if c in few and c.strip().casefold() == name), None):
+            n = len(values[column])
+            return column, f"by its name; {n} value{'s' if n > 1 else ''} in the first {len(columns[column]):,} rows"
+    if several := [c for c in columns if c in few and len(values[c]) > 1]:
+        column = min(several, key=lambda c: len(values[c]))
+        return column, f"it has only {len(values[column])} values in the first {len(columns[column]):,} rows"
+    return None, "none found, so that the text alone is learnt, token by token; name one with --label COLUMN"
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+@dataclasses.dataclass
+class Facts:
+    """Numbers of data as a task has opened them."""
+
+    task: Any
+    found: Found
+
+    @property
+    def train(self) -> Any:
+        return self.task.splits["train"]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each training sample, of a pair of the longer side."""
+        data, chosen = (
+            (self.train.data, self.train.chosen) if hasattr(self.train, "chosen") else (self.train, slice(None))
+        )
+        if self.found.kind == "pairs":
+            return np.maximum(data.source_lengths, data.target_lengths)[chosen]
+        return np.asarray(data.lengths)[chosen]
+
+    def lines(self) -> Iterator[str]:
+        """What was found."""
+        splits, kind = self.task.splits, self.found.kind
+        unit = {"text": "windows", "pairs": "pairs"}.get(kind, kind if kind == "images" else "texts")
+        yield (
+            "splits     "
+            + ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
+            + f" {unit}"
+            + self._held_out()
+        )
+        if kind in ("labelled", "images"):
+            counts = np.bincount(
+                np.concatenate([self.train.labels, splits["valid"].labels]), minlength=len(self.task.classes)
+            )
+            shown = [f"{name} {n:,}" for name, n in zip(self.task.classes, counts)]
+            yield f"classes    {len(shown)}: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
+            if not counts.all():
+                empty = self.task.classes[int(np.argmin(counts))]
+                yield f"note       class {empty} has no samples: labels count from 0"
+        if kind == "images":
+            shape = self.train.shape
+            size = f"{shape[2]} × {shape[1]} pixels" if self.one_size else "several sizes: scaled and cut to one"
+            yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
+        elif kind == "text":
+            n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
+            yield f"tokens     {n:,} to train on, of {kinds:,} kinds"
+        else:
+            low, middle, high = np.percentile(self.lengths(), [0, 50, 100]).astype(int)
+            yield f"lengths    {low} to {high} tokens, half of them below {middle + 1}"
+
+    @property
+    def one_size(self) -> bool:
+        return not isinstance(getattr(self.train, "dataset", self.train), images.LazyImages)
+
+    def _held_out(self) -> str:
+        kind, data = self.found.kind, self.found.data
+        if kind == "images":
+            return (
+                "; valid is every tenth of each class, held out"
+                if self.task.splits["valid"].name.endswith("(held out)")
+                else ""
+            )
+        if kind == "pairs":
+            there = text.find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
+        else:
+            there = text.find_split(data["path"], "valid", required=False)
+        if there is not None:
+            return ""
+        if kind == "labelled" and text.find_split(data["path"], "test", required=False) is not None:
+            return "; there is no valid split: test is evaluated in its place"
+        how = {
+            "labelled": "every tenth of each class",
+            "pairs": "every tenth pair",
+            "text": "the last tenth of the text",
+        }
+        return f"; valid is {how[kind]}, held out"
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[str, dict[str, Any]]:
+    """The sections of a recipe that opens these data."""
+    kind, path = found.kind, found.data["path"]
+    size = {"n_layers": 2 if kind in ("labelled", "pairs") else 4, "d_model": 128, "n_heads": 4}
+    if init:
+        model: dict[str, Any] = {"init": init}
+    elif kind == "images":
+        model = {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256}
+    elif kind == "text":
+        model = {"family": "gpt", **size, "seq_len": 128, "bias": False}
+    elif kind == "pairs":
+        model = {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512}
+    else:
+        model = {"family": "bert", **size, "d_ff": 512, "seq_len": 512}
+    sections: dict[str, dict[str, Any]] = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
+    if init and kind != "images":
+        sections["tokenizer"] = {"kind": "file"}
+        if kind == "text":
+            sections["data"]["max_len"] = min(config.seq_len, 128)
+    elif kind == "text" and not path.startswith("hf:"):
+        sections["tokenizer"], model["seq_len"] = _alphabet(
+            text.Corpus.open(text.find_split(path, "train"), found.data.get("text", "text"))
+        )
+    elif kind != "images":
+        sections["tokenizer"] = {
+            "kind": "bpe",
+            "vocab_size": 4_000,
+            **({"lowercase": True} if kind == "labelled" else {}),
+        }
+    if init and kind == "images":
+        sections["data"] |= _normalisation(init)
+    rate = (RATE[config.family] * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
+    sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
+    sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
+    sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
+    sections["train"] = {"steps": 100, "clip_norm": 1.0, "seed": 0}
+    sections["evaluate"] = {
+        "every": 20,
+        "samples": 1 if kind == "text" else 3,
+        **({"max_new": 100} if kind == "text" else {}),
+    }
+    return sections
+
+
+def _alphabet(corpus: text.Corpus) -> tuple[dict[str, Any], int]:
+    """(tokenizer, seq_len): letter by letter where the text is small and of few letters."""
+    n, letters = 0, set()
+    for piece in corpus:
+        n += len(piece)
+        letters |= set(piece) if len(letters) <= 200 else set()
+        if n > 2_000_000:
+            break
+    small = n <= 2_000_000 and len(letters) <= 200
+    return ({"kind": "char"} if small else {"kind": "bpe", "vocab_size": 4_000}), max(8, min(128, n // 40))
+
+
+def _normalisation(init: str) -> dict[str, list[float]]:
+    """Mean and standard deviation that the weights were trained with, where they are beside them."""
+    file = models.locate(init) / "preprocessor_config.json"
+    if not file.is_file():
+        return {}
+    settings = models.weights.read_json(file)
+    values = {key: settings.get(f"image_{key}") for key in ("mean", "std")}
+    return values if all(isinstance(v, list) for v in values.values()) else {}
+
+
+def _fit_to(sections: dict[str, dict[str, Any]], facts: Facts, config: ModelConfig | None) -> None:
+    """Lengths and sizes that suit what the data were found to be."""
+    kind, model, data = facts.found.kind, sections["model"], sections["data"]
+    if kind in ("labelled", "pairs"):
+        most = min(128, getattr(config, "seq_len", 128))
+        length = int(min(most, 8 * -(-(np.percentile(facts.lengths(), 98) + 2) // 8)))
+        if config is None:
+            model["seq_len"] = length
+        else:
+            data["max_len"] = length
+        if kind == "pairs":
+            sections["evaluate"]["max_new"] = length - 1
+    elif kind == "images" and config is None:
+        channels, height, width = facts.train.shape
+        side = min(height, width, 64) if facts.one_size else 64
+        model["image_size"] = max(8, 4 * (side // 4))
+        model["patch_size"] = (
+            4 if model["image_size"] <= 32 else next(p for p in (8, 7, 6, 5, 4) if model["image_size"] % p == 0)
+        )
+        if channels != 3:
+            model["n_channels"] = channels
+    sections["batch"]["samples"] = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
+
+
+def _steps(
+    sections: dict[str, dict[str, Any]], recipe: Recipe, derived: dict[str, Any], facts: Facts, tuned: bool
+) -> float:
+    """Set how long to train, so that it is minutes; returns how many."""
+    kind, m = facts.found.kind, recipe.model
+    if kind == "images":
+        length = (m.image_size // m.patch_size) ** 2 + 1
+    else:
+        length = facts.task.seq_len if kind == "text" else float(facts.lengths().mean()) + 2
+    counts = derived["parameters_by_component"]
+    weights = (
+        counts["attention"] + counts["feedforward"] + (m.vocab_size * m.d_model if kind in ("text", "pairs") else 0)
+    )
+    seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
+    epoch = derived["steps_an_epoch"]
+    steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
+    steps = max(steps, 20) if steps < 100 else round(steps, -2)
+    sections["train"]["steps"] = steps
+    sections["schedule"]["warmup_steps"] = max(1, steps // 10)
+    sections["evaluate"]["every"] = max(1, steps // 5)
+    return steps * seconds / 60
+
+
+def _recipe(target: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
+    return resolve.load(target.stem, [], resolve.Given(settings={"text": yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}))[0]
+
+
+def _comments(sections: dict[str, dict[str, Any]], init: str | None) -> dict[str, str]:
+    """Section → why it is so, and what to change."""
+    kind = sections["data"]["kind"]
+    split = {
+        "labelled": "A tenth of each class is held out where there is no valid file (data.valid=FILE names one).",
+        "images": "A tenth of each class is held out where there is no valid folder. flip: true mirrors by chance.",
+        "text": "The last tenth is held out to evaluate on where there is no valid file (data.valid_fraction).",
+        "pairs": "Every tenth pair is held out where there is no valid file. Swap source and target for the other way.",
+    }[kind]
+    classes = " The classes and their names come from the data." if kind in ("labelled", "images") else ""
+    scratch = "Small, for a first result on a CPU. More data or a GPU: more n_layers and d_model, or model.init=FOLDER."
+    tuned = (
+        "Fine-tuned from these weights, whose configuration holds; a head of another number of classes starts afresh."
+    )
+    rate = (
+        "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual."
+        if init
+        else "The first thing to tune: 3e-4 to 3e-3."
+    )
+    return {
+        "task": f"What is learnt.{classes}",
+        "model": tuned if init else scratch,
+        "data": f"A relative path is looked for below the working directory, then beside this file. {split}",
+        "tokenizer": "Beside the weights." if init else "Made from the training text and kept with the weights.",
+        "optimizer": rate,
+        "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
+        "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
+        "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
+        "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
+    }
+
+
+def _text(target: Path, sections: dict[str, dict[str, Any]], head: list[str], init: str | None) -> str:
+    """The file. Paths below its folder are relative to it, so that both can move together."""
+    base = target.absolute().parent
+    shown = {name: dict(section) for name, section in sections.items()}
+    for name, key in (("data", "path"), ("model", "init")):
+        value = shown[name].get(key)
+        if value and Path(value).is_absolute() and Path(value).is_relative_to(base):
+            shown[name][key] = os.path.relpath(value, base)
+    comments, lines = _comments(sections, init), [f"# {line}" for line in head]
+    for name, section in shown.items():
+        body = yaml.safe_dump(
+            section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+        ).strip()
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(comments[name], 110)), f"{name}: {body}"]
+    return "\n".join(lines) + "\n"
+
+
+def _write(target: Path, content: str) -> None:
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError:
+        raise UserError(
+            f"{target}: there is such a file already, and it stays as it is. Give another name, or remove it first."
+        ) from None
+    except OSError as e:
+        raise UserError(
+            f"{target}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
+        ) from None

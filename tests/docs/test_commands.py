@@ -1,0 +1,255 @@
+"""Every command line of the README and the pages is run, at a small size: a command that a page shows and that fails is an error here.
+
+A command is what a fenced block without a language shows, a line a command, and what a page sets in code style with more than a program's
+and a verb's name. `STANDS_FOR` says what a placeholder, a recipe or a large size is replaced by; `ELSEWHERE` which commands cannot be
+run here and where they are run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradus import models
+from gradus.cli import main
+from gradus.data import tokenizers
+from gradus.recipe.schema import BertConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "python.md")
+PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get")
+
+TINY = {  # what makes a packaged recipe small
+    "copy-task": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_train=64 data.n_valid=16 batch.samples=16 train.steps=4",
+    "copy-task-s1": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 train.steps=2",
+    "digits-vit": "model.n_layers=1 train.epochs=null train.steps=2 schedule.warmup_steps=1",
+    "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 batch.samples=12 train.steps=4 "
+    "schedule.warmup_steps=1 evaluate.every=2 evaluate.max_new=null",
+    "sst2-bert": "model.init=bert data.path=sst2 train.epochs=null train.steps=2 schedule.warmup_steps=1 batch.samples=4",
+    "imdb-bert": "model.init=bert data.path=imdb data.max_len=32 train.epochs=null train.steps=2 batch.samples=8",
+    "wikitext2-gpt": "data.path=wikitext-2 model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 tokenizer.vocab_size=300 batch.samples=4 "
+    "train.epochs=null train.steps=2 schedule.warmup_steps=1",
+    "bert-pretrain": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.d_ff=64 model.seq_len=32 tokenizer.vocab_size=300 batch.samples=4 "
+    "train.steps=2 data.path=corpus.txt data.workers=1",
+    "cifar10-vit-small": "model.n_layers=1 model.d_model=24 model.n_heads=2 model.d_ff=32 batch.samples=8 train.epochs=null train.steps=2 "
+    "schedule.warmup_steps=1 data.workers=0 evaluate.batch=8 data.path=cifar10",
+}
+RECIPE = f"copy-task {TINY['copy-task']}"
+STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
+    (r"^gradus predict RUN\b", "gradus predict runs/classes"),
+    (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
+    (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
+    (r"\b(RUN)\.\.\.", "runs/copy runs/stopped"),
+    (r"log\.dir=RUN\b", "log.dir=runs/new"),
+    (r"\bRUN\b", "runs/copy"),
+    (r"hf:FOLDER(_OR_NAME)?\b", "hf:bert"),
+    (r"model\.init=(FOLDER|MiniLM)\b", "model.init=bert"),
+    (r"\bFOLDER\b", "bert"),
+    (r"(--to|--csv) (DIR|FILE)\b", r"\1 out"),
+    (r"--json_file FILE --on 8x", "--json_file config.json --on 2x"),
+    (r"--json_file FILE", "--json_file config.json"),
+    (r"layout\.\.\.", "layout.tensor=2"),
+    (r"^gradus train \.\.\. ", "gradus train RECIPE "),
+    (r" \.\.\.(?= |$)| key=value", ""),
+    (r"^gradus launch modal$", "gradus launch modal RECIPE --gpu A100 --to app.py"),
+    (r"\[(NAME|POINTS\.json|SECTION)\]", ""),
+    (r"\bPOINTS\.json\b", "points.json"),
+    (r"\bstdlib-gpt\b", "shakespeare-char-gpt data.path=input.txt"),
+    (r"\bRECIPE\b", RECIPE),
+    (r"gpt3-175b", "gpt2-small"),  # large sizes
+    (r"llama2-7b(?! --optimal)", "gpt2-small"),
+    (r"--tokens 300e9", "--tokens 300e6"),
+    (r"--on 1024x", "--on 8x"),
+    (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12", "--on 8xA100 layout.tensor=4 layout.pipeline=2"),
+    (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
+    (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
+    (r"^gradus calibrate( --threads 1)?$", "gradus calibrate --seconds 30 --threads 1"),
+    (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
+    (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
+    (r"--vocab-size 8000", "--vocab-size 300"),
+    (r"^gradus launch slurm (?!--status)(.*?)(?: --dry-run)?$", r"gradus launch slurm \1 --dry-run"),
+    (r"^(gradus launch ssh .*) --host \S+ -p \d+( --follow)?$", r"\1"),  # without a host it prints what it would run
+    (r"^(gradus launch ssh .*) --host \S+$", r"\1"),
+    (r"--model meta-llama/Llama-2-7b-hf", "--model bert"),
+    (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
+    (r"^(mpirun|mpiexec) -n 4", r"\1 -n 2"),
+    (r"train_step\.py.*", "train_step.py --layers 1 --d-model 64 --batch 2 --seq 16 --steps 2 --rounds 1 --no-compile"),
+    (r"attention_kernels\.py.*", "attention_kernels.py --lengths 64 --chunks 16 --repeat 1"),
+    (r"accuracy\.py --to \S+", "accuracy.py --families gpt --layouts one --rows rows.jsonl"),
+    (r"step_time\.py --threads 1 --out \S+", "step_time.py --threads 1 --families gpt --precisions fp32 --checkpointing none --repeat 1 --seconds 1"),
+    (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
+    (r"--kills 200", "--kills 2"),
+    (r"--steps 40 --to \S+", "--steps 2 --only layout.shard=2 --results ."),
+    (r"--steps 200 --to \S+", "--steps 60 --results ."),
+    (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
+]
+ELSEWHERE = {  # command: where it is run instead, or why it cannot be
+    r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
+    r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
+    r"^srun |^scontrol ": "tests/launch/test_slurm.py",
+    r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",
+    r"^make |^pip |^apt-get ": ".ci/run",
+    r"^pytest |^python tests/": ".ci/run",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """What the page shows to be typed, in its order, each once."""
+    found: list[str] = []
+    fence = None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            fence = None if fence is not None else line.strip().removeprefix("```").strip()
+            continue
+        if fence is None:
+            spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line) if len(span.split()) > 2 or span.startswith("python ")]
+            found += [part for span in spans for part in span.split("; ")] + ([line] if line.startswith("    ") else [])
+        elif fence in ("", "sh", "console"):
+            found += re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")))
+    typed = [command.strip() for command in found if command.split()[:1] and command.split()[0] in PROGRAMS]
+    return list(dict.fromkeys(typed))
+
+
+def small(command: str) -> str:
+    """The command as it is run here."""
+    for pattern, replacement in STANDS_FOR:
+        command = re.sub(pattern, replacement, command)
+    name = next((name for name in sorted(TINY, key=len, reverse=True) if re.search(rf"(?<=\s){name}(?=\s|$)", command)), None)
+    if name and TINY[name] not in command and not re.match(r"gradus (models|recipes|hardware)", command):
+        command = re.sub(rf"(?<=\s){name}(?=\s|$)", lambda _: f"{name} {TINY[name]}", command, count=1)
+    return command
+
+
+def cases() -> list:
+    """Each page's commands; what is the same command at a small size is run once."""
+    every, seen = [], set()
+    for page in PAGES:
+        if page.name in RUN_BY_THEIR_OWN_TESTS:
+            continue
+        for command in commands(page):
+            if small(command) in seen:
+                continue
+            seen.add(small(command))
+            slow = page.name != "README.md" or re.search(r"^python |calibrate|--on this|^gradus models$", command)
+            every.append(pytest.param(command, id=f"{page.stem}: {command}", marks=[pytest.mark.slow] if slow else []))
+    return every
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with all that the commands name: data, a Hugging Face folder, runs, a file of published points."""
+    folder = tmp_path_factory.mktemp("commands")
+    words = ["Once upon a time the old king rode home", "a fine film about a small dog", "rain fell on the quiet town", "nobody knew the answer"]
+    text = "\n".join(f"{words[i % 4]} and {words[(i * 7 + 1) % 4]} {i} times." + "\n" * (i % 10 == 9) for i in range(400))
+    (folder / "lines.txt").write_text("a fine film\na slow one\n")
+    (folder / "reviews.csv").write_text("review,label\n" + "".join(f"{words[i % 4]},{'good' if i % 2 else 'bad'}\n" for i in range(40)))
+    for name in ("input.txt", "corpus.txt"):
+        (folder / name).write_text(text)
+    for name in ("train", "valid", "test"):
+        (folder / "wikitext-2").mkdir(exist_ok=True)
+        (folder / "wikitext-2" / f"{name}.txt").write_text(text)
+    for name, files in {"imdb": ("train", "test"), "sst2": ("train", "dev", "test")}.items():
+        (folder / name).mkdir()
+        for file in files:
+            rows = [{"text": words[i % 4], "label": i % 2} for i in range(24)]
+            if name == "imdb":
+                (folder / name / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            else:
+                (folder / name / f"{file}.tsv").write_text("sentence\tlabel\n" + "".join(f"{row['text']}\t{row['label']}\n" for row in rows))
+    images(folder / "cifar10")
+    tokenizer = tokenizers.train_bpe([text], 300)
+    config = BertConfig(vocab_size=tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=512, head="classification", n_classes=2)
+    models.save(models.build(config), folder / "bert")
+    tokenizer.save(folder / "bert")
+    (folder / "config.json").write_text(json.dumps({"TrainingArgs": {"max_steps": 2, "learning_rate": 1e-4, "per_device_train_batch_size": 4}}))
+    points = ROOT.parent / "shared" / "groundtruth" / "calibration.json"
+    if points.is_file():
+        data = json.loads(points.read_text())
+        key = next(key for key, value in data.items() if isinstance(value, list)) if isinstance(data, dict) else None
+        (folder / "points.json").write_text(json.dumps({**data, key: data[key][:4]} if key else data[:4]))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for name in ("copy", "stopped"):
+            assert main(["train", *shlex.split(RECIPE), f"log.dir=runs/{name}", "train.checkpoint_every=2"]) == 0
+        shutil.rmtree("runs/stopped/checkpoints/step-00000004")  # as a kill after step 2 leaves it
+        gpt = shlex.split(f"shakespeare-char-gpt {TINY['shakespeare-char-gpt']} data.path=input.txt")
+        assert main(["train", *gpt, "log.dir=runs/words"]) == 0
+        assert main(["train", *shlex.split(f"sst2-bert {TINY['sst2-bert']} data.path=sst2"), "log.dir=runs/classes"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def images(folder: Path) -> None:
+    """Twelve noisy pictures a class and split, in the layout of the hub's CIFAR-10."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    image = pytest.importorskip("PIL.Image")
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        rows = []
+        for i in range(120):
+            buffer = io.BytesIO()
+            image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(buffer, "PNG")
+            rows.append({"img": {"bytes": buffer.getvalue(), "path": f"{i}.png"}, "label": i % 10})
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("command", cases())
+def test_the_command_works(command, workplace, monkeypatch, capfd):
+    if elsewhere := next((where for pattern, where in ELSEWHERE.items() if re.search(pattern, command)), None):
+        assert (ROOT / elsewhere).exists()
+        return
+    words, _, file = small(command).partition(" <")
+    words = shlex.split(words)
+    monkeypatch.chdir(workplace)
+    if file:
+        monkeypatch.setattr(sys, "stdin", io.StringIO((workplace / file).read_text()))
+    monkeypatch.setenv("HOME", str(workplace))  # where gradus calibrate writes
+    if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
+        pytest.skip("no ../shared/groundtruth beside the checkout")
+    launcher = "mpirun" if "--backend mpi" in command else words[0]
+    if launcher in ("mpirun", "mpiexec") and shutil.which(launcher) is None:
+        pytest.skip(f"no {launcher} on PATH")
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
+        monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each
+    if "--on this" in command and not (workplace / ".config").exists():
+        assert main(["calibrate", "--seconds", "30", "--threads", "1"]) == 0
+    shutil.rmtree("out", ignore_errors=True)
+    if words[0] == "gradus":
+        code = main(words[1:])
+    else:
+        words = [str(ROOT / word) if word.startswith("benchmarks/") and word.endswith(".py") else word for word in words]
+        words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
+        if words[0] in ("mpirun", "mpiexec"):
+            at = words.index("gradus")
+            words[at : at + 1] = [sys.executable, "-m", "gradus"]
+        code = subprocess.run(words, timeout=600).returncode
+    said = capfd.readouterr()
+    assert code == 0, f"{shlex.join(words)}\n{said.out[-2000:]}\n{said.err[-2000:]}"
+
+
+def test_every_benchmark_is_on_a_page():
+    """So that each one is run: a benchmark that no page names is run by nothing."""
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        assert re.search(rf"`[^`]*python benchmarks/{file.name}", shown), f"no page shows how {file.name} is run"
+
+
+def test_no_line_of_the_tables_is_stale():
+    every = [command for page in PAGES for command in commands(page)]
+    for pattern in ELSEWHERE:
+        for part in pattern.split("|"):
+            assert any(re.search(part, command) for command in every) or part in ("^pip ", "^apt-get ", r"^gradus train .* app\.py"), part

@@ -1,0 +1,209 @@
+"""The code of docs/python.md, run as it stands, and what its objects are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradus import api, models
+from gradus.data import tokenizers
+from gradus.errors import UserError
+from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
+from gradus.rows import read_rows
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
+COPY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "layout.device=cpu",
+        "schedule.warmup_steps=2", "batch.samples=16", "evaluate.samples=0", "log.every=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The names that the page's code leaves, run in an empty folder; and the signal handlers and threads before it and after."""
+    names, before = {}, [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    folder, here = tmp_path_factory.mktemp("page"), os.getcwd()
+    os.chdir(folder)
+    try:
+        for block in BLOCKS:
+            exec(compile(block, "docs/python.md", "exec"), names)
+    finally:
+        os.chdir(here)
+    names["_handlers"] = before, [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    return folder, names
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_trains_predicts_and_continues(page, monkeypatch):
+    folder, names = page
+    monkeypatch.chdir(folder)
+    run = names["run"]
+    assert run.finished and run.summary["steps"] == 40 and run.summary["metrics"]["valid/accuracy"] == 1.0
+    assert repr(run) == f"Run('runs/reviews': best valid/accuracy 1.0000 at step {run.summary['best']['step']})"
+    losses = [row["value"] for row in read_rows(run.folder / "metrics.jsonl") if row["name"] == "train/loss"]
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
+    assert [answer["label"] for answer in names["answers"]] == ["good", "bad"] and names["answers"][0]["probability"] > 0.5
+    assert names["metrics"]["valid/accuracy"] == run.summary["metrics"]["valid/accuracy"]
+    assert names["plan"].fits is True and "124,439,808" in repr(names["plan"])
+    assert len(api.generate(names["writer"], "to be", max_new=100, sliding_window=True)) == 105
+
+
+def test_a_custom_loop_of_ten_lines_learns(page):
+    _, names = page
+    block = next(block for block in BLOCKS if "loss.backward()" in block)
+    loop = block[block.index("optimizer = ") :].splitlines()
+    assert len(loop) <= 10 and sum(names["history"][-4:]) < 0.5 * sum(names["history"][:4])
+    assert names["again"][0]["input"] == "a good story" and 0 < names["again"][0]["probability"] <= 1
+
+
+def test_training_leaves_no_signal_handler_and_no_thread(page):
+    before, after = page[1]["_handlers"]
+    assert before == after and not [t for t in threading.enumerate() if t.name == "live line"]
+
+
+def test_the_six_functions_are_documented_and_quick_to_import():
+    six = ("train", "plan", "load", "evaluate", "predict", "generate")
+    assert set(six) <= set(api.__all__)
+    for name in six:
+        assert len(getattr(api, name).__doc__) > 150 and f"`{name}(" in PAGE
+    code = "import sys, gradus.api; sys.exit(bool({'torch', 'pandas', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_rows_are_a_frame_where_pandas_is_and_dicts_where_it_is_not(page, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    run = api.Run(page[0] / "runs" / "reviews")
+    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = run.rows
+    assert isinstance(rows, pandas.DataFrame) and len(rows) == len(records) and {"name", "value", "unit", "step"} <= set(rows.columns)
+    assert isinstance(page[1]["plan"].rows, pandas.DataFrame)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert run.rows == records
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
+    """The interrupt comes from outside while the steps run, as from a notebook; afterwards the run is that of one never stopped."""
+    whole = api.train("copy-task", *COPY, train={"steps": 30}, log={"dir": tmp_path / "whole"})
+    cut, watching = tmp_path / "cut", threading.Event()
+
+    def interrupt():
+        while not watching.wait(0.002):
+            if (cut / "metrics.jsonl").is_file() and (cut / "metrics.jsonl").stat().st_size:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    run = api.train("copy-task", *COPY, train={"steps": 30}, log={"dir": cut})
+    watching.set()
+    thread.join()
+    assert not run.finished and run.summary == {} and "stopped" in repr(run)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run = api.train(run, resume=True)
+    assert run.finished and run.summary["train_loss"] == pytest.approx(whole.summary["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: api.train("copy-tusk"), "copy-tusk: no such recipe. Did you mean copy-task?"),
+        (lambda: api.train("copy-task", "optimizer.lrr=1"), "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
+        (lambda: api.train("copy-task", optimizer={"learning_rate": 1}), "optimizer.learning_rate: unknown key. It is optimizer.lr."),
+        (lambda: api.plan("gpt2-smal"), "Did you mean gpt2-small?"),
+        (lambda: api.load("./nowhere"), "nowhere: no such file or folder"),
+        (lambda: api.Run("."), "no run here"),
+        (lambda: api.predict(3, "x"), "a int is no model here"),
+        (lambda: api.generate("./nowhere", temperature=-1), "temperature=-1"),
+        (lambda: api.evaluate("copy-task"), "a recipe has no weights"),
+    ],
+)
+def test_mistakes_are_the_command_lines_errors(call, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        call()
+
+
+# ---------------------------------------------------------------- Hugging Face's names
+
+
+def saved(folder, config):
+    torch.manual_seed(3)
+    model = models.build(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    models.save(model, folder)
+    return folder
+
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 4], [9, 8, 7, 0, 0, 0], [3, 1, 4, 1, 0, 0]])
+MASK = torch.tensor([[1] * 6, [1] * 3 + [0] * 3, [1] * 4 + [0] * 2])
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [(BertConfig(**TINY, vocab_size=20, seq_len=12, head="classification", n_classes=3), "BertForSequenceClassification"),
+     (GPTConfig(**TINY, vocab_size=20, seq_len=12), "GPT2LMHeadModel")],
+)  # fmt: skip
+def test_attention_mask_means_what_it_does_in_transformers(config, kind, left, tmp_path):
+    """The same folder in both libraries, the same arguments: the same scores at every token, within fp32's rounding of the sums."""
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, kind).from_pretrained(saved(tmp_path / "m", config)).eval()
+    ids, mask = (IDS.flip(1), MASK.flip(1)) if left else (IDS, MASK)
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=mask).logits
+        ours = api.load(tmp_path / "m")
+        found = ours(input_ids=ids, attention_mask=mask)
+        unmasked = ours(ids)
+    real = mask.bool() if found.dim() == 3 else torch.ones(3, dtype=torch.bool)
+    assert torch.allclose(found[real], expected[real], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[real], unmasked[real], atol=1e-3) or (found.dim() == 3 and not left), "the mask changes something"
+    assert torch.equal(ours(ids, keep=mask.bool()), found), "as by its own name"
+
+
+def test_a_loaded_model_predicts_in_the_middle_of_a_loop(tmp_path):
+    folder = saved(tmp_path / "m", BertConfig(**TINY, vocab_size=260, seq_len=32, head="classification", n_classes=3))
+    tokenizers.ByteTokenizer().save(folder)
+    model = api.load(folder)
+    assert isinstance(model.tokenizer, tokenizers.ByteTokenizer) and not any(name.startswith("place") for name in model.state_dict())
+    model.train()
+    found = api.predict(model, ["a", "b"], top=2)
+    assert model.training and found == api.predict(folder, ["a", "b"], top=2) and len(found[0]["top"]) == 2
+    assert api.predict(model, []) == []
+    with torch.no_grad():
+        model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])
+    assert api.predict(model, "a")[0]["label"].endswith("0") and api.predict(model, "a")[0]["probability"] > 0.9, "the weights as they are now, not as they were stored"
+
+
+def test_images_are_files_or_pictures(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    folder = saved(tmp_path / "m", ViTConfig(**TINY, image_size=8, patch_size=4, n_classes=3))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8))
+    picture.save(tmp_path / "a.png")
+    by_file, by_picture = api.predict(folder, [tmp_path / "a.png", picture])
+    assert by_file["input"] == tmp_path / "a.png" and by_picture["input"] is picture
+    for record in (by_picture, *api.predict(folder, picture)):
+        assert record["label"] == by_file["label"] and record["probability"] == pytest.approx(by_file["probability"], rel=1e-5)
+    assert api.load(folder).tokenizer is None
+
+
+def test_an_encoder_decoder_takes_transformers_names_too(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = T5Config(**TINY, d_head=8, vocab_size=20, seq_len=12)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(saved(tmp_path / "m", config)).eval()
+    arguments = {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": IDS[:, :4]}
+    with torch.no_grad():
+        found, expected = api.load(tmp_path / "m")(**arguments), theirs(**arguments).logits
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -1,0 +1,178 @@
+"""Every layout that is printed pastes back: `key=value` words after the same command give the same plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from gradus.errors import UserError
+from gradus.hardware import Cluster, cluster, devices
+from gradus.plan.answer import Answer, Request, answer, asked, pinned
+from gradus.plan.keys import kind_of, layout_keys, said_keys
+from gradus.plan.search import Found, best_candidates, search
+from gradus.plan.show import screen
+from gradus.recipe.presets import PRESETS
+from gradus.recipe.schema import DiLoCo, Layout, LocalSGD
+
+SMALL = ("model.n_layers=2", "batch.samples=64")
+GRID = ["1xT4", "1xV100", "1xA100-40GB", "8xV100", "4xA10G", "8xA100-80GB", "64xH100", "8xB200", "72xGB200", "8xMI300X", "1024xA100-80GB"]
+
+
+def pasted(request: Request, words: str) -> Request:
+    """The command with these words after it: the last --on and the last value of a key hold."""
+    split = words.split()
+    on = split[split.index("--on") + 1] if "--on" in split else request.on
+    return dataclasses.replace(request, on=on, overrides=(*request.overrides, *(w for w in split if w.startswith("layout."))))
+
+
+def replaced(request: Request, words: str) -> Request:
+    """The same in place of the command's own layout.* words."""
+    return pasted(dataclasses.replace(request, overrides=tuple(o for o in request.overrides if not o.startswith("layout"))), words)
+
+
+def same(one: Answer, other: Answer) -> None:
+    """To the last digit, and as printed."""
+    assert one.recipe == other.recipe and (one.n, one.fits) == (other.n, other.fits)
+    assert other.layout_keys == " ".join(word for word in one.layout_keys.split() if word.startswith("layout."))
+    assert [(r.name, r.value, r.conditions.get("case")) for r in one.rows] == [(r.name, r.value, r.conditions.get("case")) for r in other.rows]
+    heads = [itertools.takewhile(lambda line: not line.startswith("layout"), screen(made)) for made in (one, other)]
+    assert list(heads[0]) == list(heads[1]), "fits, how long, how much"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("gpt2-small", (*SMALL, "data.max_len=256"), "V100", 1e9),  # a device without bf16
+        Request("llama3.2-1b", (*SMALL, "data.max_len=512"), "16xH100", 1e9),  # sharded weights gathered in bf16: layout.precision is fp32 then
+        pytest.param(Request("bert-base-uncased", (*SMALL, "layout.checkpointing=full", "layout.precision=fp32"), "2xB200", 1e9), marks=pytest.mark.slow),
+    ],
+    ids=lambda r: f"{r.recipe} on {r.on}",
+)
+def test_the_layout_of_a_plan_pastes_back(request_):
+    made = answer(request_)
+    for again in (pasted(request_, made.layout_keys), replaced(request_, made.layout_keys), pinned(request_, made)):
+        assert not asked(again, [])[4] or made.n == 1, "nothing is left to choose"
+    same(made, answer(replaced(request_, made.layout_keys)))
+
+
+@pytest.mark.slow
+def test_a_number_of_devices_that_was_found_pastes_back():
+    request = Request("gpt2-small", (*SMALL, "data.max_len=256"), "A100-80GB", 1e10, 0.05)
+    made = answer(request)
+    assert made.layout_keys.startswith(f"--on {made.n}xA100-80GB ") and made.n > 1
+    same(made, answer(pasted(request, made.layout_keys)))
+
+
+@pytest.mark.slow
+def test_advice_fits_as_it_says():
+    """Of a layout that the plan chose itself, and that does not fit: each line of what would."""
+    request = Request("gpt2-xl", ("model.n_layers=16", "data.max_len=512", "batch.samples=16", "model.d_ff=51200"), "2xV100-16GB", 1e9)
+    made = answer(request)
+    assert made.fits is False and made.advice
+    for line in made.advice:
+        words, _, said = line.partition(": ")
+        again = answer(pasted(request, words))
+        share = again.value("memory/device") / again.value("memory/capacity")
+        assert again.fits and f"({share:.0%})" in said, line
+    assert not any(row.name.startswith(("time/", "budget/", "energy/")) for row in made.rows)
+    text = "\n".join(screen(made))
+    assert "NO FIT" in text and not any(word in text for word in ("how long", "how much", "$", "Wh", "CO2", "days", "years"))
+
+
+def holds(found: Found, request: Request) -> int:
+    """How many rows of a search paste back: to the recipe with that layout, on that many devices, with nothing left to choose."""
+    for c in found.table:
+        words = found.words(c)
+        recipe, _, on, counted, chosen = asked(pasted(request, words), [])
+        assert recipe.layout == c.layout and (on.n, counted or c.n == found.cluster.n, chosen and c.n > 1) == (c.n, True, False), words
+        assert any(words in line for line in found.lines()) and all(" --on" not in f" {w}" or c.n != found.cluster.n for w in [words])
+    assert {row.conditions["layout"] for row in found.rows()} == {found.keys(c) for c in found.table}
+    return len(found.table)
+
+
+def test_every_row_of_a_search_pastes_back():
+    request = Request("gpt2-small", ("model.n_layers=4", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "4xH100", 1e9)
+    recipe, *_ = asked(request, [])
+    assert holds(search(recipe, cluster("4xH100")), request) >= 10
+
+
+@pytest.mark.slow
+def test_the_fastest_of_a_search_is_its_plan():
+    """The one that the search traces: what it says of it is what the plan says."""
+    request = Request("gpt2-small", (*SMALL, "data.max_len=256"), "2xA100", 1e9)
+    recipe, task, on, *_ = asked(request, [])
+    found = search(recipe, on, confirm=True, task=task)
+    assert found.fastest.traced == answer(pasted(request, found.words(found.fastest))).value("memory/device")
+
+
+def test_of_what_does_not_fit_a_search_says_no_time_and_no_money():
+    recipe, *_ = asked(Request("gpt3-175b", ("batch.samples=8",), "2xA100-40GB"), [])
+    found = search(recipe, cluster("2xA100-40GB"), limit_s=20, steps=1000)
+    assert {row.name for row in found.rows()} == {"search/memory"} and "$" not in "\n".join(found.lines())
+
+
+def test_sections_and_null():
+    layout = Layout(local_sgd=LocalSGD(every=4), precision="bf16")
+    assert layout_keys(layout) == "layout.precision=bf16 layout.local_sgd.every=4"
+    assert layout_keys(Layout(), Layout(micro_batch=8, diloco=DiLoCo(every=2))) == "layout.micro_batch=null layout.diloco=null"
+    assert layout_keys(Layout(), Layout(), {"precision"}) == "layout.precision=fp32"
+    assert said_keys(["layout.diloco.every=3", "model.n_layers=2", "layout.tensor=2"]) == {"diloco", "tensor"}
+    assert said_keys(["layout={tensor: 2}"]) == set(Layout.model_fields)
+    assert [kind_of(on) for on in ("8xA100-80GB", "H100", "1_024 × H100", "this")] == ["A100-80GB", "H100", "H100", "this"]
+
+
+def found_by_the_plan(preset: str, on: str) -> list[Layout]:
+    """The layouts of which the plan of a preset takes the first that fits when it is traced; of one device the preset's own."""
+    recipe, _, hardware, _, chosen = asked(Request(preset, (), on), [])
+    if not chosen or hardware.n == 1:
+        return [recipe.layout]
+    return [c.layout for c in best_candidates(recipe, hardware, limit_s=1.0)[:3]]
+
+
+def check_pair(preset: str, on: str) -> int:
+    request = Request(preset, (), on)
+    own = asked(request, [])[0]
+    layouts = found_by_the_plan(preset, on)
+    for layout in layouts:
+        words = layout_keys(layout, own.layout, said_keys(request.overrides))
+        again, _, hardware, _, chosen = asked(pasted(request, words), [])
+        assert again == own.model_copy(update={"layout": layout}), words
+        assert hardware == cluster(on) and (hardware.n == 1 or not chosen)
+        assert len(words) < 400 and words.count("layout.layout") == 0
+    return len(layouts)
+
+
+SAMPLE = [("llama3.1-8b", "64xH100"), ("vit-l16", "1xH100"), ("t5-small", "8xV100"), ("seq2seq-base", "72xGB200"), ("bert-base-cased", "8xB200")]
+
+
+@pytest.mark.parametrize(("preset", "on"), SAMPLE)
+def test_a_presets_layout_pastes_back(preset, on):
+    assert check_pair(preset, on)
+
+
+@pytest.mark.slow
+def test_every_presets_layout_pastes_back_on_every_kind():
+    """A plan is a function of the recipe and the hardware: where the words give the very recipe, they give the very plan."""
+    pairs = layouts = 0
+    for preset, on in itertools.product(PRESETS, GRID):
+        try:
+            layouts += check_pair(preset, on)
+        except UserError as e:  # no layout of it on so many: a batch that cannot be split
+            assert re.search(r"no layout is allowed|batch\.samples=\d+ does not divide", str(e)), (preset, on, e)
+            continue
+        pairs += 1
+    print(f"{pairs} presets × devices, {layouts} layouts")
+    assert pairs > 0.9 * len(PRESETS) * len(GRID)
+
+
+@pytest.mark.slow
+def test_every_row_of_every_presets_search_pastes_back():
+    assert all(devices()[kind_of(on)] for on in ("8xA100-80GB", "8xV100-32GB"))
+    for preset, on in itertools.product(("gpt2-small", "bert-large-cased", "t5-base", "llama2-7b", "vit-h14", "seq2seq-big"), ("8xA100-80GB", "8xV100-32GB")):
+        request = Request(preset, (), on)
+        recipe, _, hardware, *_ = asked(request, [])
+        assert holds(search(recipe, Cluster(hardware.device, 8), limit_s=10), request)

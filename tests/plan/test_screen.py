@@ -1,0 +1,150 @@
+"""The first screen of `gradus plan`: four answers with what drives them, and notes, in 24 lines of 80 columns; the rest behind --all.
+
+Over the grid of presets and devices the traced parts stand in closed form: what is looked at is the text, and a trace of each would take an hour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+
+from gradus import cli, hardware
+from gradus.hardware import Cluster
+from gradus.plan import answer, show
+from gradus.plan.answer import Request
+from gradus.plan.figures import figure
+from gradus.plan.memory import NAMES, Memory
+from gradus.recipe.presets import PRESETS
+
+TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256", "batch.samples=64")
+SPLIT = ("batch.samples=1024", "layout.precision=fp32", "layout.param_dtype=bf16", "layout.reduce_dtype=bf16", "layout.reshard=false", "layout.micro_batch=1",
+         "layout.checkpointing=full", "layout.shard=8")  # fmt: skip
+REQUESTS = {
+    "no device": Request("", ("layout.micro_batch=1",)),
+    "one": Request("", ("layout.micro_batch=1",), "H100", 1e9),
+    "small": Request("", ("layout.micro_batch=1",), "T4", 1e12),
+    "no price": Request("", ("layout.micro_batch=1",), "P100", 1e9, 3000),
+    "eight": Request("", SPLIT, "8xA100-80GB", 300e9),
+    "late": Request("", SPLIT, "64xA100-40GB", 3e12, 0.01),
+    "this": Request("", ("layout.micro_batch=1", "layout.precision=fp32"), "this", 1e9),
+}
+FAMILIES = list({fields["family"]: name for name, fields in PRESETS.items()}.values())
+ADVICE = ["--on 1024xA100-PCIe-40GB layout.precision=fp32 layout.micro_batch=1 layout.checkpointing=full layout.shard=1024 layout.reshard=false "
+          "layout.param_dtype=bf16 layout.tensor=8: it fits, 39.1 GB a device (92%)", "--on 64xGB300: it fits as it is (97%)"]  # fmt: skip
+
+
+@pytest.fixture
+def closed(monkeypatch, tmp_path):
+    """What is traced, in closed form; and a calibrated machine."""
+    from gradus.plan import analytic, formulas, search
+
+    def space_of(recipe, n):
+        return search._Space(recipe, Cluster(hardware.find("H100"), n))
+
+    def plan_memory(recipe, n=1, *, target="cpu", device=None, task=None):
+        c = space_of(recipe, n).price_memory(recipe.layout, n)
+        parts = {name: int(c.memory.get(name, 0)) for name in NAMES}
+        total = sum(parts.values())
+        held = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
+        return Memory(parts, total, int(total * 1.03), 10**9, None, 0, "backward", held, 10**9, [])
+
+    def traced_work(recipe, n=1, *, target="cuda", task=None, micro_batches=None):
+        s = space_of(recipe, n)
+        known = {"micro_batch": recipe.layout.micro_batch or s.share(recipe.layout, n), "seq_len": s.seq_len, "samples": s.samples,
+                 "target_len": s.target_len, "selected": s.selected}  # fmt: skip
+        return analytic.analytic_work(s.m, recipe.layout, n, transfers=formulas.traffic(s.m, recipe.layout, n, **known), **known)
+
+    monkeypatch.setattr("gradus.plan.memory.plan_memory", plan_memory)
+    monkeypatch.setattr("gradus.plan.memory.traced_work", traced_work)
+    monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
+    monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)
+    device = dataclasses.replace(hardware.find("H100"), name="a processor of 64 cores", aliases=("this", "here", "cpu"), kind="cpu", node=1, network=None)
+    hardware.add_device(device, tmp_path / "hardware.yaml")
+    monkeypatch.setenv("GRADUS_HARDWARE", str(tmp_path / "hardware.yaml"))
+
+
+def held(lines: list[str], last: str = show.MORE) -> list[str]:
+    """The lines of a first screen, once their size and end are looked at."""
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80 and lines[-1] == last, "\n".join(lines)
+    return lines
+
+
+def on_one_screen(name: str) -> dict[str, list[str]]:
+    """Request → its screen, of those that the preset allows."""
+    found = {}
+    for key, request in REQUESTS.items():
+        made = answer.answer(dataclasses.replace(request, recipe=name))
+        lines = held(list(show.screen(made)))
+        text = re.sub(r"\s+", " ", " ".join(lines))
+        assert all(word in text for word in made.headline[1].split()[:8])
+        if made.fits is False:
+            assert "NO FIT" in text and "it fits as it is" in text and "how much" not in text and "$" not in text
+        elif request.on:
+            assert "-bound, " in text and "how long" in text and "% of a step" in text
+            assert ("(price $" in text) == (key not in ("no price", "this")), text
+        found[key] = lines
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_first_screen_fits_a_terminal(closed, name):
+    assert len(on_one_screen(name)) == len(REQUESTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in FAMILIES])
+def test_the_first_screen_of_every_preset_fits_a_terminal(closed, name):
+    assert len(on_one_screen(name)) == len(REQUESTS)
+
+
+def test_a_broken_layout_line_is_still_one_command(closed):
+    made = answer.answer(dataclasses.replace(REQUESTS["eight"], recipe="gpt2-small"))
+    lines = [line for line in show.screen(made) if line.startswith("layout ") or (line.startswith(" ") and "layout." in line)]
+    assert len(lines) > 1 and all(line.endswith(" \\") for line in lines[:-1])
+    pasted = "\n".join(lines).removeprefix("layout").replace("\\\n", "")  # as a shell reads it
+    assert shlex.split(pasted) == shlex.split(made.layout_keys)
+    tried = show.fold(f"try       {ADVICE[0]}")
+    assert " ".join(shlex.split("\n".join(tried).removeprefix("try").replace("\\\n", ""))) == ADVICE[0]
+    assert all(line.endswith("\\") for line in tried if "layout." in line and ":" not in line)
+
+
+def test_notes_are_shortened_before_they_are_left_out():
+    notes = [f"a first sentence of note {i} by Brown et al. 2020. A second one, which is long enough to fill the whole of a line and more" for i in range(9)]
+    head = [f"answer {i}" for i in range(6)]
+    assert held(show.first_screen(head, notes[:2], [show.MORE]))[7:10] == show.fold(f"note: {notes[0]}", 6) + show.fold(f"note: {notes[1]}", 6)[:1]
+    short = held(show.first_screen(head, notes, [show.MORE]))
+    assert short[7] == "note: a first sentence of note 0 by Brown et al. 2020" and sum("note: " in line for line in short) == 9
+    many = held(show.first_screen(head, notes * 4, [show.MORE]))
+    assert len(many) == 24 and many[-2].startswith("note: ") and many[-2].endswith("more (--all)")
+    assert held(show.first_screen([f"answer {i}" for i in range(23)], notes, [show.MORE]))[-2] == "answer 22"
+
+
+@pytest.mark.parametrize(("name", "on"), [("vit-b16", None), ("t5-small", "A100"), ("llama2-7b", "T4"), ("gpt2-small", "H100"), ("bert-base-uncased", "A10")])
+def test_use_fits_a_terminal(capsys, name, on):
+    words = ["plan", name, "--serve", *(["--on", on] if on else [])]
+    assert cli.run(words) == 0
+    lines = held(capsys.readouterr().out.splitlines(), "--all for components, --json for rows")
+    assert cli.run([*words, "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert "\nserving\n" in everything and len(everything.splitlines()) > len(lines)
+
+
+@pytest.mark.slow
+def test_components_stand_behind_all(capsys):
+    words = ["plan", "gpt2-small", *TINY, "layout.micro_batch=8", "--on", "A100", "--tokens", "1e9", "--days", "1"]
+    assert cli.run(words) == 0
+    first = held(capsys.readouterr().out.splitlines())
+    text = re.sub(r"\s+", " ", " ".join(first))
+    assert [line.split("  ")[0] for line in first if re.match(r"(fits|how|deadline|layout) ", line)] == ["fits", "how long", "deadline", "how much", "layout"]
+    assert re.search(r"MFU \d+%; \w+-bound, \d+% of a step", text) and "(price $" in text and re.search(r"fits .* GB a device \(\d+%; \w+ \d+%, \w+ \d+%\)", text)
+    assert "memory\n" not in "\n".join(first) and "activations  " not in "\n".join(first)
+    assert cli.run([*words, "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.startswith("\n".join(line for line in first[:3])) and "  activations  " in everything
+    assert all(f"\n{group}\n" in everything for group in ("parameters", "flops", "memory", "time", "budget", "energy"))
+    for more in (["--json"], ["--explain", "time/step"], ["--search"]):
+        assert cli.run([*words[:-2], *more, "--all"]) == 2
+        assert "--all has no effect" in capsys.readouterr().err

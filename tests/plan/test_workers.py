@@ -1,0 +1,73 @@
+"""Planning for the page in processes that can be ended: by time, when nobody waits any more, when they die."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from gradus.errors import UserError
+from gradus.plan.workers import Fault, Workers
+
+
+@pytest.fixture
+def one():
+    workers = Workers(seconds=60, most=1)
+    assert workers.run(operator.neg, 1) == -1  # so that what follows does not time how long a process takes to start
+    yield workers
+    workers.end()
+
+
+def test_what_takes_too_long_is_ended_and_the_next_is_answered(one):
+    one.seconds = 0.5
+    began = time.monotonic()
+    with pytest.raises(UserError, match="ended after"):
+        one.run(time.sleep, 600)
+    assert time.monotonic() - began < 30
+    one.seconds = 60
+    assert one.run(operator.neg, 2) == -2
+
+
+def test_a_worker_is_kept_and_one_that_dies_is_replaced(one):
+    (process, _), = one.idle
+    assert one.run(operator.neg, 3) == -3 and one.idle[0][0] is process
+    with pytest.raises(UserError, match="has ended"):
+        one.run(os._exit, 3)
+    assert one.run(operator.neg, 4) == -4
+
+
+def test_a_fault_is_told_and_the_worker_goes_on(one):
+    with pytest.raises(Fault, match="TypeError"):
+        one.run(operator.neg, "x")
+    assert one.run(operator.neg, 5) == -5
+
+
+def test_nobody_waits_behind_a_plan_that_was_given_up(one):
+    left, first = threading.Event(), []
+    slow = threading.Thread(target=lambda: first.append(one.run(time.sleep, 600, left.is_set)))
+    slow.start()
+    time.sleep(0.3)
+    left.set()  # its visitor has gone; nobody waits yet, so it may go on
+    began = time.monotonic()
+    assert one.run(operator.neg, 6) == -6
+    slow.join(30)
+    assert first == [None] and time.monotonic() - began < 50
+
+
+def test_several_plan_at_a_time():
+    two = Workers(seconds=60, most=2)
+    slow = threading.Thread(target=two.run, args=(time.sleep, 4))
+    slow.start()
+    assert two.run(operator.neg, 7) == -7
+    slow.join()
+    two.end()
+
+
+def test_ctrl_c_is_not_for_workers(one):
+    (process, _), = one.idle
+    os.kill(process.pid, signal.SIGINT)
+    assert one.run(operator.neg, 8) == -8 and one.idle[0][0] is process

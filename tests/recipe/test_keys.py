@@ -1,0 +1,110 @@
+"""`gradus keys`: nothing that a recipe takes is without a meaning, and what is misnamed is found."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from gradus import cli
+from gradus.cli import main
+from gradus.errors import UserError, nearest
+from gradus.recipe import explain, keys, load, schema
+from gradus.recipe.training_args import SAME
+
+
+def test_every_key_of_every_section_and_kind_has_a_meaning():
+    sections = [c for _, c in inspect.getmembers(schema, inspect.isclass) if issubclass(c, schema.Section)]
+    kinds = {(c, explain.discriminator(s)) for s in filter(explain.is_section, schema.Recipe.model_fields) for c in explain.classes_of(s).values()}
+    silent = [f"{c.__name__}.{key}" for c in sections for key in c.model_fields if (c, key) not in kinds and not keys.meaning(c, key)]
+    assert len(sections) > 25 and silent == []
+
+
+def test_every_key_is_listed_with_type_default_and_meaning():
+    lines = keys.keys()
+    named = {line.split()[0] for line in lines if line and not line.startswith("#")}
+    expected = {
+        f"{section}.{key}"
+        for section in filter(explain.is_section, schema.Recipe.model_fields)
+        for c in explain.classes_of(section).values()
+        for key in c.model_fields
+    }
+    assert expected <= named and {"layout.local_sgd.every", "model.rope_scaling.factor", "name"} <= named
+    assert "layout.precision  fp32  one of fp32, bf16, fp16, pure_bf16, pure_fp16: pure_: of weights too" in keys.keys("layout.precision")
+    assert not any(line.endswith(": ") for line in lines)
+
+
+def test_a_kind_has_its_own_keys_and_its_own_defaults():
+    def defaults(asked: str) -> dict[str, str]:
+        return {line.split()[0]: line.split()[1] for line in keys.keys(asked) if line and not line.startswith("#")}
+
+    assert defaults("model.gpt")["model.seq_len"] == "1024" and defaults("model.llama")["model.seq_len"] == "4096"
+    assert "model.patch_size" in defaults("model.vit") and "model.patch_size" not in defaults("model.gpt")
+    assert defaults("model.bert")["model.dropout"] == "0.1" and defaults("model.gpt")["model.d_model"] == "required"
+    assert set(defaults("schedule.constant")) == {"schedule.name", "schedule.warmup_steps"}
+    assert [line for line in keys.keys("task") if line.startswith("# task.name=")][1].startswith("# task.name=translation: Source sequence")
+
+
+def test_lines_are_wrapped_for_a_terminal_and_whole_in_a_pipe():
+    assert max(map(len, keys.keys(None, 60))) <= 60 < max(map(len, keys.keys()))
+    told = subprocess.run([sys.executable, "-m", "gradus", "keys", "layout"], capture_output=True, text=True)
+    assert told.returncode == 0 and sum(line.startswith("layout.precision ") for line in told.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [("layot", "layout"), ("patch", "model.patch_size"), ("learning_rate", "optimizer.lr"), ("model.gtp", "model.gpt"),
+     ("layout.precison", "layout.precision"), ("warmup", "schedule.warmup_steps")],
+)  # fmt: skip
+def test_an_unknown_name_gets_the_nearest(asked, meant):
+    with pytest.raises(UserError, match=rf"^gradus keys {asked}: no such section or key. Did you mean {meant}\?$"):
+        keys.keys(asked)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [("model.patch=8", "model.patch_size"), ("learning_rate=1", "optimizer.lr"), ("optimizer.learning_rate=1", "optimizer.lr"),
+     ("model.hidden_size=8", "model.d_model"), ("model.num_hidden_layers=2", "model.n_layers"), ("train.batch_size=8", "batch.samples"),
+     ("epochs=3", "train.epochs"), ("gradient_accumulation_steps=2", "layout.micro_batch"), ("train.fp16=true", "layout.precision"),
+     ("model.num_labels=3", "model.n_classes"), ("data.max_length=9", "data.max_len"), ("train.warmup=9", "schedule.warmup_steps"),
+     ("layout.mixed_precision=bf16", "layout.precision"), ("epohcs=3", "train.epochs"), ("num_train_epochs=3", "train.epochs")],
+)  # fmt: skip
+def test_a_key_under_another_name_is_found_by_its_meaning(override, meant):
+    with pytest.raises(UserError, match=rf"unknown key\. (It is|Did you mean) {meant}(\.|\?)$"):
+        load("digits-vit", [override])
+
+
+def test_other_tools_names_lead_to_keys_that_exist():
+    theirs = [word for words in explain.COMMON.values() for word in words.split()]
+    assert len(theirs) == len(set(theirs)) and not set(theirs) & set(SAME)
+    assert all(explain.fields_of(key) for key in [*explain.COMMON, *SAME.values()])
+
+
+def test_nearest_prefers_a_part_of_the_name_to_the_spelling():
+    assert nearest("patch", ["patches", "patch_size"]) == "patch_size"
+    assert nearest("exportt", ["evaluate", "export"]) == "export"
+    assert nearest("mixed_precision", ["device", "precision", "compile"]) == "precision"
+    assert nearest("zzz", ["device", "precision"]) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("exportt", "export"), ("trian", "train"), ("eval", "evaluate"), ("test", "evaluate"), ("finetune", "train"), ("infer", "predict"),
+     ("copy-task", "gradus train copy-task"), ("convert", "export")],
+)  # fmt: skip
+def test_a_verb_under_another_name_is_found(word, meant, capsys):
+    assert main([word]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: gradus {word}: no such verb. Did you mean {meant}? See gradus --help\n"
+
+
+def test_other_words_for_verbs_lead_to_verbs():
+    verbs = cli.parser()._subparsers._group_actions[0].choices
+    assert set(cli.MEANING.values()) <= set(verbs) and not set(cli.MEANING) & set(verbs)
+
+
+def test_a_choice_gets_the_nearest_one(capsys):
+    assert main(["generate", "x", "--precision", "bf17"]) == 2
+    assert capsys.readouterr().err == "error: gradus generate: --precision=bf17: not one of fp32, bf16, fp16. Did you mean bf16?\n"
