@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradus import __version__, limits
-from gradus.errors import FAULT, UserError, coloured, did_you_mean, disk_full, exit_code, not_written
+from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, not_written, tell_error
 from gradus.launch import json_file
 
 
@@ -584,11 +584,10 @@ def run(argv: list[str] | None) -> int:
         world = sys.modules.get("gradus.parallel.world")
         text = world.mistake(str(e)) if world is not None and world.joined() else str(e)
         if text is not None:
-            text = limits.shown(text)
-            print(coloured("error:", "red", sys.stderr), text, sep="\n" if "\n" in text else " ", file=sys.stderr)
+            tell_error(limits.shown(text))
         return exit_code(e)
     except MemoryError as e:
-        print(f"error: not enough memory{f' ({e})' if str(e) else ''}. Take smaller sizes, or a machine with more.", file=sys.stderr)
+        tell_error(f"not enough memory{f' ({e})' if str(e) else ''}. Take smaller sizes, or a machine with more.")
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
@@ -603,7 +602,7 @@ def run(argv: list[str] | None) -> int:
             raise
         if code == FAULT and not e.filename:  # its text alone does not say where
             traceback.print_exc()
-        print(coloured("error:", "red", sys.stderr), _os_error(e, code), file=sys.stderr)
+        tell_error(_os_error(e, code))
         return code
 
 

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -133,6 +134,13 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
     """The text in a colour where the stream is a terminal. NO_COLOR and TERM=dumb mean none, FORCE_COLOR means always."""
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
+
+
+def tell_error(text: str) -> None:
+    """One error on standard error in one write, so that the lines of several processes do not run into each other."""
+    between = "\n" if "\n" in text else " "
+    sys.stderr.write(f"{coloured('error:', 'red', sys.stderr)}{between}{text}\n")
+    sys.stderr.flush()
 
 
 def need(package: str, extra: str, what: str, error: type[UserError] = UserError):
