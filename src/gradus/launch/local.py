@@ -11,15 +11,17 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradus.errors import FAULT, UserError
 from gradus.parallel import status
 
+if TYPE_CHECKING:
+    from gradus.launch.agent import Workers
+
 GRACE = 5.0  # seconds that the other workers have to notice that one has died
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
 
 
 def die_with_parent() -> None:
@@ -77,7 +79,7 @@ def train(
         again = () if resume or auto_resume else ("--auto-resume",)
         code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
     if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
-        print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr)
+        _tell(f"Go on from the last checkpoint with: {status.command(folder, n)}")
     return code
 
 
@@ -91,10 +93,10 @@ def run(
     the others are ended and standard error says in one sentence who, where and how; then up to `max_restarts` times all are started
     again, with `again` added to their arguments and TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is said once and
     starts nothing again; a fault of the machine is `errors.FAULT`, any other error 1.
-    Ctrl-C and SIGTERM are passed on; workers have `timeout` seconds to save and end, and the exit code is 128 + the
-    signal.
+    Ctrl-C and SIGTERM are passed on; workers have `timeout` seconds to save and end, and the exit code is 128 + the signal.
     A second Ctrl-C ends them at once. No worker outlives this process.
     """
+    from gradus.launch.agent import Signals, Workers
     from gradus.train.log import LOCK
 
     _check_counts(n, max_restarts)
@@ -102,20 +104,20 @@ def run(
     ranks = folder / "ranks"
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
     try:
-        with _quiet(), _Signals() as signals:
+        with _quiet(), Signals() as signals:
+            workers = Workers(n, folder, timeout, grace, signals)
             for restart in range(max_restarts + 1):
-                outcome = _attempt(n, [*command, *argv, *(again if restart else ())], folder, timeout, grace, restart, signals)
+                outcome = _attempt(workers, [*command, *argv, *(again if restart else ())], restart)
                 if outcome.code in (0, 2) or signals.came:
                     break
                 if outcome.text:
-                    print(f"error: {outcome.text}", file=sys.stderr, flush=True)
+                    _tell(f"error: {outcome.text}")
                 if restart < max_restarts:
-                    then = f"starting again from the last checkpoint: {restart + 1} of {max_restarts}"
-                    print(then, file=sys.stderr, flush=True)
+                    _tell(f"starting again from the last checkpoint: {restart + 1} of {max_restarts}")
         if signals.came:
             return outcome.code if outcome.code == 0 else 128 + signals.came[0]
         if outcome.code == 2 and outcome.text:
-            print(f"error: {outcome.text}", file=sys.stderr, flush=True)
+            _tell(f"error: {outcome.text}")
         return outcome.code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
@@ -127,40 +129,15 @@ def run(
                     p.rmdir()
 
 
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _check_counts(n: int, max_restarts: int) -> None:
     if n < 1:
         raise UserError(f"--processes={n}: must be a positive whole number.")
     if max_restarts < 0:
         raise UserError(f"--max-restarts={max_restarts}: must be 0 or more.")
-
-
-class _Signals:
-    """Notes the signals that come while it lasts, and tells `receiver` of each."""
-
-    def __init__(self):
-        self.came: list[int] = []
-        self.receiver = None
-        self.old: dict = {}
-
-    def __enter__(self):
-        self.take()
-        return self
-
-    def take(self) -> None:
-        """Become the handler (again: the agent sets its own when it starts workers)."""
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                before = signal.signal(number, self._note)
-                self.old.setdefault(number, before)
-
-    def _note(self, number, frame) -> None:
-        self.came.append(number)
-        if self.receiver is not None:
-            self.receiver(number)
-
-    def __exit__(self, *_):
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -181,103 +158,18 @@ class _Outcome:
         self.code, self.text = code, text
 
 
-def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: float, restart: int, signals: _Signals) -> _Outcome:
-    """Start n workers once and wait for their end."""
-    import torch.distributed.elastic.rendezvous.registry as registry
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+def _attempt(workers: Workers, command: list[str], restart: int) -> _Outcome:
+    """Start the workers once and wait for their end."""
+    from gradus.launch.agent import run_once
 
-    ranks = folder / "ranks"
+    folder = workers.folder
     try:
         status.clear(folder)
     except OSError as e:
-        raise UserError(f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
-    threads = max(1, len(os.sched_getaffinity(0)) // n) if hasattr(os, "sched_getaffinity") else 1
-
-    class Logs(LogsSpecs):
-        """Rank 0's output is this process's; of the others, standard error is kept. Also the last hand on a worker's environment."""
-
-        root_log_dir = str(ranks)
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            for environment in envs.values():
-                environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-                environment["TORCHELASTIC_MAX_RESTARTS"] = str(restart)
-                environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-                environment["PYTHONUNBUFFERED"] = "1"
-                environment[status.PARENT] = str(os.getpid())
-            out = {r: "" if r == 0 else os.devnull for r in range(n)}
-            error = {r: "" if r == 0 else str(status.log_path(folder, r)) for r in range(n)}
-            return LogsDest(out, error, {}, {}, dict.fromkeys(range(n), os.devnull), os.devnull, os.devnull)
-
-    class Agent(LocalElasticAgent):
-        """Where one worker dies, the others get `grace` to notice and to say where they waited, before what is left is killed."""
-
-        deadline: float | None = None
-        codes: dict[int, int | None]
-        text: str | None = None
-
-        def _start_workers(self, worker_group):
-            found = super()._start_workers(worker_group)
-            self.processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
-            signals.receiver = self.send
-            signals.take()
-            for number in signals.came[:1]:
-                self.send(number)
-            return found
-
-        def send(self, number: int) -> None:
-            wait = timeout if len(signals.came) == 1 else grace
-            self.deadline = time.monotonic() + wait
-            for process in self.processes.values():
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-
-        def _monitor_workers(self, worker_group):
-            self.codes = {rank: process.poll() for rank, process in self.processes.items()}
-            if any(self.codes.values()) and self.deadline is None:
-                self.deadline = time.monotonic() + grace
-            if None in self.codes.values() and (self.deadline is None or time.monotonic() < self.deadline):
-                return RunResult(state=WorkerState.HEALTHY)  # not asked of the agent, which may see an end that `codes` does not have yet
-            if self.deadline is not None:
-                if self.text is None and any(code != 0 for code in self.codes.values()):
-                    self.text = status.diagnose(folder, n, self.codes)
-                self.end()
-            return super()._monitor_workers(worker_group)
-
-        def end(self) -> None:
-            for process in self.processes.values():
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(30)
-
-    # the workers meet in the agent's own store: its port is taken from the start, and its memory is of this attempt alone
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
-    run_id = uuid.uuid4().hex
-    meeting = RendezvousParameters(
-        backend="c10d", endpoint="127.0.0.1:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr="127.0.0.1", timeout=60
-    )  # fmt: skip
-    handler = registry.get_rendezvous_handler(meeting)
-    # the agent takes a $ in an argument for a name of its own
-    arguments = tuple(word.replace("$", "$$") for word in command[1:])
-    spec = WorkerSpec(
-        role="gradus", local_world_size=n, entrypoint=command[0], args=arguments, rdzv_handler=handler, max_restarts=0, monitor_interval=0.05,
-        local_addr="127.0.0.1",
-    )  # fmt: skip
-    agent = Agent(spec, Logs())
-    try:
-        agent.run()
-    except SignalException as e:  # between the agent's handlers and ours
-        signals.came.append(e.sigval)
-    finally:
-        signals.receiver = None
-        if hasattr(agent, "processes"):
-            agent.end()
-        handler.shutdown()
+        raise UserError(
+            f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+        ) from None
+    agent = run_once(workers, command, restart)
     if not any(process.poll() for process in agent.processes.values()):
         return _Outcome(0)
     codes = status.with_word_left(folder, agent.codes)
