@@ -92,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), choices=list(PRECISIONS))
     parser.add_argument("--steps", type=int, default=4, help="of each run (default 4; more for step times)")
     parser.add_argument("--to", type=Path, help="page to fill")
     parser.add_argument("--rows", type=Path, default=Path("benchmarks/results/accuracy-cpu.jsonl"))
@@ -99,7 +100,7 @@ def main() -> None:
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         for family in args.families:
-            for precision in PRECISIONS:
+            for precision in args.precisions:
                 for checkpointing in CHECKPOINTING:
                     for layout in args.layouts:
                         rows += run(family, precision, checkpointing, layout, args.steps, Path(folder) / "run")

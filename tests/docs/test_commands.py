@@ -86,12 +86,12 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^(mpirun|mpiexec) -n 4", r"\1 -n 2"),
     (r"train_step\.py.*", "train_step.py --layers 1 --d-model 64 --batch 2 --seq 16 --steps 2 --rounds 1 --no-compile"),
     (r"attention_kernels\.py.*", "attention_kernels.py --lengths 64 --chunks 16 --repeat 1"),
-    (r"accuracy\.py --to \S+", "accuracy.py --families gpt --layouts one --rows rows.jsonl"),
+    (r"accuracy\.py --to \S+", "accuracy.py --families vit --layouts one --precisions fp32 --steps 3 --rows rows.jsonl"),
     (r"step_time\.py --threads 1 --out \S+", "step_time.py --threads 1 --families gpt --precisions fp32 --checkpointing none --repeat 1 --seconds 1"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 2"),
-    (r"--steps 40 --to \S+", "--steps 2 --only layout.shard=2 --results ."),
-    (r"--steps 200 --to \S+", "--steps 60 --results ."),
+    (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),
+    (r"--steps 200 --to \S+", "--steps 30 --results ."),
     (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
 ]
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
