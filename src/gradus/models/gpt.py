@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts
+from gradus.models.family import Family, Stack
+from gradus.models.weights import gpt as weights
 from gradus.recipe.schema import GPTConfig
 
 
@@ -125,3 +127,14 @@ def looks(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
         same = segments[:, None, :, None] == segments[:, None, None, :]
         mask = same if mask is None else mask & same
     return mask
+
+
+FAMILY = Family(
+    config=GPTConfig,
+    model=GPT,
+    weights=weights,
+    attention="causal",
+    stacks=(Stack("blocks", before=("token_embedding", "position_embedding"), norm="norm", heads=("head",)),),
+    tokens=("token_embedding",),
+    head="head",
+)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, rotary_table
+from gradus.models.family import Family, Stack
 from gradus.models.gpt import looks
+from gradus.models.weights import llama as weights
 from gradus.recipe.schema import LlamaConfig
 
 
@@ -124,3 +126,16 @@ class Llama(nn.Module):
         is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
+
+
+FAMILY = Family(
+    config=LlamaConfig,
+    model=Llama,
+    weights=weights,
+    attention="causal",
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
+    tokens=("token_embedding",),
+    head="head",
+    begin_token=True,
+    fine_tuning_rate=2e-5,
+)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, sinusoidal
+from gradus.models import family
+from gradus.models.weights import seq2seq as weights
 from gradus.recipe.schema import Seq2SeqConfig
 
 
@@ -173,3 +175,21 @@ class Seq2Seq(nn.Module):
     def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
+
+
+FAMILY = family.Family(
+    config=Seq2SeqConfig,
+    model=Seq2Seq,
+    weights=weights,
+    attention="cross",
+    stacks=(
+        family.Stack("encoder.blocks", before=("source_embedding",), norm="encoder.norm"),
+        family.Stack("decoder.blocks", before=("target_embedding",), norm="decoder.norm", heads=("head",)),
+    ),
+    tokens=("source_embedding.tokens", "target_embedding.tokens"),
+    head="head",
+    entry=("source_embedding", "target_embedding"),  # they add positions
+    whole_sequence="seq2seq has cross-attention, whose queries and keys are of two sequences, each of which would need its own split and a "
+    "ring of the encoder's output",
+    fine_tuning_rate=1e-4,
+)

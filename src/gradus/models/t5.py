@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, Cache, FeedForward, GatedFeedForward, LayerCache, relative_buckets
+from gradus.models import family
+from gradus.models.weights import t5 as weights
 from gradus.recipe.schema import T5Config
 
 
@@ -156,3 +158,26 @@ class T5(nn.Module):
     def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
+
+
+FAMILY = family.Family(
+    config=T5Config,
+    model=T5,
+    weights=weights,
+    attention="cross",
+    stacks=(
+        family.Stack(
+            "encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",), dropout="encoder.dropout"
+        ),
+        family.Stack(
+            "decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)
+        ),
+    ),
+    tokens=("embedding",),
+    head="head",
+    tensor={"relative_bias.table": "column"},  # heads
+    whole_sequence="T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
+    "attends across to another sequence",
+    decoder_start="padding",
+    fine_tuning_rate=3e-4,
+)
