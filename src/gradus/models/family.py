@@ -96,7 +96,7 @@ _known: dict[str, Family] = {}  # registered, or looked up before
 def register(family: Family) -> None:
     """Make a further family known: to recipes, layouts, weights. Every process that works with it does so, before it reads a recipe.
 
-    Raises TypeError where there is another family of this name."""
+    Raises TypeError where the name is that of another configuration."""
     schema.register_model(family.config)
     _known[family.name] = family
 
