@@ -153,17 +153,21 @@ log: {every: 1}
 """
 
 
+TRACED = "one"  # the run that the plan traces, and measures
+
+
 def train(world, folder: Path, runs: dict[str, list[str]], resume: str | None = None) -> None:
     """Each run by its name; `resume`: a run of that name goes on."""
     models.register(FAMILY)
     from gradus import recipe as recipes
+    from gradus.plan.prove import Proof
     from gradus.train import session
 
     for name, overrides in runs.items():
         where = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", f"log.dir={folder / name}"]
         recipe = recipes.load(folder / resume, overrides) if resume else recipes.load(folder / "toy.yaml", [*where, *overrides])
         with contextlib.redirect_stdout(io.StringIO()):
-            session.train(recipe, here=world, resume=folder / resume if resume else None)
+            session.train(recipe, here=world, resume=folder / resume if resume else None, plan=Proof(False) if name == TRACED else None)
 
 
 def rows(run: Path) -> dict[tuple[str, int], float]:
@@ -189,6 +193,12 @@ def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder):
     assert {key: value for key, value in rows(folder / "three").items() if key != ("valid/loss", 3)} == one
     last = "checkpoints/step-00000006/model.safetensors"
     assert (folder / "one" / last).read_bytes() == (folder / "three" / last).read_bytes()
+
+
+def test_the_plan_traces_it(folder):
+    proof = json.loads((folder / TRACED / "summary.json").read_text())["proof"]
+    for part in ("weights", "gradients", "optimizer", "allocated"):
+        assert abs(proof[f"memory/{part}"]["error"]) < 0.01, f"{part}: {proof}"
 
 
 def test_every_layout_gives_the_same_curve(folder):
