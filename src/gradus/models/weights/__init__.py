@@ -5,9 +5,9 @@
     config_from_hf(hf)     their config.json as our config; config_to_hf(config) the reverse
     rules(config)          a Rule for every tensor of theirs, under every name it may have: a tied tensor has one rule a name;
                            the first is written, any of them is read
-    prefixes(keys)         optional: the prefix ("bert.", "model.", ...) that some of these keys carry, or "". It is taken off the
-                           file's keys and off the rules' alike, so a bare body and a body inside a model with a head both match
-    ignorable(key)         optional: True for buffers such as position_ids, which hold nothing learned
+    PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is taken off the file's
+                           keys and off the rules' alike, so that a bare body matches too
+    IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
     upgrade(hf, tensors)   optional: the tensors beside a config.json of an earlier layout of ours, as `rules` has them now
     adapt(stored, config, tensors)   optional: the tensors as `rules(config)` has them, from as `rules(stored)` has them
     unknown_to_transformers(config)  of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
@@ -45,6 +45,10 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def transpose(matrix: Tensor) -> Tensor:
+    return matrix.T
+
+
 @dataclass(frozen=True)
 class Rule:
     """`theirs` becomes `ours` by to_ours(tensor) (a tuple of tensors where `ours` is a tuple, as for a fused q, k, v) and comes
@@ -68,6 +72,11 @@ class Rule:
     def key(self, tensor: Tensor) -> tuple[int, int | None]:
         """The same for the same tensor, or slice of it, under any name."""
         return id(tensor), self.index
+
+
+def layer(ours: str, theirs: str) -> list[Rule]:
+    """Weight and bias of a layer."""
+    return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
 
 
 @dataclass(frozen=True)
@@ -258,10 +267,11 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
 
     table = rules_of(model.config.family)
     rules = table.rules(model.config)
-    prefixes = getattr(table, "prefixes", lambda keys: "")
     ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
-    wanted = prefixes([rule.theirs for rule in rules])
-    given = prefixes(list(tensors))
+    wanted, given = (
+        next((prefix for prefix in getattr(table, "PREFIXES", ()) if any(name.startswith(prefix) for name in names)), "")
+        for names in ([rule.theirs for rule in rules], tensors)
+    )
     by_name = {rule.theirs.removeprefix(wanted): rule for rule in rules}
     assert len(by_name) == len(rules), "two rules for one tensor"
 
@@ -271,7 +281,7 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
         if rule is None:
-            if not getattr(table, "ignorable", lambda key: False)(name):
+            if not name.endswith(getattr(table, "IGNORABLE", ())):
                 unused.append(name)
             continue
         refuse_integers(name, tensor, where)
