@@ -36,6 +36,8 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.
     import torch
 
     family = lookup(config.family)
+    if config.reads == "text" and config.vocab_size is None:
+        raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
     with torch.device(device):
         model = family.model(config)
     if lacks := list(family.lacks(model)):

@@ -100,13 +100,11 @@ class Stack(nn.Module):
 class Seq2Seq(nn.Module):
     """Encoder, decoder, and the projection to the target vocabulary. Shared embeddings are one module, a tied projection one Parameter.
 
-    Raises UserError when the vocabulary's size is not known, or d_model is odd.
+    Raises UserError when d_model is odd.
     """
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
-        if config.vocab_size is None:
-            raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
         self.config = config
         target_vocab_size = config.target_vocab_size or config.vocab_size
         self.source_embedding = Embedding(config, config.vocab_size)

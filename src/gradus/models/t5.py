@@ -141,13 +141,7 @@ class T5(nn.Module):
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,
                cache: Cache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Scores of the next tokens: (batch, target_seq, vocab), or with `select` (boolean, (batch, target_seq)) those of the
-        selected places only: (n_selected, vocab).
-
-        target (batch, target_seq), padded on the right. memory from `encode`; keep is the source's padding mask.
-        cache: keys and values of earlier calls; `positions` (batch, target_seq) then says which place each token has
-        (None: those behind the cache's last).
-        """
+        """Scores of the next tokens: (batch, target_seq, vocab), or (n_selected, vocab). Arguments as in `Seq2Seq.decode`."""
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         if select is not None:
             x = x[select]
