@@ -1,5 +1,5 @@
-"""What a family says about itself: all that layouts, tasks, inference and export know of it. What a recipe must know without torch
-(sizes, tasks, kinds of data) stands in its configuration (`gradus.recipe.schema`)."""
+"""What a family says about itself: all that layouts, tasks, inference and export know of it. What a recipe must know
+without torch (sizes, tasks, kinds of data) stands in its configuration (`gradus.recipe.schema`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks in a row and what belongs to them, by name. A part that some configurations do not have may be named too."""
+    """Blocks in a row and what belongs to them, by name; also what only some configurations have."""
 
-    blocks: str  # the ModuleList; each is a layers.Block, whose forward calls hidden states `x` and an encoder's output `memory`
+    blocks: str  # a ModuleList of layers.Block, whose forward calls hidden states `x`, an encoder's output `memory`
     before: tuple[str, ...]  # what the first block needs: embeddings
     norm: str | None = None  # the norm after the last block
     heads: tuple[str, ...] = ()  # what reads the last hidden states
@@ -36,13 +36,13 @@ class Stack:
 class Family:
     """Raises TypeError that names everything that is missing.
 
-    attention  causal: a decoder, which continues texts: model.hidden(ids), and model.new_cache where it can keep keys and values.
+    attention  causal: a decoder, which continues texts: model.hidden(ids); model.new_cache if it keeps keys and values.
                both: an encoder: model.hidden(ids), of images model.features(images).
-               cross: an encoder-decoder, which answers a source: model.encode(source, keep), model.decode(target, memory, keep).
-    tensor     name of a module of the family's own, from its end → how tensor parallelism splits it. Attention, feed-forward networks,
-               `tokens` and `head` need none; what is not named is whole on every process.
-               gather: its input is put together first. column: its output is split (rows of a Linear, columns of an Embedding), a
-               plain tensor of this process's part. row: its input is split (columns of a Linear), and the results are summed.
+               cross: an encoder-decoder: model.encode(source, keep), model.decode(target, memory, keep).
+    tensor     end of a module's name → how tensor parallelism splits it. Attention, feed-forward networks, `tokens` and
+               `head` need none; what else is not named is whole on every process.
+               gather: its input is put together first. column: its output is split (rows of a Linear, columns of an
+               Embedding), a plain tensor. row: its input is split (columns of a Linear), and the results are summed.
     """
 
     config: type[schema.ModelConfig]
@@ -52,7 +52,7 @@ class Family:
     attention: Literal["causal", "both", "cross"]
     tokens: tuple[str, ...] = ()  # embeddings of tokens
     head: str | None = None  # the projection to the vocabulary
-    entry: tuple[str, ...] = ()  # what gives the first block its input (a dropout: before it), where embeddings of tokens do not
+    entry: tuple[str, ...] = ()  # what gives the first block its input (a dropout: is given), where `tokens` do not
     tensor: Mapping[str, Literal["gather", "column", "row"]] = field(default_factory=dict)
     whole_sequence: str = ""  # why a process needs the whole sequence; layout.context is then refused
     begin_token: bool = False  # published weights read texts that start with the tokenizer's begin token
@@ -60,7 +60,8 @@ class Family:
     fine_tuning_rate: float = 5e-5  # the usual learning rate, for published sizes
 
     def __post_init__(self):
-        methods = {"causal": ("hidden",), "both": ("features" if self.config.reads == "images" else "hidden",), "cross": ("encode", "decode")}
+        encodes = "features" if self.config.reads == "images" else "hidden"
+        methods = {"causal": ["hidden"], "both": [encodes], "cross": ["encode", "decode"]}
         if self.attention not in methods:
             raise TypeError(f"family {self.name}: attention={self.attention}: it is causal, both or cross")
         rules = ("MODEL_TYPES", "config_from_hf", "config_to_hf", "rules")
@@ -82,8 +83,11 @@ class Family:
             blocks = list(modules[stack.blocks].children()) if stack.blocks in modules else []
             if not blocks or not all(isinstance(block, Block) for block in blocks):
                 yield f"stacks: {stack.blocks} is no list of gradus.layers.Block"
-        yield from (f"{key}: no module {name}" for key in ("tokens", "entry") for name in getattr(self, key) if name not in modules)
-        yield from (f"tensor: no module's name ends in {end}" for end in self.tensor if not any(name.endswith(end) for name in modules))
+        for key in ("tokens", "entry"):
+            yield from (f"{key}: no module {name}" for name in getattr(self, key) if name not in modules)
+        for end in self.tensor:
+            if not any(name.endswith(end) for name in modules):
+                yield f"tensor: no module's name ends in {end}"
         named = tuple(f"{part}." for s in self.stacks for part in (s.blocks, *s.before, *s.after, *s.beside))
         left = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(named)]
         if left:
@@ -94,7 +98,7 @@ _known: dict[str, Family] = {}  # registered, or looked up before
 
 
 def register(family: Family) -> None:
-    """Make a further family known: to recipes, layouts, weights. Every process that works with it does so, before it reads a recipe.
+    """Make a further family known: to recipes, layouts, weights. Every process does so before it reads a recipe.
 
     Raises TypeError where the name is that of another configuration."""
     schema.register_model(family.config)
@@ -102,7 +106,7 @@ def register(family: Family) -> None:
 
 
 def lookup(name: str) -> Family:
-    """The family of this name. Those of this room are imported when they are first asked for. Raises UserError for an unknown one."""
+    """The family of this name; those of this room are imported when first asked for. Raises UserError for no family."""
     if name not in _known:
         if name not in schema.MODELS:
             raise UserError(f"{name}: no such family.{did_you_mean(name, schema.MODELS)}")
@@ -115,5 +119,5 @@ def families() -> list[Family]:
 
 
 def rules_of(name: str) -> Any:
-    """The rules for the weights of a family. Those of this room are imported without the model, and so without torch."""
+    """The rules for a family's weights. Those of this room are imported without the model, and so without torch."""
     return _known[name].weights if name in _known else import_module(f"gradus.models.weights.{name}")

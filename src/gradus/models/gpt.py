@@ -86,11 +86,7 @@ class GPT(nn.Module):
 
 
 FAMILY = Family(
-    config=GPTConfig,
-    model=GPT,
-    weights=weights,
-    attention="causal",
+    config=GPTConfig, model=GPT, weights=weights, attention="causal",
     stacks=(Stack("blocks", before=("token_embedding", "position_embedding"), norm="norm", heads=("head",)),),
-    tokens=("token_embedding",),
-    head="head",
-)
+    tokens=("token_embedding",), head="head",
+)  # fmt: skip

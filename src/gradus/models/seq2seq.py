@@ -176,18 +176,14 @@ class Seq2Seq(nn.Module):
 
 
 FAMILY = family.Family(
-    config=Seq2SeqConfig,
-    model=Seq2Seq,
-    weights=weights,
-    attention="cross",
+    config=Seq2SeqConfig, model=Seq2Seq, weights=weights, attention="cross",
     stacks=(
         family.Stack("encoder.blocks", before=("source_embedding",), norm="encoder.norm"),
         family.Stack("decoder.blocks", before=("target_embedding",), norm="decoder.norm", heads=("head",)),
     ),
-    tokens=("source_embedding.tokens", "target_embedding.tokens"),
-    head="head",
+    tokens=("source_embedding.tokens", "target_embedding.tokens"), head="head",
     entry=("source_embedding", "target_embedding"),  # they add positions
     whole_sequence="seq2seq has cross-attention, whose queries and keys are of two sequences, each of which would need its own split and a "
     "ring of the encoder's output",
     fine_tuning_rate=1e-4,
-)
+)  # fmt: skip

@@ -155,23 +155,15 @@ class T5(nn.Module):
 
 
 FAMILY = family.Family(
-    config=T5Config,
-    model=T5,
-    weights=weights,
-    attention="cross",
+    config=T5Config, model=T5, weights=weights, attention="cross",
     stacks=(
-        family.Stack(
-            "encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",), dropout="encoder.dropout"
-        ),
-        family.Stack(
-            "decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)
-        ),
+        family.Stack("encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",),
+                     dropout="encoder.dropout"),
+        family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)),
     ),
-    tokens=("embedding",),
-    head="head",
+    tokens=("embedding",), head="head",
     tensor={"relative_bias.table": "column"},  # heads
     whole_sequence="T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
     "attends across to another sequence",
-    decoder_start="padding",
-    fine_tuning_rate=3e-4,
-)
+    decoder_start="padding", fine_tuning_rate=3e-4,
+)  # fmt: skip

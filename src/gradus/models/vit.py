@@ -82,10 +82,7 @@ class ViT(nn.Module):
 
 
 FAMILY = Family(
-    config=ViTConfig,
-    model=ViT,
-    weights=weights,
-    attention="both",
+    config=ViTConfig, model=ViT, weights=weights, attention="both",
     stacks=(Stack("blocks", before=("patches", "class_token", "positions"), norm="norm", heads=("head",)),),
     entry=("dropout",),
-)
+)  # fmt: skip

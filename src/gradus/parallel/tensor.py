@@ -89,7 +89,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         elif isinstance(module, nn.Dropout):
             module.forward = _dropout(module, module.forward)
         elif way := next((way for end, way in family.tensor.items() if name.endswith(end)), None):
-            _split_own(module, way, mesh, stream)
+            if way == "gather":
+                _gather(module, mesh, (stream,))
+            else:
+                row = RowwiseParallel(output_layouts=stream, use_local_output=False)
+                parallelize_module(module, mesh, row if way == "row" else ColwiseParallel())
 
     tokens = {model.get_submodule(name): None for name in family.tokens}  # a shared one once
     head = model.get_submodule(family.head) if family.head and hasattr(model, family.head.split(".")[0]) else None
@@ -132,14 +136,6 @@ def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh,
     into = [name for name in ("gate", "up") if hasattr(module, name)]
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel(use_local_output=False) for name in into}  # DTensors: d_ff need not divide
     parallelize_module(module, mesh, plan | {"down": RowwiseParallel(output_layouts=stream, use_local_output=False)})
-
-
-def _split_own(module: nn.Module, way: str, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
-    """A module that only its family knows, as `Family.tensor` says."""
-    if way == "gather":
-        _gather(module, mesh, (stream,))
-    else:
-        parallelize_module(module, mesh, ColwiseParallel() if way == "column" else RowwiseParallel(output_layouts=stream, use_local_output=False))
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, layouts: tuple[Shard | Replicate, ...]) -> None:

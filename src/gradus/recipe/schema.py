@@ -270,7 +270,7 @@ Model = Annotated[
     Seq2SeqConfig | BertConfig | GPTConfig | T5Config | LlamaConfig | ViTConfig,
     Field(discriminator="family"),
 ]
-MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for c in get_args(get_args(Model)[0])}  # by family
+MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for c in get_args(get_args(Model)[0])}
 
 
 # ---------------------------------------------------------------- task
@@ -647,8 +647,8 @@ class Recipe(Section):
 
 
 def register_model(config: type[ModelConfig]) -> None:
-    """Let `model.family` of a recipe also be that of this class. Raises TypeError for a class without a family or task, and where
-    another class has this family."""
+    """Let `model.family` of a recipe also be that of this class. Raises TypeError for a class without a family or task,
+    and where another class has this family."""
     name = config.model_fields["family"].default if "family" in config.model_fields else None
     if not isinstance(name, str) or not config.learns:
         raise TypeError(f'{config.__name__}: it needs family: Literal["NAME"] = "NAME", and learns = {{task: kind of data}}')

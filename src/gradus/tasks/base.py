@@ -96,13 +96,14 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
-    """The tokens that stand before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer has not these,
-    a padding token, or one of `more` (name → id), which `what` needs."""
+    """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer has not
+    these, a padding token, or one of `more` (name → id), which `what` needs."""
     t = tokenizer
     first, last = (t.cls_id if t.cls_id is not None else t.bos_id), (t.sep_id if t.sep_id is not None else t.eos_id)
     for name, token in {**more, "padding": t.pad_id, "class or begin": first, "separator or end": last}.items():
         if token is None:
-            raise UserError(f"tokenizer: it has no {name} token, which {what} needs. Use a BERT vocabulary or tokenizer.kind=bpe.")
+            text = f"tokenizer: it has no {name} token, which {what} needs"
+            raise UserError(f"{text}. Use a BERT vocabulary or tokenizer.kind=bpe.")
     t.around(first, last)
     return first, last
 

@@ -18,16 +18,11 @@ HEADS = {  # architecture → head
 }
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # theirs → ours
 FIELDS = {
-    "vocab_size": ("vocab_size", 30522),
-    "n_layers": ("num_hidden_layers", 12),
-    "d_model": ("hidden_size", 768),
-    "n_heads": ("num_attention_heads", 12),
-    "d_ff": ("intermediate_size", 3072),
-    "seq_len": ("max_position_embeddings", 512),
-    "n_token_types": ("type_vocab_size", 2),
-    "dropout": ("hidden_dropout_prob", 0.1),
-    "norm_eps": ("layer_norm_eps", 1e-12),
-}
+    "vocab_size": ("vocab_size", 30522), "n_layers": ("num_hidden_layers", 12), "d_model": ("hidden_size", 768),
+    "n_heads": ("num_attention_heads", 12), "d_ff": ("intermediate_size", 3072),
+    "seq_len": ("max_position_embeddings", 512), "n_token_types": ("type_vocab_size", 2),
+    "dropout": ("hidden_dropout_prob", 0.1), "norm_eps": ("layer_norm_eps", 1e-12),
+}  # fmt: skip
 FIXED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
 
 

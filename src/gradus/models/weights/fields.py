@@ -1,4 +1,4 @@
-"""What a config.json says and a configuration of ours says too: one table of names a family, read in both directions."""
+"""What a config.json and a configuration of ours both say: one table of names a family, read in both directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fields = Mapping[str, tuple[str, Any]]  # ours → (theirs, what they mean by a 
 
 def read(hf: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Our fields. Raises KeyError for one that is needed and absent."""
-    return {ours: hf[theirs] if default is NEEDED else hf.get(theirs, default) for ours, (theirs, default) in fields.items()}
+    return {our: hf[their] if default is NEEDED else hf.get(their, default) for our, (their, default) in fields.items()}
 
 
 def written(config: ModelConfig, fields: Fields) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def written(config: ModelConfig, fields: Fields) -> dict[str, Any]:
 
 def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """A config.json of what Hugging Face does not have; `from_ours` reads it."""
-    return {"model_type": model_type, "architectures": [architecture], **config.model_dump(mode="json", exclude={"preset", "init"})}
+    stated = config.model_dump(mode="json", exclude={"preset", "init"})
+    return {"model_type": model_type, "architectures": [architecture], **stated}
 
 
 def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def labels(n_classes: int) -> dict[str, dict]:
     """The names that transformers gives classes that nobody named."""
-    return {"id2label": {str(i): f"LABEL_{i}" for i in range(n_classes)}, "label2id": {f"LABEL_{i}": i for i in range(n_classes)}}
+    names = {i: f"LABEL_{i}" for i in range(n_classes)}
+    return {"id2label": {str(i): name for i, name in names.items()}, "label2id": {name: i for i, name in names.items()}}
 
 
 def n_classes(hf: Mapping[str, Any]) -> int:
@@ -67,8 +69,9 @@ def only(family: str, hf: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 
 
 def one_dropout(family: str, hf: Mapping[str, Any], name: str, others: Mapping[str, Any]) -> None:
-    """Raises UserError where one of the others, by name → value, is not the dropout that `name` says. null says nothing."""
+    """Raises UserError where one of the others, name → value, is not the dropout that `name` says. null says nothing."""
     dropout = hf.get(name, 0.1)
     for other, value in others.items():
         if value not in (None, dropout):
-            raise UserError(f"config.json: {other}={value} but {name}={dropout}; family {family} has one dropout. Make them equal there")
+            given = f"{other}={value} but {name}={dropout}"
+            raise UserError(f"config.json: {given}; family {family} has one dropout. Make them equal there")

@@ -23,16 +23,11 @@ IGNORABLE = (".attn.bias", ".attn.masked_bias")  # the causal mask
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}  # theirs → ours
 FIELDS = {
-    "vocab_size": ("vocab_size", 50257),
-    "n_layers": ("n_layer", 12),
-    "d_model": ("n_embd", 768),
-    "n_heads": ("n_head", 12),
-    "d_ff": ("n_inner", None),
-    "seq_len": ("n_positions", 1024),
-    "dropout": ("resid_pdrop", 0.1),
-    "tie_output": ("tie_word_embeddings", True),
+    "vocab_size": ("vocab_size", 50257), "n_layers": ("n_layer", 12), "d_model": ("n_embd", 768),
+    "n_heads": ("n_head", 12), "d_ff": ("n_inner", None), "seq_len": ("n_positions", 1024),
+    "dropout": ("resid_pdrop", 0.1), "tie_output": ("tie_word_embeddings", True),
     "norm_eps": ("layer_norm_epsilon", 1e-5),
-}
+}  # fmt: skip
 DROPOUTS = ("embd_pdrop", "attn_pdrop")
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
@@ -76,11 +71,11 @@ def rules(config: GPTConfig) -> list[Rule]:
     ]
     for i in range(config.n_layers):
         ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-        qkv = [f"{ours}.attention.{name}" for name in ("to_q", "to_k", "to_v")]
+        matrices, biases = (tuple(f"{ours}.attention.to_{x}.{kind}" for x in "qkv") for kind in ("weight", "bias"))
         table += [
             *layer(f"{ours}.attention_norm", f"{theirs}.ln_1"),
-            Rule(tuple(f"{name}.weight" for name in qkv), f"{theirs}.attn.c_attn.weight", _split_matrix, _fuse_matrices),
-            Rule(tuple(f"{name}.bias" for name in qkv), f"{theirs}.attn.c_attn.bias", _split_bias, _fuse_biases),
+            Rule(matrices, f"{theirs}.attn.c_attn.weight", lambda fused: fused.T.chunk(3), lambda *parts: _fuse(*parts).T),
+            Rule(biases, f"{theirs}.attn.c_attn.bias", lambda fused: fused.chunk(3), _fuse),
             *_transposed(f"{ours}.attention.to_out", f"{theirs}.attn.c_proj"),
             *layer(f"{ours}.feedforward_norm", f"{theirs}.ln_2"),
         ]
@@ -97,21 +92,7 @@ def _transposed(ours: str, theirs: str) -> list[Rule]:
     return [Rule(f"{ours}.weight", f"{theirs}.weight", transpose, transpose), Rule(f"{ours}.bias", f"{theirs}.bias")]
 
 
-def _split_matrix(fused: Tensor) -> tuple[Tensor, ...]:
-    return fused.T.chunk(3)  # (d_model, 3 d_model) -> 3 × (d_model, d_model)
-
-
-def _fuse_matrices(*parts: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat(parts).T
-
-
-def _split_bias(fused: Tensor) -> tuple[Tensor, ...]:
-    return fused.chunk(3)
-
-
-def _fuse_biases(*parts: Tensor) -> Tensor:
+def _fuse(*parts: Tensor) -> Tensor:
     import torch
 
     return torch.cat(parts)

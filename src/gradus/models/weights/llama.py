@@ -18,29 +18,20 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
 }
 FIELDS = {
-    "vocab_size": ("vocab_size", 32000),
-    "n_layers": ("num_hidden_layers", 32),
-    "d_model": ("hidden_size", 4096),
-    "n_heads": ("num_attention_heads", 32),
-    "n_kv_heads": ("num_key_value_heads", None),
-    "d_ff": ("intermediate_size", 11008),
-    "seq_len": ("max_position_embeddings", 2048),
-    "tie_output": ("tie_word_embeddings", False),
-    "norm_eps": ("rms_norm_eps", 1e-6),
+    "vocab_size": ("vocab_size", 32000), "n_layers": ("num_hidden_layers", 32), "d_model": ("hidden_size", 4096),
+    "n_heads": ("num_attention_heads", 32), "n_kv_heads": ("num_key_value_heads", None),
+    "d_ff": ("intermediate_size", 11008), "seq_len": ("max_position_embeddings", 2048),
+    "tie_output": ("tie_word_embeddings", False), "norm_eps": ("rms_norm_eps", 1e-6),
     "dropout": ("attention_dropout", 0.0),
-}
+}  # fmt: skip
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None, "router_jitter_noise": 0.0}
 LACKING = {  # what a config.json means by a field that it lacks
     "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
                 "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
 }  # fmt: skip
-SCALING = {  # theirs → ours
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
-}
+SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}  # theirs → ours
+SCALING["original_max_position_embeddings"] = "original_seq_len"
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:

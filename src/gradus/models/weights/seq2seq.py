@@ -28,14 +28,10 @@ ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGen
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
 NORM_EPS = 1e-5  # theirs is no field
 FIELDS = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "n_layers": ("encoder_layers", NEEDED),
-    "d_model": ("d_model", NEEDED),
-    "n_heads": ("encoder_attention_heads", NEEDED),
-    "d_ff": ("encoder_ffn_dim", NEEDED),
-    "seq_len": ("max_position_embeddings", NEEDED),
-    "dropout": ("dropout", 0.1),
-}
+    "vocab_size": ("vocab_size", NEEDED), "n_layers": ("encoder_layers", NEEDED), "d_model": ("d_model", NEEDED),
+    "n_heads": ("encoder_attention_heads", NEEDED), "d_ff": ("encoder_ffn_dim", NEEDED),
+    "seq_len": ("max_position_embeddings", NEEDED), "dropout": ("dropout", 0.1),
+}  # fmt: skip
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:

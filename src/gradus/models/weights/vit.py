@@ -16,14 +16,10 @@ IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the cl
 
 ARCHITECTURES = {"vit": ("ViTForImageClassification", "ViTModel"), "ijepa": ("IJepaForImageClassification", "IJepaModel")}
 FIELDS = {
-    "n_layers": ("num_hidden_layers", NEEDED),
-    "d_model": ("hidden_size", NEEDED),
-    "n_heads": ("num_attention_heads", NEEDED),
-    "d_ff": ("intermediate_size", NEEDED),
-    "dropout": ("hidden_dropout_prob", 0.0),
-    "n_channels": ("num_channels", 3),
-    "norm_eps": ("layer_norm_eps", 1e-12),
-}
+    "n_layers": ("num_hidden_layers", NEEDED), "d_model": ("hidden_size", NEEDED),
+    "n_heads": ("num_attention_heads", NEEDED), "d_ff": ("intermediate_size", NEEDED),
+    "dropout": ("hidden_dropout_prob", 0.0), "n_channels": ("num_channels", 3), "norm_eps": ("layer_norm_eps", 1e-12),
+}  # fmt: skip
 FIXED = {"hidden_act": "gelu", "qkv_bias": True, "attention_probs_dropout_prob": 0.0}
 
 
