@@ -278,6 +278,7 @@ def errors(world, folder: Path) -> dict[str, str]:
     models.register(FAMILY)
     models.register(FAMILY)  # twice is no error
     told("taken", models.register, dataclasses.replace(FAMILY, config=type("Other", (ConvConfig,), {"__module__": __name__})))
+    told("type", models.register, dataclasses.replace(FAMILY, weights=SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": ("llama",)})))
     told("key", recipes.load, folder / "toy.yaml", ["model.n_tap=3"])
     told("task", recipes.load, folder / "toy.yaml", ["task.name=span_corruption"])
     told("context", check.validate, recipes.load(folder / "toy.yaml", ["layout.context=2"]), 2)
@@ -300,6 +301,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert "model.family: no such model: 'conv'" in found["unregistered"]
     assert "Bare: it needs family:" in found["no tasks"]
     assert found["taken"] == "Other: family conv is ConvConfig's. Choose another name"
+    assert found["type"] == "family conv: model_type llama is llama's"
     assert "Did you mean model.n_taps?" in found["key"]
     assert "model.family: task span_corruption needs t5, not conv. conv is for task.name=causal_lm." in found["task"]
     assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, vit" in found["context"]

@@ -109,9 +109,9 @@ class Encoded:
 def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
     """Texts as a generating model wants them. fit=False: a decoder's may be longer than the model.
 
-    A published decoder's texts begin with the begin token where its family says so; a model trained by a recipe saw none, so that these
-    begin with the text, and an empty text with what stood before texts in training: the end token after documents, else a line end.
-    An encoder-decoder's sources end with the end token.
+    A published decoder's texts begin with the begin token where its family says so. A model trained by a recipe saw none:
+    its texts begin with themselves, an empty one with what stood before texts in training: the end token after
+    documents, else a line end. An encoder-decoder's sources end with the end token.
     Raises UserError for an empty text where there is nothing to begin with, and for one longer than the model.
     """
     tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family

@@ -132,9 +132,7 @@ class Bert(nn.Module):
 
 FAMILY = Family(
     config=BertConfig, model=Bert, weights=weights, attention="both",
-    stacks=(
-        Stack("blocks", before=("word_embedding", "position_embedding", "type_embedding", "embedding_norm"),
-              heads=("pooler", "masked_lm", "next_sentence", "classifier")),
-    ),
+    stacks=(Stack("blocks", before=("word_embedding", "position_embedding", "type_embedding", "embedding_norm"),
+                  heads=("pooler", "masked_lm", "next_sentence", "classifier")),),
     tokens=("word_embedding",), head="masked_lm.decoder",
 )  # fmt: skip

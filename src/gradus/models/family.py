@@ -100,7 +100,10 @@ _known: dict[str, Family] = {}  # registered, or looked up before
 def register(family: Family) -> None:
     """Make a further family known: to recipes, layouts, weights. Every process does so before it reads a recipe.
 
-    Raises TypeError where the name is that of another configuration."""
+    Raises TypeError where the name is that of another configuration, or a model_type another family's."""
+    for other in (name for name in schema.MODELS if name != family.name):
+        if taken := set(rules_of(other).MODEL_TYPES) & set(family.weights.MODEL_TYPES):
+            raise TypeError(f"family {family.name}: model_type {taken.pop()} is {other}'s")
     schema.register_model(family.config)
     _known[family.name] = family
 

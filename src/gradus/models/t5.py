@@ -109,8 +109,7 @@ class T5(nn.Module):
         return Cache(len(self.decoder.blocks), batch, c.n_heads, c.d_head, max_len, weight.device, weight.dtype)
 
     def encode(self, source: Tensor, keep: Tensor | None = None) -> Tensor:
-        """source (batch, source_seq), keep boolean of that shape, True where a token is real (None: everywhere)
-        -> memory (batch, source_seq, d_model)."""
+        """As `Seq2Seq.encode`: memory (batch, source_seq, d_model)."""
         stack = self.encoder
         places = torch.arange(source.shape[1], device=source.device)[None]  # (1, source_seq)
         bias = stack.relative_bias(places, places)  # (1, n_heads, source_seq, source_seq)
@@ -161,8 +160,7 @@ FAMILY = family.Family(
                      dropout="encoder.dropout"),
         family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)),
     ),
-    tokens=("embedding",), head="head",
-    tensor={"relative_bias.table": "column"},  # heads
+    tokens=("embedding",), head="head", tensor={"relative_bias.table": "column"},  # its columns are heads
     whole_sequence="T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
     "attends across to another sequence",
     decoder_start="padding", fine_tuning_rate=3e-4,

@@ -8,9 +8,8 @@ Everything in a model but attention treats each token by itself, so it runs on a
     ulysses   an all-to-all changes "all heads, a part of the sequence" into "a part of the heads, the whole sequence" and back;
               in between runs the layout's ordinary kernel.
 
-Decoders read a part of the sequence from the start: ids, labels and positions are split (`Context.prepare`), and so are embedding, head
-and logits. Encoders, whose heads read one token or chosen ones, read the whole batch; their hidden states are split before the first
-block and gathered after the last.
+Decoders read a part of the sequence: ids, labels and positions are split (`Context.prepare`), and so are embedding, head and logits.
+Encoders, whose heads read one token or chosen ones, read the whole batch; hidden states are split between first and last block.
 """
 
 from __future__ import annotations

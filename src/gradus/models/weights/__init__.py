@@ -26,6 +26,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,7 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def transpose(matrix: Tensor) -> Tensor:
-    return matrix.T
+transpose = attrgetter("T")
 
 
 @dataclass(frozen=True)

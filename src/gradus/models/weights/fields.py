@@ -9,15 +9,14 @@ from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import ModelConfig
 
 NEEDED = object()  # in place of a default
-Fields = Mapping[str, tuple[str, Any]]  # ours → (theirs, what they mean by a field that is absent)
 
 
-def read(hf: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    """Our fields. Raises KeyError for one that is needed and absent."""
+def read(hf: Mapping[str, Any], fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Our fields, of a table ours → (theirs, default). Raises KeyError for one that is needed and absent."""
     return {our: hf[their] if default is NEEDED else hf.get(their, default) for our, (their, default) in fields.items()}
 
 
-def written(config: ModelConfig, fields: Fields) -> dict[str, Any]:
+def written(config: ModelConfig, fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Their fields."""
     return {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
 
