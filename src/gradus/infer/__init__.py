@@ -30,6 +30,10 @@ class Place:
     _read: dict[str, Tokenizer] | None = None
 
     @property
+    def family(self) -> models.Family:
+        return models.lookup(self.config.family)
+
+    @property
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
@@ -105,28 +109,27 @@ class Encoded:
 def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
     """Texts as a generating model wants them. fit=False: a decoder's may be longer than the model.
 
-    Llama as published begins with its begin token; a model trained by a recipe saw none, and GPT has none, so that these begin with
-    the text, and an empty text with what stood before texts in training: the end token after documents, else a line end.
-    T5's decoder starts with padding, the original Transformer's with its begin token; their sources end with the end token.
+    A published decoder's texts begin with the begin token where its family says so. A model trained by a recipe saw none:
+    its texts begin with themselves, an empty one with what stood before texts in training: the end token after
+    documents, else a line end. An encoder-decoder's sources end with the end token.
     Raises UserError for an empty text where there is nothing to begin with, and for one longer than the model.
     """
-    tokenizer, config, recipe = tokenizers[""], place.config, place.recipe
+    tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
     target = tokenizers.get("target", tokenizer)
     rows = tokenizer.encode_batch(texts)
     pad_id, eos_id = special(target, "pad") or 0, special(target, "eos", "sep")
-    if config.family in ("seq2seq", "t5"):
+    if family.attention == "cross":
         if not all(rows):
             raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
-        if config.family == "seq2seq":  # T5's relative positions set no limit
-            _fits(texts, sources, config.seq_len)
-        start = pad_id if config.family == "t5" else special(target, "bos", "cls", "pad")
+        _fits(texts, sources, config.longest)
+        start = pad_id if family.decoder_start == "padding" else special(target, "bos", "cls", "pad")
         if start is None:
             raise UserError("the tokenizer has no begin token for the decoder to start with. Give the model's own with --tokenizer PATH.")
         return Encoded([[start]] * len(rows), sources, eos_id, pad_id)
 
-    if config.family == "llama" and recipe is None and tokenizer.bos_id is not None:
+    if family.begin_token and recipe is None and tokenizer.bos_id is not None:
         rows = [[tokenizer.bos_id, *row] for row in rows]
     elif not all(rows):
         documents = recipe is None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
@@ -138,13 +141,13 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     if place.path.is_file():
         eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
     if fit:
-        _fits(texts, rows, config.seq_len)
+        _fits(texts, rows, config.longest)
     return Encoded(rows, None, eos_id, pad_id)
 
 
-def _fits(texts: list[str], rows: list[list[int]], longest: int) -> None:
+def _fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
     for number, (text, row) in enumerate(zip(texts, rows), 1):
-        if len(row) > longest:
+        if longest is not None and len(row) > longest:
             which = f"text {number}" if len(texts) > 1 else "the text"
             start = text if len(text) <= 30 else text[:30] + "…"
             raise UserError(f"{which} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read. Shorten it.")

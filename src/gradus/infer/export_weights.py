@@ -30,7 +30,7 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     if to.is_dir() and os.listdir(to) and not (to / "config.json").is_file():
         raise UserError(f"--to={to}: this folder holds {weights.some(sorted(os.listdir(to)))} and no model. Give a new or an empty one.")
     tokenizers = {}
-    if place.config.family != "vit":
+    if place.config.reads == "text":
         try:
             tokenizers = place.tokenizers()
         except UserError as e:
@@ -38,7 +38,7 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     for sub, tokenizer in tokenizers.items():
         tokenizer.save(to / sub)
     models.convert(place.path, to, shard_gb * 1e9)
-    if place.recipe is not None and place.config.family == "vit":
+    if place.recipe is not None and place.config.reads == "images":
         (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {len(list(to.glob('*.safetensors')))} file(s)" + (

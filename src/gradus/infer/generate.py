@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gradus import models
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import Place, encode, find, note
 from gradus.models.decoding import Choose, sampler
 from gradus.models.decoding import generate as decode
-
-GENERATING = ("gpt", "llama", "seq2seq", "t5")
 
 
 class Continuation:
@@ -28,16 +27,17 @@ class Continuation:
     def __init__(
         self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None, precision: str = "fp32", sliding: bool = False
     ):
-        family, self.prompts = place.config.family, prompts or [""]
+        family, self.prompts = place.family, prompts or [""]
         if max_new < 1:
             raise UserError(f"--max-new={max_new}: must be at least 1.")
-        if family not in GENERATING:
-            raise UserError(f"{place.name}: {family} does not generate text. Use gradus predict {place.name} INPUT.")
+        if family.attention == "both":
+            raise UserError(f"{place.name}: {family.name} does not generate text. Use gradus predict {place.name} INPUT.")
         if place.recipe is not None and place.recipe.task.name == "copy":
             raise UserError(f"{place.name}: this model copies numbers and knows no text. Use gradus predict {place.name} '1 2 3'.")
-        if sliding and family not in ("gpt", "llama"):
-            why = "has no limit to go beyond" if family == "t5" else "reads its prompt whole"
-            raise UserError(f"--sliding-window: it is for gpt and llama; {family} {why}. Leave it out.")
+        if sliding and family.attention != "causal":
+            why = "has no limit to go beyond" if place.config.longest is None else "reads its prompt whole"
+            decoders = " and ".join(other.name for other in models.families() if other.attention == "causal")
+            raise UserError(f"--sliding-window: it is for {decoders}; {family.name} {why}. Leave it out.")
         tokenizers = place.tokenizers(tokenizer)
         self.encoded = encode(place, tokenizers, self.prompts, fit=not sliding)
         self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
@@ -47,10 +47,10 @@ class Continuation:
         self.rows = [list(row) for row in self.before]
 
     def _room(self, place: Place, max_new: int, sliding: bool) -> int:
-        longest, places = max(map(len, self.encoded.prompts)), place.config.seq_len
-        if sliding or place.config.family == "t5" or longest + max_new - 1 <= places:  # the last new token is not read again
+        longest, places = max(map(len, self.encoded.prompts)), place.config.longest
+        if sliding or places is None or longest + max_new - 1 <= places:  # the last new token is not read again
             return max_new
-        room, on = places - longest + 1, "; --sliding-window goes on" if place.config.family in ("gpt", "llama") else ""
+        room, on = places - longest + 1, "; --sliding-window goes on" if place.family.attention == "causal" else ""
         note(f"--max-new={max_new} cut to {room}: the model has {places:,} places, of which the prompt takes {longest:,}{on}")
         return room
 

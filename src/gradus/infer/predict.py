@@ -53,7 +53,7 @@ def predict(args: Any) -> Iterator[str]:
     if args.to and Path(args.to).suffix != (".npy" if args.features else ".jsonl"):
         raise UserError(f"--to={args.to}: {'features are saved as .npy' if args.features else 'predictions are saved as .jsonl'}.")
     place = find(args.model)
-    if args.grid and (place.config.family != "vit" or args.features):
+    if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
     if args.features:
         yield from features(place, args)
@@ -136,15 +136,15 @@ def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
     """Predictions for texts, or image files, by what the model is."""
     config = place.config
     head = getattr(config, "head", None)
-    if config.family == "vit" and config.n_classes:
+    if config.reads == "images" and config.n_classes:
         return label_images(place, inputs, top)
     if head == "classification":
         return label_texts(place, inputs, top)
     if head in ("masked_lm", "pretraining"):
         return fill_masks(place, inputs, top)
-    if config.family in ("seq2seq", "t5"):
+    if place.family.attention == "cross":
         return answers(place, inputs)
-    if config.family in ("gpt", "llama"):
+    if place.family.attention == "causal":
         raise UserError(f"{place.name}: {config.family} continues texts. Use gradus generate {place.name} PROMPT, or --features.")
     raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use --features, or a model trained for a task.")
 
@@ -170,7 +170,7 @@ def class_names(place: Place) -> list[str]:
 
 
 def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Texts as BERT reads them, [CLS] text [SEP], cut to its length; it is said which were cut."""
+    """Texts as an encoder reads them, [CLS] text [SEP], cut to its length; it is said which were cut."""
     first, last = special(tokenizer, "cls", "bos"), special(tokenizer, "sep", "eos")
     around = (first is not None) + (last is not None)
     longest = place.config.seq_len
@@ -382,12 +382,12 @@ def features(place: Place, args: Any) -> Iterator[str]:
     if args.split:
         raise UserError("--features takes texts or image files; leave out --split.")
     inputs = inputs_of(args)
-    images = place.config.family == "vit"
+    images = place.config.reads == "images"
     if images:
         pixels, (mean, std) = read_images(place, inputs), mean_and_std(place)
     else:
         tokenizers = place.tokenizers()
-        rows = rows_of(place, tokenizers[""], inputs) if place.config.family == "bert" else None
+        rows = rows_of(place, tokenizers[""], inputs) if place.family.attention == "both" else None
         if rows is None:
             encoded = encode(place, tokenizers, inputs)
             rows = encoded.sources or encoded.prompts
@@ -399,7 +399,7 @@ def features(place: Place, args: Any) -> Iterator[str]:
             lengths = [found.shape[1]] * len(part)
         else:
             ids, keep = batch_of([rows[i] for i in part], tokenizers[""], device_of(model))
-            found = model.encode(ids, keep) if place.config.family in ("seq2seq", "t5") else model.hidden(ids, keep=keep)
+            found = model.encode(ids, keep) if place.family.attention == "cross" else model.hidden(ids, keep=keep)
             lengths = [len(rows[i]) for i in part]
         for i, one, length in zip(part, found.float().cpu().numpy(), lengths):
             states.append(one[:length])

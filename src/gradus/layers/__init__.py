@@ -2,10 +2,11 @@
 
 from gradus.layers.attention import Attention
 from gradus.layers.block import Block
-from gradus.layers.cache import Cache, LayerCache
+from gradus.layers.cache import Cache, LayerCache, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
 from gradus.layers.init import truncated_normal_
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
 from gradus.layers.positions import (
@@ -19,30 +20,10 @@ from gradus.layers.positions import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
-    "KERNELS",
-    "Attention",
-    "Block",
-    "Cache",
-    "ExpertLinear",
-    "FeedForward",
-    "GatedFeedForward",
-    "LayerCache",
-    "MixtureOfExperts",
-    "Patches",
-    "apply_rotary",
-    "chunked",
-    "extract",
-    "get_activation",
-    "get_kernel",
-    "halves_to_interleaved",
-    "interleaved_to_halves",
-    "keep_balance",
-    "naive",
-    "relative_buckets",
-    "rotary_frequencies",
-    "rotary_table",
-    "sdpa",
-    "sinusoidal",
-    "truncated_normal_",
-]
+    "ACTIVATIONS", "KERNELS",
+    "Attention", "Block", "Cache", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
+    "MixtureOfExperts", "Patches",
+    "apply_rotary", "attention_mask", "chunked", "decoder_inputs", "extract", "get_activation", "get_kernel",
+    "halves_to_interleaved", "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
+    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "truncated_normal_",
+]  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradus.errors import UserError
+from gradus.layers.masks import attention_mask
 
 
 class LayerCache:
@@ -59,3 +60,28 @@ class Cache:
             raise UserError(f"position {outside} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise max_len")
         self.length = max(self.length, highest + 1)
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
+
+
+def decoder_inputs(
+    ids: Tensor, seq_len: int, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None, cache: Cache | None
+) -> tuple[Tensor, Tensor | None]:
+    """(positions (batch or 1, seq), mask broadcastable to (batch, 1, seq, keys) or None) of a causal decoder.
+
+    ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache
+    ends. segments: integers (batch, seq); a token attends only to earlier ones of its own segment. keep: boolean
+    (batch, seq), False where no token may attend (padding on the right needs none).
+    Raises UserError when the sequence is longer than seq_len, or for segments or keep together with a cache.
+    """
+    if cache is None:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        mask, length = attention_mask(segments, keep), ids.shape[1]
+    else:
+        if segments is not None or keep is not None:
+            text = "with a cache, prompts are padded on the right and not packed"
+            raise UserError(f"{text}: give positions, not segments or keep")
+        positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
+        mask, length = cache.mask(positions), cache.length  # (batch, 1, seq, slots)
+    if length > seq_len:
+        text = f"a sequence of {length} tokens is longer than model.seq_len={seq_len}"
+        raise UserError(f"{text}; cut it or raise model.seq_len")
+    return positions, mask

@@ -54,7 +54,7 @@ def _complete(recipe: Recipe) -> ModelConfig:
     model, unknown = recipe.model, {}
     if hasattr(model, "head") and model.head == "none" and recipe.task.name in ("masked_lm", "classification"):
         unknown["head"] = "the task chooses it"
-    if model.vocab_size is None and model.family != "vit":
+    if model.vocab_size is None and model.reads == "text":
         unknown["vocab_size"] = "the tokenizer knows it"
     if recipe.task.name == "classification" and model.n_classes is None:
         unknown["n_classes"] = "the data know it"

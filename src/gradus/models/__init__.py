@@ -1,4 +1,4 @@
-"""The six families: build one from its configuration, load and save it in the Hugging Face layout, count it."""
+"""The families: build one from its configuration, load and save it in the Hugging Face layout, count it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from gradus.errors import UserError, did_you_mean, need
 from gradus.models import weights
+from gradus.models.family import Family, Stack, families, lookup, register
 from gradus.models.weights import checksums
 from gradus.recipe import schema
 
@@ -22,25 +22,35 @@ if TYPE_CHECKING:  # a configuration is read without torch
     import torch
     from torch import nn
 
-CLASSES = {"seq2seq": "Seq2Seq", "bert": "Bert", "gpt": "GPT", "t5": "T5", "llama": "Llama", "vit": "ViT"}
+__all__ = [
+    "Family", "Stack", "build", "config_of", "convert", "count", "families", "load", "load_weights", "locate", "lookup", "register", "save",
+    "to_config_json", "weights",
+]  # fmt: skip
 
 
 def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.Module:
     """A model with the initialisation of its paper, drawn from torch's global generator. On "meta" nothing is allocated.
 
-    Raises UserError where the configuration is not complete, e.g. without vocab_size.
+    Raises UserError where the configuration is not complete, e.g. without vocab_size; TypeError where the family's description is not.
     """
     import torch
 
+    family = lookup(config.family)
+    if config.reads == "text" and config.vocab_size is None:
+        raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
     with torch.device(device):
-        return getattr(import_module(f"{__name__}.{config.family}"), CLASSES[config.family])(config)
+        model = family.model(config)
+    if lacks := list(family.lacks(model)):
+        raise TypeError(f"family {family.name}: {'; '.join(lacks)}")
+    return model
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:
     """Parameters by component, each shared one once, and their `total`. Allocates nothing.
 
     embeddings: tokens, types, positions (T5's relative ones too), patches, class token. attention, feedforward, norms: as named,
-    wherever they are. head: everything else, which reads the last norm's output (pooler, classifier, an output projection of its own).
+    wherever they are; what else a block has counts as attention. head: everything else, which reads the last norm's output (pooler,
+    classifier, an output projection of its own).
     """
     return dict(_counted(type(config), config.model_dump_json()))
 
@@ -49,7 +59,7 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
 def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
     from torch import nn
 
-    from gradus.layers import Attention, FeedForward, GatedFeedForward, MixtureOfExperts, Patches
+    from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts, Patches
 
     model = build(kind.model_validate_json(config), device="meta")
     modules = dict(model.named_modules())
@@ -63,6 +73,8 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
             return "feedforward"
         if path and isinstance(path[-1], nn.LayerNorm | nn.RMSNorm):
             return "norms"
+        if any(isinstance(m, Block) for m in path):
+            return "attention"
         return "embeddings" if not path or any(isinstance(m, nn.Embedding | Patches) for m in path) else "head"
 
     counts = dict.fromkeys(("embeddings", "attention", "feedforward", "norms", "head"), 0)

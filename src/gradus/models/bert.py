@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward, truncated_normal_
+from gradus.models.family import Family, Stack
+from gradus.models.weights import bert as weights
 from gradus.recipe.schema import BertConfig
 
 
@@ -126,3 +128,11 @@ class Bert(nn.Module):
         if head == "masked_lm":
             return scores
         return scores, self.next_sentence(self.pooled(x))
+
+
+FAMILY = Family(
+    config=BertConfig, model=Bert, weights=weights, attention="both",
+    stacks=(Stack("blocks", before=("word_embedding", "position_embedding", "type_embedding", "embedding_norm"),
+                  heads=("pooler", "masked_lm", "next_sentence", "classifier")),),
+    tokens=("word_embedding",), head="masked_lm.decoder",
+)  # fmt: skip

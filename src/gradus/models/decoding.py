@@ -76,7 +76,7 @@ def generate(
     has ended yields `pad_id`.
 
     Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of
-    unequal length. `cache=False` computes everything again for every token: slower, the same tokens.
+    unequal length. `cache=False` computes everything again for every token: slower, the same tokens. So does a model without new_cache.
     window: read no more than the latest so many tokens of a row, as if they were its first. Keys and values in the cache know the place
     they were computed at, so that from the first row longer than the window on everything is computed again for every token.
     """
@@ -96,6 +96,7 @@ def generate(
             return model.decode(target, memory, keep, **kwargs)
 
     room = longest + max_new - 1  # the last token needs no slot
+    cache = cache and hasattr(model, "new_cache")
     store = model.new_cache(batch, min(room, window or room)) if cache and longest <= (window or longest) else None
     rows = torch.arange(batch, device=device)
     done = torch.zeros(batch, dtype=torch.bool, device=device)

@@ -3,11 +3,11 @@ positions and the output projection tied to the token embedding. GPT-3's alterna
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts
+from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts, decoder_inputs
+from gradus.models.family import Family, Stack
+from gradus.models.weights import gpt as weights
 from gradus.recipe.schema import GPTConfig
 
 
@@ -33,12 +33,10 @@ class GPTBlock(Block):
 
 
 class GPT(nn.Module):
-    """Raises UserError when the size of the vocabulary is not known."""
+    """The decoder, and the projection to the vocabulary."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.vocab_size is None:
-            raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
@@ -69,59 +67,26 @@ class GPT(nn.Module):
         c, weight = self.config, self.token_embedding.weight
         return Cache(c.n_layers, batch, c.n_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
-    def hidden(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        keep: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """The last hidden states, after the final norm: (batch, seq, d_model).
-
-        ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache ends.
-        segments: integers (batch, seq); a token looks only at earlier ones of its own segment. keep: boolean (batch, seq), False
-        where no token may look (padding on the right needs none: all looks are backwards). cache: from `new_cache`.
-        Raises UserError when the sequence is longer than the model's positions, or for segments or keep together with a cache.
-        """
-        if cache is None:
-            mask = looks(segments, keep)
-            positions = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            length = ids.shape[1]
-        else:
-            if segments is not None or keep is not None:
-                raise UserError("with a cache, prompts are padded on the right and not packed: give positions, not segments or keep")
-            positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
-            mask = cache.mask(positions)  # (batch, 1, seq, slots)
-            length = cache.length
-        if length > self.config.seq_len:
-            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; cut it, or train with more positions")
+    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
+               cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in `layers.decoder_inputs`;
+        cache: from `new_cache`."""
+        positions, mask = decoder_inputs(ids, self.config.seq_len, positions, segments, keep, cache)
         x = self.dropout(self.token_embedding(ids) + self.position_embedding(positions))  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, mask, cache is None, None if cache is None else cache.layers[i], positions)
         return self.norm(x)
 
-    def forward(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        keep: Tensor | None = None,
-        select: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
+                select: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
         """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean (batch, seq),
         is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
 
 
-def looks(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    """Where a query may look, besides backwards: segments, keep (batch, seq) -> boolean (batch, 1, seq or 1, seq), or None."""
-    mask = None if keep is None else keep[:, None, None, :]
-    if segments is not None:
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        mask = same if mask is None else mask & same
-    return mask
+FAMILY = Family(
+    config=GPTConfig, model=GPT, weights=weights, attention="causal",
+    stacks=(Stack("blocks", before=("token_embedding", "position_embedding"), norm="norm", heads=("head",)),),
+    tokens=("token_embedding",), head="head",
+)  # fmt: skip

@@ -4,12 +4,11 @@ RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With expe
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, rotary_table
-from gradus.models.gpt import looks
+from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, decoder_inputs, rotary_table
+from gradus.models.family import Family, Stack
+from gradus.models.weights import llama as weights
 from gradus.recipe.schema import LlamaConfig
 
 
@@ -28,29 +27,17 @@ class LlamaBlock(Block):
         else:
             self.feedforward = MixtureOfExperts(config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
-        causal: bool = True,
-        cache=None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True, cache=None,
+                positions: Tensor | None = None) -> Tensor:  # fmt: skip
         x = x + self.attention(self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions)
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
 class Llama(nn.Module):
-    """The published models have no dropout; `config.dropout` is that of the attention weights.
-
-    Raises UserError when the size of the vocabulary is not known.
-    """
+    """The published models have no dropout; `config.dropout` is that of the attention weights."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        if config.vocab_size is None:
-            raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.n_layers))
@@ -75,52 +62,28 @@ class Llama(nn.Module):
         c, weight = self.config, self.token_embedding.weight
         return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
-    def hidden(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        keep: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """The last hidden states, after the final norm: (batch, seq, d_model).
-
-        ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache ends.
-        segments: integers (batch, seq); a token looks only at earlier ones of its own segment. keep: boolean (batch, seq), False
-        where no token may look (padding on the right needs none: all looks are backwards). cache: from `new_cache`.
-        Raises UserError when the sequence is longer than `config.seq_len`, or for segments or keep together with a cache.
-        """
+    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
+               cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in `layers.decoder_inputs`;
+        cache: from `new_cache`."""
         c = self.config
-        if cache is None:
-            mask = looks(segments, keep)
-            positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
-            length = ids.shape[1]
-        else:
-            if segments is not None or keep is not None:
-                raise UserError("with a cache, prompts are padded on the right and not packed: give positions, not segments or keep")
-            positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
-            mask = cache.mask(positions)  # (batch, 1, seq, slots)
-            length = cache.length
-        if length > c.seq_len:
-            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={c.seq_len}; cut it or raise model.seq_len")
+        positions, mask = decoder_inputs(ids, c.seq_len, positions, segments, keep, cache)
         rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)  # 2 × (batch or 1, 1, seq, head_dim)
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, mask, cache is None, None if cache is None else cache.layers[i], positions)
         return self.norm(x)
 
-    def forward(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        keep: Tensor | None = None,
-        select: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
+                select: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
         """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean (batch, seq),
         is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
+
+
+FAMILY = Family(
+    config=LlamaConfig, model=Llama, weights=weights, attention="causal",
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
+    tokens=("token_embedding",), head="head", begin_token=True, fine_tuning_rate=2e-5,
+)  # fmt: skip

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, sinusoidal
+from gradus.models import family
+from gradus.models.weights import seq2seq as weights
 from gradus.recipe.schema import Seq2SeqConfig
 
 
@@ -98,13 +100,11 @@ class Stack(nn.Module):
 class Seq2Seq(nn.Module):
     """Encoder, decoder, and the projection to the target vocabulary. Shared embeddings are one module, a tied projection one Parameter.
 
-    Raises UserError when the vocabulary's size is not known, or d_model is odd.
+    Raises UserError when d_model is odd.
     """
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
-        if config.vocab_size is None:
-            raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
         self.config = config
         target_vocab_size = config.target_vocab_size or config.vocab_size
         self.source_embedding = Embedding(config, config.vocab_size)
@@ -173,3 +173,17 @@ class Seq2Seq(nn.Module):
     def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
+
+
+FAMILY = family.Family(
+    config=Seq2SeqConfig, model=Seq2Seq, weights=weights, attention="cross",
+    stacks=(
+        family.Stack("encoder.blocks", before=("source_embedding",), norm="encoder.norm"),
+        family.Stack("decoder.blocks", before=("target_embedding",), norm="decoder.norm", heads=("head",)),
+    ),
+    tokens=("source_embedding.tokens", "target_embedding.tokens"), head="head",
+    entry=("source_embedding", "target_embedding"),  # they add positions
+    whole_sequence="seq2seq has cross-attention, whose queries and keys are of two sequences, each of which would need its own split and a "
+    "ring of the encoder's output",
+    fine_tuning_rate=1e-4,
+)  # fmt: skip

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, Cache, FeedForward, GatedFeedForward, LayerCache, relative_buckets
+from gradus.models import family
+from gradus.models.weights import t5 as weights
 from gradus.recipe.schema import T5Config
 
 
@@ -107,8 +109,7 @@ class T5(nn.Module):
         return Cache(len(self.decoder.blocks), batch, c.n_heads, c.d_head, max_len, weight.device, weight.dtype)
 
     def encode(self, source: Tensor, keep: Tensor | None = None) -> Tensor:
-        """source (batch, source_seq), keep boolean of that shape, True where a token is real (None: everywhere)
-        -> memory (batch, source_seq, d_model)."""
+        """As `Seq2Seq.encode`: memory (batch, source_seq, d_model)."""
         stack = self.encoder
         places = torch.arange(source.shape[1], device=source.device)[None]  # (1, source_seq)
         bias = stack.relative_bias(places, places)  # (1, n_heads, source_seq, source_seq)
@@ -139,13 +140,7 @@ class T5(nn.Module):
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,
                cache: Cache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Scores of the next tokens: (batch, target_seq, vocab), or with `select` (boolean, (batch, target_seq)) those of the
-        selected places only: (n_selected, vocab).
-
-        target (batch, target_seq), padded on the right. memory from `encode`; keep is the source's padding mask.
-        cache: keys and values of earlier calls; `positions` (batch, target_seq) then says which place each token has
-        (None: those behind the cache's last).
-        """
+        """Scores of the next tokens: (batch, target_seq, vocab), or (n_selected, vocab). Arguments as in `Seq2Seq.decode`."""
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         if select is not None:
             x = x[select]
@@ -156,3 +151,17 @@ class T5(nn.Module):
     def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
+
+
+FAMILY = family.Family(
+    config=T5Config, model=T5, weights=weights, attention="cross",
+    stacks=(
+        family.Stack("encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",),
+                     dropout="encoder.dropout"),
+        family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)),
+    ),
+    tokens=("embedding",), head="head", tensor={"relative_bias.table": "column"},  # its columns are heads
+    whole_sequence="T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
+    "attends across to another sequence",
+    decoder_start="padding", fine_tuning_rate=3e-4,
+)  # fmt: skip

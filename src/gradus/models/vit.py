@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, FeedForward, Patches, truncated_normal_
+from gradus.models.family import Family, Stack
+from gradus.models.weights import vit as weights
 from gradus.recipe.schema import ViTConfig
 
 
@@ -77,3 +79,10 @@ class ViT(nn.Module):
         x = self.features(images)
         pooled = x.mean(dim=1) if self.class_token is None else x[:, 0]  # (batch, d_model)
         return pooled if self.head is None else self.head(pooled)
+
+
+FAMILY = Family(
+    config=ViTConfig, model=ViT, weights=weights, attention="both",
+    stacks=(Stack("blocks", before=("patches", "class_token", "positions"), norm="norm", heads=("head",)),),
+    entry=("dropout",),
+)  # fmt: skip

@@ -8,9 +8,8 @@ Everything in a model but attention treats each token by itself, so it runs on a
     ulysses   an all-to-all changes "all heads, a part of the sequence" into "a part of the heads, the whole sequence" and back;
               in between runs the layout's ordinary kernel.
 
-GPT and Llama read a part of the sequence from the start: ids, labels and positions are split (`Context.prepare`), and so are embedding,
-head and logits. BERT and ViT, whose heads read one token or chosen ones, read the whole batch; their hidden states are split before the
-first block and gathered after the last.
+Decoders read a part of the sequence: ids, labels and positions are split (`Context.prepare`), and so are embedding, head and logits.
+Encoders, whose heads read one token or chosen ones, read the whole batch; hidden states are split between first and last block.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
+from gradus import models
 from gradus.data.collate import IGNORE
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
@@ -43,24 +43,15 @@ from gradus.layers.kernels import (
 )
 from gradus.recipe.schema import Layout, ModelConfig
 
-CAUSAL, WHOLE = ("gpt", "llama"), ("bert", "vit")  # split from the batch on; split between the blocks only
-
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be trained with this layout.context, a line each."""
     n = layout.context
     if n == 1:
         return
-    if model.family == "t5":
-        yield (
-            f"layout.context={n}: T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
-            "attends across to another sequence; layout.context is for gpt, llama, bert and vit. Set layout.context=1."
-        )
-    elif model.family not in CAUSAL + WHOLE:
-        yield (
-            f"layout.context={n}: {model.family} has cross-attention, whose queries and keys are of two sequences, each of which would need its own "
-            "split and a ring of the encoder's output; layout.context is for gpt, llama, bert and vit. Set layout.context=1."
-        )
+    if reason := models.lookup(model.family).whole_sequence:
+        others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
+        yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
     elif layout.context_method == "ulysses":
         heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
         here = [m for m in range(1, kv_heads + 1) if kv_heads % (m * layout.tensor) == 0]
@@ -130,7 +121,7 @@ class _Sequence(NamedTuple):
 
 
 class Context:
-    """Splits the sequences of `model` (gpt, llama, bert or vit, unedited) over the processes of `group`, in place.
+    """Splits the sequences of `model` (unedited) over the processes of `group`, in place.
 
     All processes of the group must be given the same samples, and must call the model equally often, also when evaluating. Before each
     call, in training and in evaluation, `prepare` the batch; batches may differ in length.
@@ -138,8 +129,8 @@ class Context:
     Gradients of every parameter must be *summed* over the group (besides the ranks with other samples). `batch["counts"]` and
     `batch["n_tokens"]` stay those of the whole samples: count them once, over the ranks with different samples.
 
-        redundant   False: gpt, llama. Loss and metrics of a process are sums over its own tokens: sum them over the group, as they are.
-                    True: bert, vit. Every process computes head, loss and metrics of all tokens. Divide the loss by the group's size
+        redundant   False: a decoder. Loss and metrics of a process are sums over its own tokens: sum them over the group, as they are.
+                    True: an encoder. Every process computes head, loss and metrics of all tokens. Divide the loss by the group's size
                     before the backward pass, and do not sum metrics over the group.
 
     Why this is right for `redundant`: with the loss L / n on each of n processes, the gather's backward pass sums n equal gradients
@@ -154,8 +145,9 @@ class Context:
         self.config, self.group, self.chunk = model.config, group, layout.chunk
         self.n, self.rank = dist.get_world_size(group), dist.get_rank(group)
         assert self.n == layout.context > 1, f"a group of {self.n} processes for layout.context={layout.context}"
-        assert self.config.family in CAUSAL + WHOLE, f"{self.config.family}: layout.context is for gpt, llama, bert and vit"
-        self.redundant = self.config.family in WHOLE
+        family = models.lookup(self.config.family)
+        assert not family.whole_sequence, family.whole_sequence
+        self.redundant = family.attention == "both"
         self.ring = layout.context_method == "ring"
         self.ordinary = get_kernel(layout.attention, layout.chunk)
         self.sequence: _Sequence | None = None  # at hand
@@ -174,10 +166,10 @@ class Context:
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This process's part of a batch, which lies on its device already.
 
-        gpt, llama: every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has the label IGNORE.
+        A decoder's: every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has the label IGNORE.
         `positions` is made where it is absent, and must reach the model as the tensor it is here: it knows the whole sequence, `segments`
         and `keep` included, which are taken out of the batch and obeyed by attention.
-        bert, vit: the batch as it is. Raises UserError for sequences longer than the model's.
+        An encoder's: the batch as it is. Raises UserError for sequences longer than the model's.
         """
         if self.redundant:
             return batch

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
-from gradus.recipe.schema import Layout, ModelConfig
+from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +30,11 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Why this model cannot be laid out so, one line a reason. Also for layout.expert=1: some axes do not take a model with experts."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
-        if n > 1 and model.family in ("gpt", "llama"):
+        able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
+        if n > 1 and model.family in able:
             yield f"layout.expert={n}: the model has no experts. Set model.n_experts={4 * n}, say, or layout.expert=1."
         elif n > 1:
-            yield f"layout.expert={n}: {model.family} has no experts; gpt and llama can. Set layout.expert=1."
+            yield f"layout.expert={n}: {model.family} has no experts; {' and '.join(able)} can. Set layout.expert=1."
         return
     if n_experts % n:
         good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]

@@ -22,7 +22,7 @@ import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,42 +38,15 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gradus import models
 from gradus.errors import UserError
+from gradus.models import Stack
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 
 T = TypeVar("T")
 
 
-class Stack(NamedTuple):
-    """Blocks in a row, and what belongs to them, by name."""
-
-    blocks: str
-    before: tuple[str, ...]  # needed where the first block is
-    after: tuple[str, ...]  # needed where the last block is
-    beside: tuple[str, ...] = ()  # needed where any block is
-
-
-STACKS = {
-    "seq2seq": (
-        Stack("encoder.blocks", ("source_embedding",), ("encoder.norm",)),
-        Stack("decoder.blocks", ("target_embedding",), ("decoder.norm", "head")),
-    ),
-    "bert": (
-        Stack(
-            "blocks",
-            ("word_embedding", "position_embedding", "type_embedding", "embedding_norm"),
-            ("pooler", "masked_lm", "next_sentence", "classifier"),
-        ),
-    ),
-    "gpt": (Stack("blocks", ("token_embedding", "position_embedding"), ("norm", "head")),),
-    "t5": (
-        Stack("encoder.blocks", ("embedding",), ("encoder.norm",), ("encoder.relative_bias",)),
-        Stack("decoder.blocks", ("embedding",), ("decoder.norm", "head"), ("decoder.relative_bias",)),
-    ),
-    "llama": (Stack("blocks", ("token_embedding",), ("norm", "head")),),
-    "vit": (Stack("blocks", ("patches", "class_token", "positions"), ("norm", "head")),),
-}
 SPLIT_BACKWARD = "zero_bubble computes the gradients of inputs and of weights in two passes"
 
 
@@ -82,8 +55,8 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     n = layout.pipeline
     if n == 1:
         return
-    schedule, per_process = layout.schedule, stages_per_process(layout)
-    n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(STACKS[model.family]) - 1)
+    schedule, per_process, stacks = layout.schedule, stages_per_process(layout), models.lookup(model.family).stacks
+    n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
     if per_process > 1 and schedule in ("gpipe", "1f1b"):
         yield f"layout.stages={per_process}: layout.schedule={schedule} has 1 stage a process. Use layout.schedule=interleaved or zero_bubble."
     elif per_process == 1 and schedule == "interleaved":
@@ -97,7 +70,7 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         yield f"layout.pipeline={n}: the load-balancing loss of experts arises in middle stages, which have no loss. Use layout.expert."
     if schedule == "zero_bubble" and layout.checkpointing != "none":
         yield f"layout.checkpointing={layout.checkpointing}: {SPLIT_BACKWARD}, which recomputation does not survive. Use layout.schedule=1f1b."
-    if schedule == "zero_bubble" and len(STACKS[model.family]) > 1:
+    if schedule == "zero_bubble" and len(stacks) > 1:
         yield (
             f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter a stage at several places, "
             f"as {model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
@@ -223,12 +196,11 @@ class Cutter:
     """Knows which part of a model a range of its blocks needs. Blocks are counted through all stacks."""
 
     def __init__(self, model: nn.Module):
-        self.stacks = STACKS[model.config.family]
+        self.stacks = models.lookup(model.config.family).stacks
         self.sizes = [len(model.get_submodule(s.blocks)) for s in self.stacks]
         self.n_blocks = sum(self.sizes)
-        self.d_model = model.config.d_model
+        self.config, self.d_model = model.config, model.config.d_model
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.n_tokens = model.positions.shape[1] if model.config.family == "vit" else None  # patches and the class token
 
     def starts(self) -> Iterator[tuple[Stack, int, int]]:
         """(stack, its first block, the block after its last)."""
@@ -311,15 +283,15 @@ class Cutter:
                 put(begin - 1, _Receive(slot, "x"))
             if "memory" in arriving:
                 put(self.sizes[0] - 1, _Receive(slot, "memory"))
-                if hasattr(model.encoder, "dropout"):  # of T5: it has been applied
-                    model.encoder.dropout = nn.Identity()
+                if self.stacks[0].dropout:  # it has been applied
+                    _set(model, self.stacks[0].dropout, nn.Identity())
         if end < self.n_blocks:
             put(end, _Leave(slot, self.carried(end), blocks[end]))
 
     def shapes(self, batch: dict, block: int) -> dict[str, tuple[int, int]]:
         """What travels to the stage that begins with this block → (batch, seq)."""
-        if self.n_tokens is not None:
-            return {"x": (len(batch["images"]), self.n_tokens)}
+        if self.config.reads == "images":
+            return {"x": (len(batch["images"]), self.config.n_tokens)}
         if len(self.sizes) == 1:
             return {"x": tuple(batch["ids"].shape)}
         source, target = tuple(batch["source"].shape), tuple(batch["target"].shape)

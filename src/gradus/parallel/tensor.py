@@ -5,8 +5,8 @@ products split along the sequence (Korthikanti et al. 2022, section 4.2.2). Para
     to_q, to_k, to_v         heads; their input is gathered once       give plain tensors: this process's heads
     up, gate                 rows of d_ff; their input gathered once   give DTensors split along d_ff
     to_out, down             columns: the processes' sums              give the stream
-    relative bias of T5      heads                                     gives a plain tensor: this process's heads
     output projection        rows of the vocabulary                    gives logits, see `loss_context`
+    a family's own           as its `Family.tensor` says
     all else                 whole on every process: norms, positions, token types, patches, class token, pooler, classifiers
 
 The stream runs from block to block: a DTensor (batch, seq, d_model), split along the sequence with `layout.sequence_parallel`, else
@@ -20,7 +20,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,26 +40,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.overrides import TorchFunctionMode
 
+from gradus import models
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
 from gradus.recipe.schema import Layout, ModelConfig
-
-
-class Ends(NamedTuple):
-    """Names of the modules at both ends of a family's stream."""
-
-    tokens: tuple[str, ...]  # embeddings of tokens
-    last: tuple[str, ...]  # the last module of each stack
-    head: str | None  # the projection to the vocabulary
-
-
-ENDS = {
-    "seq2seq": Ends(("source_embedding.tokens", "target_embedding.tokens"), ("encoder.norm", "decoder.norm"), "head"),
-    "bert": Ends(("word_embedding",), ("blocks.{last}",), "masked_lm.decoder"),
-    "gpt": Ends(("token_embedding",), ("norm",), "head"),
-    "t5": Ends(("embedding",), ("encoder.norm", "decoder.norm"), "head"),
-    "llama": Ends(("token_embedding",), ("norm",), "head"),
-    "vit": Ends((), ("norm",), None),
-}
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
@@ -97,7 +80,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     assert not (reasons := list(problems(model.config, layout))), reasons
     assert not getattr(model.config, "n_experts", None), "experts are not split by rows and columns"
     stream = Shard(1) if layout.sequence_parallel else Replicate()
-    ends = ENDS[model.config.family]
+    family = models.lookup(model.config.family)
     for name, module in list(model.named_modules()):
         if isinstance(module, Attention):
             _split_attention(module, mesh, stream, n_inputs=2 if name.endswith("cross") else 1)
@@ -105,21 +88,27 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
             _split_feedforward(module, mesh, stream)
         elif isinstance(module, nn.Dropout):
             module.forward = _dropout(module, module.forward)
-        elif name.endswith("relative_bias.table"):
-            parallelize_module(module, mesh, ColwiseParallel())
+        elif way := next((way for end, way in family.tensor.items() if name.endswith(end)), None):
+            if way == "gather":
+                _gather(module, mesh, (stream,))
+            else:
+                row = RowwiseParallel(output_layouts=stream, use_local_output=False)
+                parallelize_module(module, mesh, row if way == "row" else ColwiseParallel())
 
-    tokens = {model.get_submodule(name): None for name in ends.tokens}  # a shared one once
-    head = model.get_submodule(ends.head) if ends.head and hasattr(model, ends.head.split(".")[0]) else None
+    tokens = {model.get_submodule(name): None for name in family.tokens}  # a shared one once
+    head = model.get_submodule(family.head) if family.head and hasattr(model, family.head.split(".")[0]) else None
     tied = next((module for module in tokens if head is not None and head.weight is module.weight), None)
-    plain = model.config.family == "seq2seq"  # adds plain positions
+    plain = bool(family.entry)  # something plain is added before it
     for module in tokens:
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate() if plain else stream, use_local_output=plain)
         parallelize_module(module, mesh, style)
         module.forward = _lookup(module, mesh)
-    if plain:
-        for module in {model.source_embedding: None, model.target_embedding: None}:
+    for module in {model.get_submodule(name): None for name in family.entry}:
+        if isinstance(module, nn.Dropout):
+            cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=False)
+        else:
             cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream, use_local_output=False)
-            parallelize_module(module, mesh, cut)
+        parallelize_module(module, mesh, cut)
     if head is not None:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
         head.register_forward_hook(_logits)
@@ -127,11 +116,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         head.weight = tied.weight
     for module in list(model.modules()):
         _keep_whole(module, mesh)
-    if model.config.family == "vit":
-        cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=False)
-        parallelize_module(model.dropout, mesh, cut)
-    for name in ends.last:
-        module = model.get_submodule(name.format(last=model.config.n_layers - 1))
+    for stack in family.stacks:
+        module = model.get_submodule(stack.norm) if stack.norm else model.get_submodule(stack.blocks)[-1]
         parallelize_module(module, mesh, PrepareModuleOutput(output_layouts=stream, desired_output_layouts=Replicate()))
     if hasattr(model, "new_cache"):
         model.new_cache = _cache_of_local_heads(model.new_cache, mesh.size())

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Blocks in a row; names of the ends that its first block, its last and all of them need (parallel.pipeline.STACKS)."""
+    """Blocks in a row; names of the ends that its first block, its last and all of them need (models.family.Stack)."""
 
     n_blocks: int
     block: tuple[Part, ...]

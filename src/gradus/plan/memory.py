@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from gradus import models
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.parallel.pipeline import STACKS
 from gradus.plan import batches as making
 from gradus.plan.trace import Target, Traced, collecting, notes_of, trace_recipe
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
@@ -252,7 +252,7 @@ class Case:
 
 def _layers(recipe: Recipe) -> tuple[int, int | None]:
     model = recipe.model
-    decoder = (getattr(model, "n_decoder_layers", None) or model.n_layers) if len(STACKS[model.family]) > 1 else None
+    decoder = (getattr(model, "n_decoder_layers", None) or model.n_layers) if len(models.lookup(model.family).stacks) > 1 else None
     return model.n_layers, decoder
 
 
@@ -448,8 +448,6 @@ def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: D
 
 
 def parameters(recipe: Recipe) -> int:
-    from gradus import models
-
     return models.count(making.complete(recipe).model)["total"]
 
 

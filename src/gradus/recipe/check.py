@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gradus.errors import UserError
-from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.schema import MODELS, TASKS, Recipe, Section
 
-TASKS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {  # task -> data kind -> families
-    "copy": {"synthetic": ("seq2seq", "t5")},
-    "translation": {"pairs": ("seq2seq", "t5")},
-    "causal_lm": {"text": ("gpt", "llama")},
-    "masked_lm": {"text": ("bert",)},
-    "span_corruption": {"text": ("t5",)},
-    "classification": {"labelled": ("bert",), "images": ("vit",)},
-}
+
+def learners(task: str) -> dict[str, list[str]]:
+    """Kind of data → the families that learn this task from it."""
+    kinds: dict[str, list[str]] = {}
+    for family, config in MODELS.items():
+        if task in config.learns:
+            kinds.setdefault(config.learns[task], []).append(family)
+    return kinds
 
 
 class Problem(NamedTuple):
@@ -70,27 +70,25 @@ def _moot(key: str, given: Collection[str], text: str, *because: str) -> Iterato
 
 
 def _task_and_data(task, data) -> Iterator[Problem]:
-    kinds = TASKS[task.name]
+    kinds = learners(task.name)
     if data.kind not in kinds:
-        others = [name for name, k in TASKS.items() if data.kind in k]
+        others = [name for name in TASKS if data.kind in learners(name)]
         yield Problem(
             "data.kind", f"task {task.name} needs {' or '.join(kinds)}, not {data.kind}. {data.kind} is for task.name={' or '.join(others)}."
         )
 
 
 def _task_and_family(task, data, model) -> Iterator[Problem]:
-    kinds = TASKS[task.name]
-    families = kinds.get(data.kind) or tuple(f for k in kinds.values() for f in k)
+    kinds = learners(task.name)
+    families = kinds.get(data.kind) or [f for k in kinds.values() for f in k]
     if model.family not in families:
         what = task.name if len(kinds) == 1 or data.kind not in kinds else f"{task.name} of {data.kind}"
-        others = [name for name, k in TASKS.items() if any(model.family in f for f in k.values())]
-        yield Problem(
-            "model.family", f"task {what} needs {' or '.join(families)}, not {model.family}. {model.family} is for task.name={' or '.join(others)}."
-        )
+        text = f"task {what} needs {' or '.join(families)}, not {model.family}. {model.family} is for task.name={' or '.join(model.learns)}."
+        yield Problem("model.family", text)
 
 
 def _head(task, model, given) -> Iterator[Problem]:
-    if model.family != "bert":
+    if not hasattr(model, "head"):
         return
     pretraining = getattr(task, "next_sentence", False)
     wanted = {"masked_lm": "pretraining" if pretraining else "masked_lm", "classification": "classification"}.get(task.name)
@@ -113,14 +111,14 @@ def _copy(task, data, sizes) -> Iterator[Problem]:
 
 
 def _max_len(data, sizes) -> Iterator[Problem]:
-    max_len, seq_len = getattr(data, "max_len", None), getattr(sizes, "seq_len", None)
-    if max_len and seq_len and max_len > seq_len and sizes.family != "t5":  # T5's relative positions set no limit
+    max_len, seq_len = getattr(data, "max_len", None), sizes.longest
+    if max_len and seq_len and max_len > seq_len:
         yield Problem("data.max_len", f"{max_len} is more than model.seq_len={seq_len}. Set data.max_len={seq_len} or a longer model.seq_len.")
 
 
 def _no_vocabulary(model, given) -> Iterator[Problem]:
-    if model.family == "vit":
-        yield from _moot("model.vocab_size", given, ": vit reads images. Leave it out.", "model.family")
+    if model.reads == "images":
+        yield from _moot("model.vocab_size", given, f": {model.family} reads images. Leave it out.", "model.family")
 
 
 def _experts(model, given) -> Iterator[Problem]:
@@ -133,7 +131,7 @@ def _experts(model, given) -> Iterator[Problem]:
 
 
 def _tokenizer(task, data, model, tokenizer, given) -> Iterator[Problem]:
-    if data.kind not in TASKS[task.name]:
+    if data.kind not in learners(task.name):
         return  # first of all that
     text = data.kind in ("text", "labelled", "pairs")
     if tokenizer is None:
@@ -146,8 +144,8 @@ def _tokenizer(task, data, model, tokenizer, given) -> Iterator[Problem]:
         yield Problem("tokenizer.path", "missing. kind=file needs a path where there is no model.init to lie beside.")
     if data.kind != "pairs":
         yield from _moot("tokenizer.shared", given, f" with {data.kind} data. It is for pairs.", "data.kind")
-    elif not tokenizer.shared and model.family == "t5":
-        yield Problem("tokenizer.shared", "t5 has one vocabulary for both languages. Set tokenizer.shared=true.")
+    elif not tokenizer.shared and not hasattr(model, "target_vocab_size"):
+        yield Problem("tokenizer.shared", f"{model.family} has one vocabulary for both languages. Set tokenizer.shared=true.")
     elif not tokenizer.shared and getattr(model, "share_embeddings", False):
         yield Problem("tokenizer.shared", "two vocabularies need two embeddings. Set model.share_embeddings=false or tokenizer.shared=true.")
 
@@ -175,7 +173,7 @@ def _source(data, given) -> Iterator[Problem]:
 
 
 def _images(data, sizes) -> Iterator[Problem]:
-    if data.kind != "images" or sizes.family != "vit":
+    if data.kind != "images" or sizes.reads != "images":
         return
     for key in ("mean", "std"):
         values = getattr(data, key)

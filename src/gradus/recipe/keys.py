@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import sys
 import textwrap
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 
 from gradus.errors import UserError, nearest
-from gradus.recipe import schema
 from gradus.recipe.explain import (
     DEPENDENT,
     classes_inside,
@@ -26,9 +26,9 @@ from gradus.recipe.schema import Recipe, Section
 
 
 @cache
-def _comments() -> dict[tuple[str, str], str]:
+def _comments(module: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
-    source = inspect.getsource(schema)
+    source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
@@ -38,7 +38,7 @@ def _comments() -> dict[tuple[str, str], str]:
 
 def meaning(owner: type[Section], key: str) -> str:
     """What a key means; a class that only changes a default has it from the one above it."""
-    found = (_comments().get((c.__name__, key)) for c in owner.__mro__)
+    found = (_comments(c.__module__).get((c.__name__, key)) for c in owner.__mro__ if issubclass(c, Section))
     return next(filter(None, found), "").replace("None:", "null:")
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from gradus.errors import UserError, did_you_mean
-from gradus.recipe.schema import Model, ModelConfig
+from gradus.recipe.schema import MODELS, ModelConfig
 
 
 def _seq2seq(**size: Any) -> dict[str, Any]:
@@ -137,4 +135,5 @@ def expand(section: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(name: str, **fields: Any) -> ModelConfig:
     """The configuration of a preset, `fields` replaced. Raises UserError for an unknown preset."""
-    return TypeAdapter(Model).validate_python(expand({"preset": name, **fields}))
+    section = expand({"preset": name, **fields})
+    return MODELS[section["family"]](**section)

@@ -7,8 +7,9 @@ checkpointing, compile). Nothing here imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -45,6 +46,8 @@ class ModelConfig(Section):
     """What every family has. `preset` fills the fields from a published size; `init` starts from weights (a folder, a file
     or a hub name), whose configuration then holds."""
 
+    learns: ClassVar[Mapping[str, str]] = {}  # task → the kind of data it takes
+    reads: ClassVar[Literal["text", "images"]] = "text"
     preset: str | None = None  # a published size that fills the other keys (gradus models)
     init: str | None = None  # start from weights: a folder, a file or a hub name
     vocab_size: Vocabulary | None = None  # from the tokenizer when not given
@@ -57,6 +60,11 @@ class ModelConfig(Section):
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model can read; None: its positions set no limit."""
+        return getattr(self, "seq_len", None)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -103,6 +111,7 @@ class ExpertsConfig(ModelConfig):
 class Seq2SeqConfig(ModelConfig):
     """The original Transformer (Vaswani et al. 2017)."""
 
+    learns = {"copy": "synthetic", "translation": "pairs"}
     family: Literal["seq2seq"] = "seq2seq"
     target_vocab_size: Vocabulary | None = None  # None: the same as vocab_size
     n_decoder_layers: Layers | None = None  # None: the same as n_layers
@@ -127,6 +136,7 @@ class Seq2SeqConfig(ModelConfig):
 class BertConfig(ModelConfig):
     """BERT (Devlin et al. 2019)."""
 
+    learns = {"masked_lm": "text", "classification": "labelled"}
     family: Literal["bert"] = "bert"
     d_ff: Hidden  # width of the feed-forward network
     seq_len: Length = 512  # longest sequence in tokens
@@ -142,6 +152,7 @@ class BertConfig(ModelConfig):
 class GPTConfig(ExpertsConfig):
     """GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020)."""
 
+    learns = {"causal_lm": "text"}
     family: Literal["gpt"] = "gpt"
     d_ff: Hidden | None = None  # None: 4 d_model
     seq_len: Length = 1024  # longest sequence in tokens
@@ -160,6 +171,7 @@ class GPTConfig(ExpertsConfig):
 class T5Config(ModelConfig):
     """T5 (Raffel et al. 2020): v1.0 (relu, tied) and v1.1 (gated gelu, untied)."""
 
+    learns = {"copy": "synthetic", "translation": "pairs", "span_corruption": "text"}
     family: Literal["t5"] = "t5"
     n_decoder_layers: Layers | None = None  # None: the same as n_layers
     d_head: Width = 64  # width of a head
@@ -176,6 +188,10 @@ class T5Config(ModelConfig):
     def head_dim(self) -> int:
         return self.d_head
 
+    @property
+    def longest(self) -> None:
+        return None
+
 
 class RopeScaling(Section):
     """Llama 3.1's stretching of rotary frequencies (Grattafiori et al. 2024)."""
@@ -190,6 +206,7 @@ class LlamaConfig(ExpertsConfig):
     """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024); with qkv_bias, Qwen2 and
     Qwen2.5 (Yang et al. 2024)."""
 
+    learns = {"causal_lm": "text"}
     family: Literal["llama"] = "llama"
     n_kv_heads: Heads | None = None  # None: n_heads
     d_head: Width | None = None  # None: d_model / n_heads
@@ -225,6 +242,8 @@ class LlamaConfig(ExpertsConfig):
 class ViTConfig(ModelConfig):
     """ViT (Dosovitskiy et al. 2021; sizes g and G of Zhai et al. 2022). No vocabulary."""
 
+    learns = {"classification": "images"}
+    reads = "images"
     family: Literal["vit"] = "vit"
     image_size: Pixels = 224  # pixels a side
     patch_size: Pixels = 16  # pixels a side of a patch; a token is a patch
@@ -234,6 +253,11 @@ class ViTConfig(ModelConfig):
     pool: Literal["class_token", "mean"] = "class_token"  # what the classifier reads
     patches: Literal["convolution", "unfold", "rearrange"] = "convolution"  # all give the same numbers
     norm_eps: Epsilon = 1e-6  # added to the variance in norms
+
+    @property
+    def n_tokens(self) -> int:
+        """Patches, and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + (self.pool == "class_token")
 
     @model_validator(mode="after")
     def _patches_divide(self):
@@ -246,6 +270,7 @@ Model = Annotated[
     Seq2SeqConfig | BertConfig | GPTConfig | T5Config | LlamaConfig | ViTConfig,
     Field(discriminator="family"),
 ]
+MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for c in get_args(get_args(Model)[0])}
 
 
 # ---------------------------------------------------------------- task
@@ -302,6 +327,7 @@ Task = Annotated[
     CopyTask | TranslationTask | CausalLMTask | MaskedLMTask | SpanCorruptionTask | ClassificationTask,
     Field(discriminator="name"),
 ]
+TASKS = tuple(task.model_fields["name"].default for task in get_args(get_args(Task)[0]))
 
 
 # ---------------------------------------------------------------- data and tokenizer
@@ -618,3 +644,22 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()  # when, and what is best
     layout: Layout = Layout()  # where and how fast
     log: Log = Log()  # what is written
+
+
+def register_model(config: type[ModelConfig]) -> None:
+    """Let `model.family` of a recipe also be that of this class. Raises TypeError for a class without a family or task,
+    and where another class has this family."""
+    name = config.model_fields["family"].default if "family" in config.model_fields else None
+    if not isinstance(name, str) or not config.learns:
+        raise TypeError(f'{config.__name__}: it needs family: Literal["NAME"] = "NAME", and learns = {{task: kind of data}}')
+    if MODELS.get(name) is config:
+        return
+    if name in MODELS:
+        raise TypeError(f"{config.__name__}: family {name} is {MODELS[name].__name__}'s. Choose another name")
+    MODELS[name] = config
+    Recipe.model_fields["model"].annotation |= config
+    Recipe.model_rebuild(force=True)
+    for module in [m for path, m in sys.modules.items() if path.startswith("gradus.recipe.")]:
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):  # it may remember the schema as it was
+                function.cache_clear()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus.data.loader import Plan
+from gradus.data.tokenizers import Tokenizer
+from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 
 Batch = dict[str, Any]  # tensors, and the ints `counts` (kind of target -> how many) and `n_tokens`
@@ -91,6 +93,19 @@ class Task:
 def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes), targets (n,)."""
     return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100)
+
+
+def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
+    """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer has not
+    these, a padding token, or one of `more` (name → id), which `what` needs."""
+    t = tokenizer
+    first, last = (t.cls_id if t.cls_id is not None else t.bos_id), (t.sep_id if t.sep_id is not None else t.eos_id)
+    for name, token in {**more, "padding": t.pad_id, "class or begin": first, "separator or end": last}.items():
+        if token is None:
+            text = f"tokenizer: it has no {name} token, which {what} needs"
+            raise UserError(f"{text}. Use a BERT vocabulary or tokenizer.kind=bpe.")
+    t.around(first, last)
+    return first, last
 
 
 def perplexity(loss: float) -> float:

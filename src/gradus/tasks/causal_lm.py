@@ -57,7 +57,7 @@ class CausalLM(Task):
                 labels[row, :length][sample["segments"][1:] != sample["segments"][:-1]] = IGNORE
             batch |= {"segments": torch.from_numpy(segments), "positions": torch.from_numpy(positions)}
         counts = {"tokens": int((labels != IGNORE).sum())}
-        if self.recipe.model.n_experts is not None:
+        if getattr(self.recipe.model, "n_experts", None) is not None:
             counts["balance"] = n
         return {**batch, "labels": torch.from_numpy(labels), "counts": counts, "n_tokens": sum(len(s["ids"]) - 1 for s in samples)}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, around, summed_cross_entropy
 from gradus.tasks.sources import fit_vocabulary, open_labelled
 
 
@@ -68,12 +68,8 @@ class TextClassification(Classification):
         super().__init__(recipe)
         self.max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.tokenizers, self.splits, self.classes = open_labelled(recipe, tokenizers, self.max_len - 2)
-        self.tokenizer = t = self.tokenizers[""]
-        self.cls = t.cls_id if t.cls_id is not None else t.bos_id
-        self.sep = t.sep_id if t.sep_id is not None else t.eos_id
-        if self.cls is None or self.sep is None or t.pad_id is None:
-            raise UserError("tokenizer: text classification needs [CLS], [SEP] and padding tokens. Use a BERT vocabulary or tokenizer.kind=bpe.")
-        t.around(self.cls, self.sep)
+        self.tokenizer = self.tokenizers[""]
+        self.cls, self.sep = around(self.tokenizer, "text classification")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         if model.head not in ("none", "classification"):

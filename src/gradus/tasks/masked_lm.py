@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, around, perplexity, summed_cross_entropy
 from gradus.tasks.sources import fit_vocabulary, open_documents
 
 
@@ -39,15 +39,8 @@ class MaskedLM(Task):
         max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.next_sentence = recipe.task.next_sentence
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, max_len - (3 if self.next_sentence else 2))
-        self.tokenizer = t = self.tokenizers[""]
-        self.cls = t.cls_id if t.cls_id is not None else t.bos_id
-        self.sep = t.sep_id if t.sep_id is not None else t.eos_id
-        for name, value in (("mask", t.mask_id), ("padding", t.pad_id), ("class or begin", self.cls), ("separator or end", self.sep)):
-            if value is None:
-                raise UserError(
-                    f"tokenizer: it has no {name} token, which masked language modelling needs. Use a BERT vocabulary or tokenizer.kind=bpe."
-                )
-        t.around(self.cls, self.sep)
+        self.tokenizer = self.tokenizers[""]
+        self.cls, self.sep = around(self.tokenizer, "masked language modelling", mask=self.tokenizer.mask_id)
         if not self.next_sentence:
             self.units = Task.units
             return

@@ -125,9 +125,8 @@ class Translation(SequenceToSequence):
         super().__init__(recipe)
         if not recipe.evaluate.decode:
             self.units = Task.units
-        seq_len, max_len = recipe.model.seq_len, recipe.data.max_len
-        t5 = recipe.model.family == "t5"  # whose relative positions set no limit
-        self.room = (max_len or seq_len if t5 else min(max_len or seq_len, seq_len)) - 1
+        seq_len, longest = recipe.data.max_len or recipe.model.seq_len, recipe.model.longest
+        self.room = min(seq_len, longest or seq_len) - 1
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
         self.source_tokenizer = self.tokenizers[""]
         self.target_tokenizer = self.tokenizers.get("target", self.source_tokenizer)
@@ -135,8 +134,8 @@ class Translation(SequenceToSequence):
         self.pad_id = self.source_tokenizer.pad_id or 0
         t = self.target_tokenizer
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
-        # T5 starts its decoder with padding, the original Transformer with a begin token
-        self.start_id = (t.pad_id or 0) if t5 or t.bos_id is None else t.bos_id
+        padding = models.lookup(recipe.model.family).decoder_start == "padding"
+        self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         if self.eos_id is None:
             raise UserError("tokenizer: it has no end-of-sequence token, which translation needs. Use tokenizer.kind=bpe or another file.")
         self.end = np.array([self.eos_id])

@@ -17,7 +17,7 @@ import yaml
 from gradus import models, tasks
 from gradus.data import images, text
 from gradus.errors import UserError, did_you_mean
-from gradus.recipe.check import TASKS
+from gradus.recipe.check import learners
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train import resolve
 from gradus.train.session import derive, open_session
@@ -34,14 +34,6 @@ WHAT = {
     "text": "running text",
     "pairs": "parallel sentences",
 }
-RATE = {
-    "bert": 5e-5,
-    "vit": 5e-5,
-    "gpt": 5e-5,
-    "llama": 2e-5,
-    "t5": 3e-4,
-    "seq2seq": 1e-4,
-}  # of fine-tuning, for models of published sizes
 SMALL = 512  # d_model below which a pre-trained model takes a larger rate
 
 
@@ -79,7 +71,7 @@ def new(
         raise UserError(f"{file}: there is no folder {target.parent}. Make it first.")
     found = look(paths, text_column, label)
     config = models.config_of(init) if init else None
-    if config is not None and config.family not in (known := TASKS[TASK[found.kind]][found.kind]):
+    if config is not None and config.family not in (known := learners(TASK[found.kind])[found.kind]):
         raise UserError(
             f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}. "
             "Give such weights, or none."
@@ -387,7 +379,7 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
         }
     if init and kind == "images":
         sections["data"] |= _normalisation(init)
-    rate = (RATE[config.family] * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
+    rate = (models.family(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}

@@ -1,13 +1,13 @@
 """Weights in and out: one table of rules a family, and the machinery that reads, checks and writes.
 
 `weights/<family>.py` says how a family's tensors are called and stored by Hugging Face:
-    MODEL_TYPES            values of `model_type` in config.json that it reads (listed in FAMILIES below too)
+    MODEL_TYPES            values of `model_type` in config.json that it reads
     config_from_hf(hf)     their config.json as our config; config_to_hf(config) the reverse
     rules(config)          a Rule for every tensor of theirs, under every name it may have: a tied tensor has one rule a name;
                            the first is written, any of them is read
-    prefixes(keys)         optional: the prefix ("bert.", "model.", ...) that some of these keys carry, or "". It is taken off the
-                           file's keys and off the rules' alike, so a bare body and a body inside a model with a head both match
-    ignorable(key)         optional: True for buffers such as position_ids, which hold nothing learned
+    PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is taken off the file's
+                           keys and off the rules' alike, so that a bare body matches too
+    IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
     upgrade(hf, tensors)   optional: the tensors beside a config.json of an earlier layout of ours, as `rules` has them now
     adapt(stored, config, tensors)   optional: the tensors as `rules(config)` has them, from as `rules(stored)` has them
     unknown_to_transformers(config)  of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
@@ -26,13 +26,15 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.models.family import rules_of
 from gradus.models.weights import checksums
+from gradus.recipe.schema import MODELS
 
 if TYPE_CHECKING:  # a configuration is read without torch
     import torch
@@ -40,25 +42,11 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
     from gradus.recipe.schema import ModelConfig
 
-FAMILIES = {  # model_type → family, so that one module is imported and not six
-    "bert": "bert",
-    "gpt2": "gpt",
-    "gradus-gpt-moe": "gpt",
-    "llama": "llama",
-    "mixtral": "llama",
-    "qwen2": "llama",
-    "t5": "t5",
-    "vit": "vit",
-    "ijepa": "vit",
-    "gradus-vit": "vit",
-    "marian": "seq2seq",
-    "pegasus": "seq2seq",
-    "gradus-seq2seq": "seq2seq",
-}
-
-
 def identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+transpose = attrgetter("T")
 
 
 @dataclass(frozen=True)
@@ -84,6 +72,11 @@ class Rule:
     def key(self, tensor: Tensor) -> tuple[int, int | None]:
         """The same for the same tensor, or slice of it, under any name."""
         return id(tensor), self.index
+
+
+def layer(ours: str, theirs: str) -> list[Rule]:
+    """Weight and bias of a layer."""
+    return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
 
 
 @dataclass(frozen=True)
@@ -124,19 +117,19 @@ def check_kinds(hf: dict, where: object) -> None:
             raise UserError(f"{where}: {name}={value!r:.60}: expected {words[kind]}")
 
 
+def model_types() -> dict[str, str]:
+    """model_type in config.json → the family that reads it."""
+    return {model_type: family for family in MODELS for model_type in rules_of(family).MODEL_TYPES}
+
+
 def family_of(hf: dict, where: object) -> str:
     """The family that reads this config.json. Raises UserError for a model_type that no family reads."""
-    kind = hf.get("model_type")
+    kind, known = hf.get("model_type"), model_types()
     if kind is None:
-        raise UserError(f"{where}: no model_type, so it is not known which family this is.{did_you_mean('', FAMILIES)}")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError(f"{where}: model_type={kind} is none of Gradus' families.{did_you_mean(kind, FAMILIES)}")
-    return FAMILIES[kind]
-
-
-def rules_of(family: str):
-    """The module weights/<family>.py."""
-    return import_module(f"{__name__}.{family}")
+        raise UserError(f"{where}: no model_type, so it is not known which family this is.{did_you_mean('', known)}")
+    if not isinstance(kind, str) or kind not in known:
+        raise UserError(f"{where}: model_type={kind} is none of Gradus' families.{did_you_mean(kind, known)}")
+    return known[kind]
 
 
 def loads_in_transformers(config: ModelConfig) -> tuple[str | None, str]:
@@ -171,10 +164,11 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
 
 def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if hf.get("model_type") not in FAMILIES:
+    family = model_types().get(hf.get("model_type"))
+    if family is None:
         return tensors
     hf.pop("gradus", None)
-    return getattr(rules_of(FAMILIES[hf["model_type"]]), "upgrade", lambda hf, tensors: tensors)(hf, tensors)
+    return getattr(rules_of(family), "upgrade", lambda hf, tensors: tensors)(hf, tensors)
 
 
 def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -273,10 +267,11 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
 
     table = rules_of(model.config.family)
     rules = table.rules(model.config)
-    prefixes = getattr(table, "prefixes", lambda keys: "")
     ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
-    wanted = prefixes([rule.theirs for rule in rules])
-    given = prefixes(list(tensors))
+    wanted, given = (
+        next((prefix for prefix in getattr(table, "PREFIXES", ()) if any(name.startswith(prefix) for name in names)), "")
+        for names in ([rule.theirs for rule in rules], tensors)
+    )
     by_name = {rule.theirs.removeprefix(wanted): rule for rule in rules}
     assert len(by_name) == len(rules), "two rules for one tensor"
 
@@ -286,7 +281,7 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
         if rule is None:
-            if not getattr(table, "ignorable", lambda key: False)(name):
+            if not name.endswith(getattr(table, "IGNORABLE", ())):
                 unused.append(name)
             continue
         refuse_integers(name, tensor, where)

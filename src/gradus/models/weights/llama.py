@@ -4,34 +4,34 @@ half-split rotary layout, as ours are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Rule
+from gradus.errors import UserError
+from gradus.models.weights import Rule, fields, transpose
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MODEL_TYPES = ("llama", "mixtral", "qwen2")
+PREFIXES = ("model.",)
+IGNORABLE = ("rotary_emb.inv_freq",)
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
     "mixtral": ("MixtralForCausalLM", "MixtralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
 }
+FIELDS = {
+    "vocab_size": ("vocab_size", 32000), "n_layers": ("num_hidden_layers", 32), "d_model": ("hidden_size", 4096),
+    "n_heads": ("num_attention_heads", 32), "n_kv_heads": ("num_key_value_heads", None),
+    "d_ff": ("intermediate_size", 11008), "seq_len": ("max_position_embeddings", 2048),
+    "tie_output": ("tie_word_embeddings", False), "norm_eps": ("rms_norm_eps", 1e-6),
+    "dropout": ("attention_dropout", 0.0),
+}  # fmt: skip
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None, "router_jitter_noise": 0.0}
 LACKING = {  # what a config.json means by a field that it lacks
     "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
                 "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
 }  # fmt: skip
-SCALING = {  # theirs → ours
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
-}
+SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}  # theirs → ours
+SCALING["original_max_position_embeddings"] = "original_seq_len"
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:
@@ -40,31 +40,16 @@ def config_from_hf(hf: dict) -> LlamaConfig:
     hf = {**LACKING.get(kind, {}), **hf}
     if kind == "qwen2" and not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None  # published ones name a window that is not used
-    for name, value in FIXED.items():
-        if hf.get(name, value) != value:
-            raise UserError(f"config.json: {name}={hf[name]} is not supported by family llama (only {value} is)")
-    known = ARCHITECTURES[kind]
-    architecture = (hf.get("architectures") or known)[0]
-    if architecture not in known:
-        raise UserError(f"config.json: architectures={architecture} is not supported by family llama.{did_you_mean(architecture, known)}")
+    fields.only("llama", hf, FIXED)
+    fields.architecture("llama", hf, ARCHITECTURES[kind])
     experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
-    d_model, n_heads = hf.get("hidden_size", 4096), hf.get("num_attention_heads", 32)
-    d_head = hf.get("head_dim")
+    same, d_head = fields.read(hf, FIELDS), hf.get("head_dim")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # the second is the name since transformers 5
     return LlamaConfig(
-        vocab_size=hf.get("vocab_size", 32000),
-        n_layers=hf.get("num_hidden_layers", 32),
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=hf.get("num_key_value_heads"),
-        d_head=None if d_head == d_model // n_heads else d_head,
-        d_ff=hf.get("intermediate_size", 11008),
-        seq_len=hf.get("max_position_embeddings", 2048),
+        **same,
+        d_head=None if d_head == same["d_model"] // same["n_heads"] else d_head,
         rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0),
         rope_scaling=_scaling_from_hf(rope),
-        tie_output=hf.get("tie_word_embeddings", False),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        dropout=hf.get("attention_dropout", 0.0),
         qkv_bias=kind == "qwen2",
         **experts,
     )
@@ -72,12 +57,9 @@ def config_from_hf(hf: dict) -> LlamaConfig:
 
 def _scaling_from_hf(rope: dict) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"config.json: partial_rotary_factor={rope['partial_rotary_factor']} is not supported by family llama (only 1.0 is)")
-    if kind == "default":
+    fields.only("llama", rope, {"partial_rotary_factor": 1.0})
+    if fields.one_of("llama", "rope_type", kind, ("default", "llama3")) == "default":
         return None
-    if kind != "llama3":
-        raise UserError(f"config.json: rope_type={kind} is not supported by family llama.{did_you_mean(kind, ('default', 'llama3'))}")
     missing = [name for name in SCALING if name not in rope]
     if missing:
         raise UserError(f"config.json: rope_scaling of type llama3 lacks {', '.join(missing)}")
@@ -95,21 +77,12 @@ def config_to_hf(config: LlamaConfig) -> dict:
     return {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind][0]],
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.n_layers,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
+        **fields.written(config, FIELDS),
         "head_dim": config.head_dim,
-        "intermediate_size": config.d_ff,
         "hidden_act": "silu",
-        "max_position_embeddings": config.seq_len,
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for theirs, ours in SCALING.items()}},
-        "rms_norm_eps": config.norm_eps,
-        "attention_dropout": config.dropout,
         **only,
-        "tie_word_embeddings": config.tie_output,
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
     }
@@ -141,17 +114,5 @@ def rules(config: LlamaConfig) -> list[Rule]:
         for n in range(config.n_experts or 0):
             for ours, theirs in experts.items():
                 ours, theirs = f"blocks.{i}.feedforward.experts.{ours}.weight", f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
-                table.append(Rule(ours, theirs, _transpose, _transpose, index=n))
+                table.append(Rule(ours, theirs, transpose, transpose, index=n))
     return table
-
-
-def _transpose(matrix: Tensor) -> Tensor:
-    return matrix.T
-
-
-def prefixes(keys: list[str]) -> str:
-    return "model." if any(key.startswith("model.") for key in keys) else ""
-
-
-def ignorable(key: str) -> bool:
-    return key.endswith("rotary_emb.inv_freq")

@@ -12,18 +12,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Rule, Stored
+from gradus.models.weights import Rule, Stored, fields, layer
+from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_TYPES = ("marian", "pegasus", "gradus-seq2seq")
+# The table of sinusoidal positions; the output bias, a buffer that transformers writes as zeros where we have none; the embedding that
+# Pegasus has beside those of source and target where these are not shared.
+IGNORABLE = ("encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight")
 
 ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
 NORM_EPS = 1e-5  # theirs is no field
+FIELDS = {
+    "vocab_size": ("vocab_size", NEEDED), "n_layers": ("encoder_layers", NEEDED), "d_model": ("d_model", NEEDED),
+    "n_heads": ("encoder_attention_heads", NEEDED), "d_ff": ("encoder_ffn_dim", NEEDED),
+    "seq_len": ("max_position_embeddings", NEEDED), "dropout": ("dropout", 0.1),
+}  # fmt: skip
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
@@ -33,43 +41,33 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     where they differ a warning says so, for it matters in training only.
     """
     kind = hf["model_type"]
-    architecture = (hf.get("architectures") or [ARCHITECTURES[kind]])[0]
-    if architecture != ARCHITECTURES[kind]:
-        raise _unsupported("architectures", architecture, did_you_mean(architecture, [ARCHITECTURES[kind]]))
+    fields.architecture("seq2seq", hf, [ARCHITECTURES[kind]])
     if kind == "gradus-seq2seq":
-        return Seq2SeqConfig(**{k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype")})
-    activation = hf.get("activation_function", "gelu")
-    if activation not in ACTIVATIONS:
-        raise _unsupported("activation_function", activation, did_you_mean(activation, ACTIVATIONS))
+        return Seq2SeqConfig(**fields.from_ours(hf))
+    activation = fields.one_of("seq2seq", "activation_function", hf.get("activation_function", "gelu"), ACTIVATIONS)
     if not hf.get("scale_embedding", False):
-        raise _unsupported("scale_embedding", "false", " It multiplies embeddings by the root of d_model.")
-    for ours in ("attention_heads", "ffn_dim"):
-        if hf[f"encoder_{ours}"] != hf[f"decoder_{ours}"]:
-            raise _unsupported(f"decoder_{ours}", hf[f"decoder_{ours}"], f" It has the encoder's in both stacks: {hf[f'encoder_{ours}']}.")
+        raise fields.unsupported("seq2seq", "scale_embedding", "false", ". It multiplies embeddings by the root of d_model.")
+    for name in ("attention_heads", "ffn_dim"):
+        encoder, decoder = hf[f"encoder_{name}"], hf[f"decoder_{name}"]
+        if encoder != decoder:
+            raise fields.unsupported("seq2seq", f"decoder_{name}", decoder, f". It has the encoder's in both stacks: {encoder}.")
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
         if hf.get(name):
-            raise _unsupported(name, hf[name], " Set it to 0 there.")
+            raise fields.unsupported("seq2seq", name, hf[name], ". Set it to 0 there.")
     tie = hf.get("tie_word_embeddings", True)
     share = tie if kind == "pegasus" else hf.get("share_encoder_decoder_embeddings", True)
     if share and not tie:
-        raise _unsupported("tie_word_embeddings", "false", " With it false, transformers unties the shared embeddings too.")
+        raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", ". With it false, transformers unties the shared embeddings too.")
     dropout = hf.get("dropout", 0.1)
     other = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout") if hf.get(name, 0.0) != dropout}
     if other:
         given = ", ".join(f"{name}={value}" for name, value in other.items())
         warnings.warn(f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere", stacklevel=2)
-    n_layers, n_decoder_layers = hf["encoder_layers"], hf["decoder_layers"]
-    vocab_size, target_vocab_size = hf["vocab_size"], hf.get("decoder_vocab_size")
+    same, n_decoder_layers, target_vocab_size = fields.read(hf, FIELDS), hf["decoder_layers"], hf.get("decoder_vocab_size")
     return Seq2SeqConfig(
-        vocab_size=vocab_size,
-        target_vocab_size=None if share or target_vocab_size == vocab_size else target_vocab_size,
-        n_layers=n_layers,
-        n_decoder_layers=None if n_decoder_layers == n_layers else n_decoder_layers,
-        d_model=hf["d_model"],
-        n_heads=hf["encoder_attention_heads"],
-        d_ff=hf["encoder_ffn_dim"],
-        seq_len=hf["max_position_embeddings"],
-        dropout=dropout,
+        **same,
+        target_vocab_size=None if share or target_vocab_size == same["vocab_size"] else target_vocab_size,
+        n_decoder_layers=None if n_decoder_layers == same["n_layers"] else n_decoder_layers,
         norm_first=kind == "pegasus",
         share_embeddings=share,
         tie_output=tie,
@@ -80,10 +78,6 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     )
 
 
-def _unsupported(field: str, value: object, way_out: str) -> UserError:
-    return UserError(f"config.json: {field}={value} is not supported by family seq2seq.{way_out}")
-
-
 def config_to_hf(config: Seq2SeqConfig) -> dict:
     """As Marian or Pegasus where one of them computes the same, else our own.
 
@@ -91,23 +85,17 @@ def config_to_hf(config: Seq2SeqConfig) -> dict:
     (decoder_start_token_id has to be a number: 0).
     """
     kind = model_type(config)
-    head = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
     if kind == "gradus-seq2seq":
-        return {**head, **config.model_dump(mode="json", exclude={"preset", "init"})}
+        return fields.as_ours(config, kind, ARCHITECTURES[kind])
     hf = {
-        **head,
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
         "is_encoder_decoder": True,
-        "vocab_size": config.vocab_size,
-        "d_model": config.d_model,
-        "encoder_layers": config.n_layers,
+        **fields.written(config, FIELDS),
         "decoder_layers": config.n_decoder_layers or config.n_layers,
-        "encoder_attention_heads": config.n_heads,
         "decoder_attention_heads": config.n_heads,
-        "encoder_ffn_dim": config.d_ff,
         "decoder_ffn_dim": config.d_ff,
-        "max_position_embeddings": config.seq_len,
         "activation_function": config.activation,
-        "dropout": config.dropout,
         "attention_dropout": config.dropout,
         "activation_dropout": config.dropout,
         "scale_embedding": True,
@@ -163,15 +151,15 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
         table.append(Rule("head.bias", "final_logits_bias", lambda bias: bias.squeeze(0), lambda bias: bias.unsqueeze(0)))
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
         if config.norm_first:
-            table += _layer(f"{stack}.norm", f"model.{stack}.layer_norm")
+            table += layer(f"{stack}.norm", f"model.{stack}.layer_norm")
         for i in range(n_layers):
             ours, theirs = f"{stack}.blocks.{i}", f"model.{stack}.layers.{i}"
             table += _attention(f"{ours}.attention", f"{theirs}.self_attn")
             if stack == "decoder":
                 table += _attention(f"{ours}.cross", f"{theirs}.encoder_attn")
-            table += _layer(f"{ours}.feedforward.up", f"{theirs}.fc1")
-            table += _layer(f"{ours}.feedforward.down", f"{theirs}.fc2")
-            table += _layer(f"{ours}.feedforward_norm", f"{theirs}.final_layer_norm")
+            table += layer(f"{ours}.feedforward.up", f"{theirs}.fc1")
+            table += layer(f"{ours}.feedforward.down", f"{theirs}.fc2")
+            table += layer(f"{ours}.feedforward_norm", f"{theirs}.final_layer_norm")
     return table
 
 
@@ -222,17 +210,7 @@ def _each(tensors: dict[str, Stored], order: Callable[[Tensor, int], Tensor]) ->
     return {name: ordered(stored, _axis(name)) for name, stored in tensors.items()}
 
 
-def _layer(ours: str, theirs: str) -> list[Rule]:
-    return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
-
-
 def _attention(ours: str, theirs: str) -> list[Rule]:
     parts = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-    table = [rule for our, their in parts.items() for rule in _layer(f"{ours}.{our}", f"{theirs}.{their}")]
-    return table + _layer(f"{ours}_norm", f"{theirs}_layer_norm")
-
-
-def ignorable(key: str) -> bool:
-    """The table of sinusoidal positions; the output bias, a buffer that transformers writes as zeros where we have none; the embedding
-    that Pegasus has beside those of source and target where these are not shared."""
-    return key in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight")
+    table = [rule for our, their in parts.items() for rule in layer(f"{ours}.{our}", f"{theirs}.{their}")]
+    return table + layer(f"{ours}_norm", f"{theirs}_layer_norm")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Rule
+from gradus.models.weights import Rule, fields
 from gradus.recipe.schema import T5Config
 
 MODEL_TYPES = ("t5",)
+# An early converter of checkpoints wrote a relative bias for the cross-attention, which has none.
+IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")  # the second is the first's former name
 FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
+FIELDS = {
+    "vocab_size": ("vocab_size", 32128), "n_layers": ("num_layers", 6), "d_model": ("d_model", 512),
+    "n_heads": ("num_heads", 8), "d_head": ("d_kv", 64), "d_ff": ("d_ff", 2048), "dropout": ("dropout_rate", 0.1),
+    "n_buckets": ("relative_attention_num_buckets", 32), "max_distance": ("relative_attention_max_distance", 128),
+    "norm_eps": ("layer_norm_epsilon", 1e-6),
+}  # fmt: skip
 
 
 def config_from_hf(hf: dict) -> T5Config:
@@ -18,30 +25,16 @@ def config_from_hf(hf: dict) -> T5Config:
     transformers 5 ties every T5 by its configuration and writes `scale_decoder_outputs=false` where it was read as untied; a
     head of its own then still lies in the file. So that field, where it is there, says what `tie_word_embeddings` said before.
     """
-    architecture = (hf.get("architectures") or ARCHITECTURES)[0]
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"config.json: architectures={architecture} is not supported by family t5.{did_you_mean(architecture, ARCHITECTURES)}")
-    feedforward = hf.get("feed_forward_proj", "relu")
-    if feedforward not in FEEDFORWARDS:
-        raise UserError(f"config.json: feed_forward_proj={feedforward} is not supported by family t5.{did_you_mean(feedforward, FEEDFORWARDS)}")
+    fields.architecture("t5", hf, ARCHITECTURES)
+    feedforward = fields.one_of("t5", "feed_forward_proj", hf.get("feed_forward_proj", "relu"), FEEDFORWARDS)
     if hf.get("decoder_start_token_id") not in (None, 0):
-        raise UserError(f"config.json: decoder_start_token_id={hf['decoder_start_token_id']} is not supported by family t5 (only 0, the padding, is)")
-    n_layers = hf.get("num_layers", 6)
-    n_decoder_layers = hf.get("num_decoder_layers")
+        raise fields.unsupported("t5", "decoder_start_token_id", hf["decoder_start_token_id"], " (only 0, the padding, is)")
+    same, n_decoder_layers = fields.read(hf, FIELDS), hf.get("num_decoder_layers")
     return T5Config(
-        vocab_size=hf.get("vocab_size", 32128),
-        n_layers=n_layers,
-        n_decoder_layers=None if n_decoder_layers == n_layers else n_decoder_layers,
-        d_model=hf.get("d_model", 512),
-        n_heads=hf.get("num_heads", 8),
-        d_head=hf.get("d_kv", 64),
-        d_ff=hf.get("d_ff", 2048),
-        dropout=hf.get("dropout_rate", 0.1),
+        **same,
+        n_decoder_layers=None if n_decoder_layers == same["n_layers"] else n_decoder_layers,
         gated=FEEDFORWARDS[feedforward],
         tie_output=hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings", True)),
-        n_buckets=hf.get("relative_attention_num_buckets", 32),
-        max_distance=hf.get("relative_attention_max_distance", 128),
-        norm_eps=hf.get("layer_norm_epsilon", 1e-6),
     )
 
 
@@ -50,19 +43,10 @@ def config_to_hf(config: T5Config) -> dict:
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
         "is_encoder_decoder": True,
-        "vocab_size": config.vocab_size,
-        "num_layers": config.n_layers,
+        **fields.written(config, FIELDS),
         "num_decoder_layers": config.n_decoder_layers or config.n_layers,
-        "d_model": config.d_model,
-        "num_heads": config.n_heads,
-        "d_kv": config.d_head,
-        "d_ff": config.d_ff,
-        "dropout_rate": config.dropout,
         "feed_forward_proj": "gated-gelu" if config.gated else "relu",
         "tie_word_embeddings": config.tie_output,
-        "relative_attention_num_buckets": config.n_buckets,
-        "relative_attention_max_distance": config.max_distance,
-        "layer_norm_epsilon": config.norm_eps,
         "pad_token_id": 0,
         "eos_token_id": 1,
         "decoder_start_token_id": 0,
@@ -93,8 +77,3 @@ def _attention(ours: str, theirs: str, name: str) -> list[Rule]:
     parts = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out": "o"}
     table = [Rule(f"{ours}.{our}.weight", f"{theirs}.{name}.{their}.weight") for our, their in parts.items()]
     return [*table, Rule(f"{ours}_norm.weight", f"{theirs}.layer_norm.weight")]
-
-
-def ignorable(key: str) -> bool:
-    """An early converter of checkpoints wrote a relative bias for the cross-attention, which has none."""
-    return key == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"

@@ -1,0 +1,126 @@
+"""What a family says about itself: all that layouts, tasks, inference and export know of it. What a recipe must know
+without torch (sizes, tasks, kinds of data) stands in its configuration (`gradus.recipe.schema`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradus.errors import UserError, did_you_mean
+from gradus.recipe import schema
+
+if TYPE_CHECKING:  # a configuration is read without torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks in a row and what belongs to them, by name; also what only some configurations have."""
+
+    blocks: str  # a ModuleList of layers.Block, whose forward calls hidden states `x`, an encoder's output `memory`
+    before: tuple[str, ...]  # what the first block needs: embeddings
+    norm: str | None = None  # the norm after the last block
+    heads: tuple[str, ...] = ()  # what reads the last hidden states
+    beside: tuple[str, ...] = ()  # what every block needs
+    dropout: str | None = None  # of an encoder: what is applied to its normed output
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """What the last block needs."""
+        return (self.norm, *self.heads) if self.norm else self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Raises TypeError that names everything that is missing.
+
+    attention  causal: a decoder, which continues texts: model.hidden(ids); model.new_cache if it keeps keys and values.
+               both: an encoder: model.hidden(ids), of images model.features(images).
+               cross: an encoder-decoder: model.encode(source, keep), model.decode(target, memory, keep).
+    tensor     end of a module's name → how tensor parallelism splits it. Attention, feed-forward networks, `tokens` and
+               `head` need none; what else is not named is whole on every process.
+               gather: its input is put together first. column: its output is split (rows of a Linear, columns of an
+               Embedding), a plain tensor. row: its input is split (columns of a Linear), and the results are summed.
+    """
+
+    config: type[schema.ModelConfig]
+    model: type[nn.Module]
+    weights: Any  # the module of its rules for weights (see `gradus.models.weights`)
+    stacks: tuple[Stack, ...]  # in the order in which they compute; an encoder's first
+    attention: Literal["causal", "both", "cross"]
+    tokens: tuple[str, ...] = ()  # embeddings of tokens
+    head: str | None = None  # the projection to the vocabulary
+    entry: tuple[str, ...] = ()  # what gives the first block its input (a dropout: is given), where `tokens` do not
+    tensor: Mapping[str, Literal["gather", "column", "row"]] = field(default_factory=dict)
+    whole_sequence: str = ""  # why a process needs the whole sequence; layout.context is then refused
+    begin_token: bool = False  # published weights read texts that start with the tokenizer's begin token
+    decoder_start: Literal["begin", "padding"] = "begin"  # the token that an encoder-decoder's answer starts from
+    fine_tuning_rate: float = 5e-5  # the usual learning rate, for published sizes
+
+    def __post_init__(self):
+        encodes = "features" if self.config.reads == "images" else "hidden"
+        methods = {"causal": ["hidden"], "both": [encodes], "cross": ["encode", "decode"]}
+        if self.attention not in methods:
+            raise TypeError(f"family {self.name}: attention={self.attention}: it is causal, both or cross")
+        rules = ("MODEL_TYPES", "config_from_hf", "config_to_hf", "rules")
+        lacks = [f"{self.model.__name__}.{name}()" for name in methods[self.attention] if not hasattr(self.model, name)]
+        lacks += [f"weights.{name}" for name in rules if not hasattr(self.weights, name)]
+        if lacks or not self.stacks:
+            raise TypeError(f"family {self.name} lacks {', '.join(lacks) or 'stacks'}")
+
+    @property
+    def name(self) -> str:
+        return self.config.model_fields["family"].default
+
+    def lacks(self, model: nn.Module) -> Iterator[str]:
+        """What is said here and is not in a built model, or is in it and is not said: a line each."""
+        from gradus.layers import Block
+
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for stack in self.stacks:
+            blocks = list(modules[stack.blocks].children()) if stack.blocks in modules else []
+            if not blocks or not all(isinstance(block, Block) for block in blocks):
+                yield f"stacks: {stack.blocks} is no list of gradus.layers.Block"
+        for key in ("tokens", "entry"):
+            yield from (f"{key}: no module {name}" for name in getattr(self, key) if name not in modules)
+        for end in self.tensor:
+            if not any(name.endswith(end) for name in modules):
+                yield f"tensor: no module's name ends in {end}"
+        named = tuple(f"{part}." for s in self.stacks for part in (s.blocks, *s.before, *s.after, *s.beside))
+        left = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(named)]
+        if left:
+            yield f"stacks: {', '.join(left)} in none: name them in before, norm, heads or beside"
+
+
+_known: dict[str, Family] = {}  # registered, or looked up before
+
+
+def register(family: Family) -> None:
+    """Make a further family known: to recipes, layouts, weights. Every process does so before it reads a recipe.
+
+    Raises TypeError where the name is that of another configuration, or a model_type another family's."""
+    for other in (name for name in schema.MODELS if name != family.name):
+        if taken := set(rules_of(other).MODEL_TYPES) & set(family.weights.MODEL_TYPES):
+            raise TypeError(f"family {family.name}: model_type {taken.pop()} is {other}'s")
+    schema.register_model(family.config)
+    _known[family.name] = family
+
+
+def lookup(name: str) -> Family:
+    """The family of this name; those of this room are imported when first asked for. Raises UserError for no family."""
+    if name not in _known:
+        if name not in schema.MODELS:
+            raise UserError(f"{name}: no such family.{did_you_mean(name, schema.MODELS)}")
+        _known[name] = import_module(f"gradus.models.{name}").FAMILY
+    return _known[name]
+
+
+def families() -> list[Family]:
+    return [lookup(name) for name in schema.MODELS]
+
+
+def rules_of(name: str) -> Any:
+    """The rules for a family's weights. Those of this room are imported without the model, and so without torch."""
+    return _known[name].weights if name in _known else import_module(f"gradus.models.weights.{name}")

@@ -1,0 +1,76 @@
+"""What a config.json and a configuration of ours both say: one table of names a family, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gradus.errors import UserError, did_you_mean
+from gradus.recipe.schema import ModelConfig
+
+NEEDED = object()  # in place of a default
+
+
+def read(hf: Mapping[str, Any], fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Our fields, of a table ours → (theirs, default). Raises KeyError for one that is needed and absent."""
+    return {our: hf[their] if default is NEEDED else hf.get(their, default) for our, (their, default) in fields.items()}
+
+
+def written(config: ModelConfig, fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Their fields."""
+    return {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
+
+
+def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """A config.json of what Hugging Face does not have; `from_ours` reads it."""
+    stated = config.model_dump(mode="json", exclude={"preset", "init"})
+    return {"model_type": model_type, "architectures": [architecture], **stated}
+
+
+def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype", "id2label", "label2id")}
+
+
+def labels(n_classes: int) -> dict[str, dict]:
+    """The names that transformers gives classes that nobody named."""
+    names = {i: f"LABEL_{i}" for i in range(n_classes)}
+    return {"id2label": {str(i): name for i, name in names.items()}, "label2id": {name: i for i, name in names.items()}}
+
+
+def n_classes(hf: Mapping[str, Any]) -> int:
+    return len(hf["id2label"]) if hf.get("id2label") else hf.get("num_labels", 2)
+
+
+# ---------------------------------------------------------------- what a family does not have
+
+
+def unsupported(family: str, name: str, value: object, way_out: str) -> UserError:
+    return UserError(f"config.json: {name}={value} is not supported by family {family}{way_out}")
+
+
+def one_of(family: str, name: str, value: Any, known: Collection) -> Any:
+    """The value. Raises UserError where it is not one of these."""
+    if value not in known:
+        raise unsupported(family, name, value, f".{did_you_mean(value, known)}")
+    return value
+
+
+def architecture(family: str, hf: Mapping[str, Any], known: Collection[str]) -> str:
+    """The first of `architectures`, or where there is none the first known. Raises UserError for an unknown one."""
+    return one_of(family, "architectures", (hf.get("architectures") or list(known))[0], known)
+
+
+def only(family: str, hf: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raises UserError for a field that has another value than the one that the family has."""
+    for name, value in fixed.items():
+        if hf.get(name, value) != value:
+            raise unsupported(family, name, hf[name], f" (only {value} is)")
+
+
+def one_dropout(family: str, hf: Mapping[str, Any], name: str, others: Mapping[str, Any]) -> None:
+    """Raises UserError where one of the others, name → value, is not the dropout that `name` says. null says nothing."""
+    dropout = hf.get(name, 0.1)
+    for other, value in others.items():
+        if value not in (None, dropout):
+            given = f"{other}={value} but {name}={dropout}"
+            raise UserError(f"config.json: {given}; family {family} has one dropout. Make them equal there")

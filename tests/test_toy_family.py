@@ -1,0 +1,331 @@
+"""A seventh family that lives in this file alone: it is trained, cut, resumed, exported and used, and no line of the package knows it.
+
+Lightweight convolutions (Wu et al. 2019, section 3): each token mixes the last few through filters that the channels of a head share,
+behind a gated projection. The pytest process itself never registers it, so that no other test sees it: everything runs in processes of
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.layers import Block, GatedFeedForward
+from gradus.models import Family, Stack
+from gradus.models.weights import Rule
+from gradus.recipe.schema import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from distributed import run
+
+# ---------------------------------------------------------------- the family
+
+
+class ConvConfig(ModelConfig):
+    """Lightweight convolutions (Wu et al. 2019)."""
+
+    learns = {"causal_lm": "text"}
+    family: Literal["conv"] = "conv"
+    d_ff: int = 48
+    seq_len: int = 32  # a training length; filters set no limit
+    n_taps: int = 4  # tokens that a filter sees
+
+    @property
+    def longest(self) -> None:
+        return None
+
+
+class GatedConvolution(nn.Module):
+    """(batch, seq, d_model) -> the same; nothing looks ahead."""
+
+    def __init__(self, config: ConvConfig):
+        super().__init__()
+        self.value, self.gate, self.out = (nn.Linear(config.d_model, config.d_model, bias=False) for _ in range(3))
+        self.taps = nn.Embedding(config.n_taps, config.n_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = self.value(x) * self.gate(x).sigmoid()
+        taps = self.taps(torch.arange(self.taps.num_embeddings, device=gated.device)).softmax(0)  # (n_taps, heads)
+        heads = gated.unflatten(-1, (taps.shape[1], -1))  # (batch, seq, heads, head_dim)
+        seq = heads.shape[1]
+        mixed = sum(tap[:, None] * F.pad(heads, (0, 0, 0, 0, back, 0))[:, :seq] for back, tap in enumerate(taps))
+        return self.out(mixed.flatten(2))
+
+
+class ConvBlock(Block):
+    def __init__(self, config: ConvConfig):
+        super().__init__()
+        self.mix_norm, self.feedforward_norm = nn.RMSNorm(config.d_model), nn.RMSNorm(config.d_model)
+        self.mix = GatedConvolution(config)
+        self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.mix_norm(x))
+        return x + self.feedforward(self.feedforward_norm(x))
+
+
+class Conv(nn.Module):
+    def __init__(self, config: ConvConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(ConvBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.05)
+
+    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        if segments is not None:
+            raise UserError("conv mixes across documents: set data.pack=stream")
+        x = self.token_embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, ids: Tensor, *, positions=None, segments=None, keep=None, select: Tensor | None = None) -> Tensor:
+        x = self.hidden(ids, segments=segments)
+        return self.head(x if select is None else x[select])
+
+
+def rules(config: ConvConfig) -> list[Rule]:
+    def parts(pair: Tensor) -> tuple[Tensor, ...]:
+        return pair.chunk(2)
+
+    def pair(*parts: Tensor) -> Tensor:
+        return torch.cat(parts)
+
+    table = [Rule("token_embedding.weight", "embed.weight"), Rule("norm.weight", "norm.weight"), Rule("head.weight", "lm_head.weight")]
+    for i in range(config.n_layers):
+        mix, same = f"blocks.{i}.mix", ("mix_norm", "feedforward_norm", "mix.taps", "mix.out", *(f"feedforward.{w}" for w in ("gate", "up", "down")))
+        table.append(Rule((f"{mix}.value.weight", f"{mix}.gate.weight"), f"layers.{i}.in_proj.weight", parts, pair))
+        table += [Rule(f"blocks.{i}.{name}.weight", f"layers.{i}.{name}.weight") for name in same]
+    return table
+
+
+WEIGHTS = SimpleNamespace(
+    MODEL_TYPES=("gradus-conv",),
+    rules=rules,
+    config_from_hf=lambda hf: ConvConfig(**{k: v for k, v in hf.items() if k in ConvConfig.model_fields}),
+    config_to_hf=lambda config: {"model_type": "gradus-conv", "architectures": ["Conv"], **config.model_dump(exclude={"preset", "init"})},
+    unknown_to_transformers=lambda config: "convolutions; set model.family=gpt",
+)
+FAMILY = Family(
+    config=ConvConfig,
+    model=Conv,
+    weights=WEIGHTS,
+    attention="causal",
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
+    tokens=("token_embedding",),
+    head="head",
+    tensor={"mix": "gather", "mix.value": "column", "mix.gate": "column", "mix.taps": "column", "mix.out": "row"},
+    whole_sequence="a filter reaches over the border of a part",
+)
+
+# ---------------------------------------------------------------- what the processes do
+
+RECIPE = """
+task: {name: causal_lm}
+model: {family: conv, n_layers: 4, n_heads: 4, d_model: 32}
+data: {kind: text, path: text.txt, limit_valid: 4}
+tokenizer: {kind: char}
+optimizer: {name: adamw, lr: 1.0e-2, eps: 1.0e-4}
+batch: {samples: 8}
+train: {steps: 6, clip_norm: 1.0, checkpoint_every: 3}
+evaluate: {every: 6, samples: 1, max_new: 5}
+layout: {device: cpu, threads: 1, micro_batch: 2}
+log: {every: 1}
+"""
+
+
+def train(world, folder: Path, runs: dict[str, list[str]], resume: str | None = None) -> None:
+    """Each run by its name; `resume`: a run of that name goes on."""
+    models.register(FAMILY)
+    from gradus import recipe as recipes
+    from gradus.train import session
+
+    for name, overrides in runs.items():
+        where = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", f"log.dir={folder / name}"]
+        recipe = recipes.load(folder / resume, overrides) if resume else recipes.load(folder / "toy.yaml", [*where, *overrides])
+        with contextlib.redirect_stdout(io.StringIO()):
+            session.train(recipe, here=world, resume=folder / resume if resume else None)
+
+
+def rows(run: Path) -> dict[tuple[str, int], float]:
+    wanted = ("train/loss", "train/grad_norm", "valid/loss")
+    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {(row["name"], row["step"]): row["value"] for row in found if row["name"] in wanted}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds `one`, a run of one process, and `three`, the same stopped after three steps and gone on with."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy.yaml").write_text(RECIPE)
+    (folder / "text.txt").write_text("".join(f"Line {i} of a play, {i * i} words.\n" for i in range(100)))
+    run(1, train, folder, {"one": [], "three": ["train.steps=3"]})
+    run(1, train, folder, {"three": ["train.steps=6"]}, "three")
+    return folder
+
+
+def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder):
+    one = rows(folder / "one")
+    assert one["train/loss", 6] < one["train/loss", 1] - 0.1
+    assert {key: value for key, value in rows(folder / "three").items() if key != ("valid/loss", 3)} == one
+    last = "checkpoints/step-00000006/model.safetensors"
+    assert (folder / "one" / last).read_bytes() == (folder / "three" / last).read_bytes()
+
+
+def traced(world, folder: Path) -> dict[str, int]:
+    models.register(FAMILY)
+    from gradus import recipe as recipes
+    from gradus.plan.memory import plan_memory
+
+    given = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", "model.vocab_size=32"]
+    layouts = {"one": [], "tensor": ["layout.tensor=2"], "shard": ["layout.shard=2"]}
+    planned = {name: plan_memory(recipes.load(folder / "toy.yaml", [*given, *o]), 1 + bool(o)) for name, o in layouts.items()}
+    return {name: memory.held["weights"] for name, memory in planned.items()}
+
+
+def test_the_plan_traces_it(folder):
+    norms, matrices = (2 * 4 + 1) * 32, 2 * 32 * 32 + 4 * (3 * 32 * 32 + 4 * 4 + 3 * 32 * 48)
+    assert run(1, traced, folder) == [
+        {"one": 4 * (norms + matrices), "tensor": 4 * (norms + matrices // 2), "shard": 4 * (norms + matrices) // 2}
+    ]
+
+
+def test_every_layout_gives_the_same_curve(folder):
+    layouts = {
+        "shard": ["layout.shard=2"], "tensor": ["layout.tensor=2"], "pipeline": ["layout.pipeline=2"],
+        "whole-stream": ["layout.tensor=2", "layout.sequence_parallel=false"],
+    }  # fmt: skip
+    run(2, train, folder, layouts)
+    one = rows(folder / "one")
+    for name in layouts:
+        found = rows(folder / name)
+        assert found.keys() == one.keys()
+        for key, value in one.items():
+            assert found[key] == pytest.approx(value, rel=1e-5), f"{name} {key}"
+
+
+def use(world, folder: Path) -> dict:
+    models.register(FAMILY)
+    from gradus import api, cli
+    from gradus.infer.export_weights import export
+    from gradus.models import weights
+
+    told = list(export(str(folder / "one"), folder / "exported"))
+    ours, again = models.load(folder / "one").eval(), models.load(folder / "exported").eval()
+    ids = torch.arange(12)[None]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        cli.main(["predict", str(folder / "one"), "Line", "--features"])
+    return {
+        "told": told,
+        "same": torch.equal(ours(ids), again(ids)),
+        "names": sorted(weights.read_tensors(folder / "exported")),
+        "count": models.count(again.config),
+        "parameters": sum(p.numel() for p in again.parameters()),
+        "text": api.generate(folder / "exported", "Line 1", max_new=4, temperature=0),
+        "features": out.getvalue(),
+        "loss": api.evaluate(folder / "one")["valid/loss"],
+    }
+
+
+def test_it_is_exported_and_used(folder):
+    (found,) = run(1, use, folder)
+    assert found["same"] and "layers.0.in_proj.weight" in found["names"]
+    assert "transformers does not know this architecture (convolutions; set model.family=gpt)" in found["told"][1]
+    assert found["count"]["total"] == found["parameters"] and found["count"]["attention"] == 4 * (3 * 32 * 32 + 4 * 4)
+    assert found["text"].startswith("Line 1") and len(found["text"]) == len("Line 1") + 4
+    assert found["features"].startswith("(4, 32)")
+    assert found["loss"] == pytest.approx(rows(folder / "one")["valid/loss", 6], rel=1e-6)
+
+
+# ---------------------------------------------------------------- what is not right is told
+
+
+def errors(world, folder: Path) -> dict[str, str]:
+    from gradus import recipe as recipes
+    from gradus.parallel import check
+    from gradus.recipe import keys
+
+    found = {}
+
+    def told(name: str, function, *args, **kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (UserError, TypeError) as e:
+            found[name] = str(e)
+
+    told("unregistered", recipes.load, folder / "toy.yaml")
+    told("no tasks", models.register, dataclasses.replace(FAMILY, config=type("Bare", (ModelConfig,), {"__module__": __name__})))
+    models.register(FAMILY)
+    models.register(FAMILY)  # twice is no error
+    told("taken", models.register, dataclasses.replace(FAMILY, config=type("Other", (ConvConfig,), {"__module__": __name__})))
+    told("type", models.register, dataclasses.replace(FAMILY, weights=SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": ("llama",)})))
+    told("key", recipes.load, folder / "toy.yaml", ["model.n_tap=3"])
+    told("task", recipes.load, folder / "toy.yaml", ["task.name=span_corruption"])
+    told("context", check.validate, recipes.load(folder / "toy.yaml", ["layout.context=2"]), 2)
+    told("expert", check.validate, recipes.load(folder / "toy.yaml", ["layout.expert=2"]), 2)
+    found["keys"] = "\n".join(f"{name} {rest}" for name, _, rest in keys.entries("model", ConvConfig))
+    config = ConvConfig(vocab_size=8, n_layers=1, n_heads=2, d_model=8)
+    for name, changes in {
+        "stack": {"stacks": (Stack("layers", before=("token_embedding",), norm="norm", heads=("head",)),)},
+        "norm": {"stacks": (Stack("blocks", before=("token_embedding",), heads=("head",)),)},
+        "tokens": {"tokens": ("embedding",)},
+        "tensor": {"tensor": {"mixer.value": "column"}},
+    }.items():
+        models.register(dataclasses.replace(FAMILY, **changes))
+        told(name, models.build, config, "meta")
+    return found
+
+
+def test_what_a_description_lacks_is_named(folder):
+    (found,) = run(1, errors, folder)
+    assert "model.family: no such model: 'conv'" in found["unregistered"]
+    assert "Bare: it needs family:" in found["no tasks"]
+    assert found["taken"] == "Other: family conv is ConvConfig's. Choose another name"
+    assert found["type"] == "family conv: model_type llama is llama's"
+    assert "Did you mean model.n_taps?" in found["key"]
+    assert "model.family: task span_corruption needs t5, not conv. conv is for task.name=causal_lm." in found["task"]
+    assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, vit" in found["context"]
+    assert "conv has no experts; gpt and llama can" in found["expert"]
+    assert "model.n_taps" in found["keys"] and "tokens that a filter sees" in found["keys"]
+    lacks = "layers is no list of gradus.layers.Block; stacks: blocks.0."
+    assert found["stack"].startswith(f"family conv: stacks: {lacks}")
+    assert found["norm"] == "family conv: stacks: norm.weight in none: name them in before, norm, heads or beside"
+    assert found["tokens"] == "family conv: tokens: no module embedding"
+    assert found["tensor"] == "family conv: tensor: no module's name ends in mixer.value"
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"weights": SimpleNamespace(MODEL_TYPES=())}, "lacks weights.config_from_hf, weights.config_to_hf, weights.rules"),
+        ({"model": nn.Linear}, r"lacks Linear.hidden\(\)"),
+        ({"attention": "cross"}, r"lacks Conv.encode\(\), Conv.decode\(\)"),
+        ({"stacks": ()}, "lacks stacks"),
+        ({"attention": "forward"}, "attention=forward: it is causal, both or cross"),
+    ],
+)
+def test_what_a_family_lacks_is_named_where_it_is_written(changes, lacks):
+    with pytest.raises(TypeError, match=f"family conv:? {lacks}"):
+        dataclasses.replace(FAMILY, **changes)
+    with pytest.raises(TypeError, match="weights"):
+        Family(**{field.name: getattr(FAMILY, field.name) for field in dataclasses.fields(Family) if field.name != "weights"})
