@@ -12,17 +12,10 @@ from functools import cache
 
 from gradus.errors import UserError, nearest
 from gradus.recipe import schema
-from gradus.recipe.explain import (
-    DEPENDENT,
-    classes_inside,
-    classes_of,
-    discriminator,
-    elsewhere,
-    expected,
-    is_section,
-    said,
-)
+from gradus.recipe.conflicts import DEPENDENT
+from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section
 from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.text import said
 
 
 @cache

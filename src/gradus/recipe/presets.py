@@ -118,21 +118,27 @@ ALIASES = {
 }
 
 
-def expand(section: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's model section with its preset's fields filled in under the keys that are stated; the section itself is not changed.
+def fields(name: str) -> dict[str, Any]:
+    """What a preset states. Raises UserError for an unknown one (names are case-sensitive: vit-g14 is not vit-G14)."""
+    if ALIASES.get(name, name) not in PRESETS:
+        raise UserError(f"model.preset={name}: unknown preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
+    return PRESETS[ALIASES.get(name, name)]
 
-    Without a preset it comes back as it is. Raises UserError for an unknown preset (names are case-sensitive: vit-g14 is not
-    vit-G14), and for a `family` that is not the preset's.
+
+def expand(section: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's model section with its preset's fields filled in under the keys that are stated; the section itself is
+    not changed.
+
+    Without a preset it comes back as it is. Raises UserError as `fields`, and for a `family` that is not the preset's.
     """
     name = section.get("preset")
     if name is None:
         return dict(section)
-    if ALIASES.get(name, name) not in PRESETS:
-        raise UserError(f"model.preset={name}: unknown preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
-    fields = PRESETS[ALIASES.get(name, name)]
-    if section.get("family", fields["family"]) != fields["family"]:
-        raise UserError(f"model.preset={name} is of family {fields['family']}, not {section['family']}. Leave model.family out")
-    return {**fields, **section}
+    stated = fields(name)
+    if section.get("family", stated["family"]) != stated["family"]:
+        text = f"is of family {stated['family']}, not {section['family']}. Leave model.family out"
+        raise UserError(f"model.preset={name} {text}")
+    return {**stated, **section}
 
 
 def config_of(name: str, **fields: Any) -> ModelConfig:

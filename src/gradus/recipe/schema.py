@@ -399,13 +399,7 @@ class TokenizerConfig(Section):
     shared: bool = True  # pairs: one vocabulary for both languages
 
     @model_validator(mode="after")
-    def _takes_effect(self):
-        if self.path is not None and self.kind != "file":
-            raise ValueError(f"path has no effect with kind={self.kind}; use kind=file")
-        if self.vocab_size is not None and self.kind != "bpe":
-            raise ValueError(f"vocab_size has no effect with kind={self.kind}; it is for kind=bpe")
-        if self.lowercase and self.kind not in ("bpe", "word"):
-            raise ValueError(f"lowercase has no effect with kind={self.kind}; it is for bpe and word")
+    def _trained(self):
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("kind=bpe needs vocab_size")
         return self
@@ -457,16 +451,9 @@ class Schedule(Section):
     end_step: Steps | None = None  # None: the last step of training
 
     @model_validator(mode="after")
-    def _takes_effect(self):
-        given = self.model_fields_set
+    def _warms_up(self):
         if self.name == "noam" and self.warmup_steps == 0:
             raise ValueError("noam needs warmup_steps")
-        if "factor" in given and self.factor != 1.0 and self.name != "noam":
-            raise ValueError("factor has no effect without name=noam")
-        if self.final and self.name not in ("linear", "cosine"):
-            raise ValueError(f"final has no effect with name={self.name}; it is for linear and cosine")
-        if self.end_step is not None and self.name not in ("linear", "cosine"):
-            raise ValueError(f"end_step has no effect with name={self.name}; it is for linear and cosine")
         return self
 
 
