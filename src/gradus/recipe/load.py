@@ -11,11 +11,9 @@ import contextlib
 import difflib
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,17 +22,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from gradus.errors import UserError
 from gradus.recipe import check, presets
 from gradus.recipe import text as texts
-from gradus.recipe.conflicts import DEPENDENT, Problem
-from gradus.recipe.explain import explain, needs, unknown_key
-from gradus.recipe.fields import classes_of, discriminator, is_section, kinds_of, unsettable
+from gradus.recipe.conflicts import Problem
+from gradus.recipe.explain import explain, needs
+from gradus.recipe.fields import discriminator, is_section, kinds_of, unknown_key
+from gradus.recipe.presets import HEAD, NOT_ARCHITECTURE, beside_weights
 from gradus.recipe.schema import Recipe, right_name
-from gradus.recipe.text import get, said, same, show
+from gradus.recipe.text import get, put, said, same, show
 
 EXCLUSIVE = (("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"))
-# What a recipe says about a model whatever its size; and what task and data say where the recipe does not: a preset's
-# or other weights' is for their own data.
-NOT_ARCHITECTURE = ("init", "dropout", "head", "pooler", "n_classes", "patches")
-HEAD = ("head", "pooler", "n_classes")
 INPUTS = ("data.path", "tokenizer.path", "model.init")  # paths: see text.absolute
 FILE, ARGUMENT, COMMAND_LINE = 0, 1, 2
 
@@ -44,25 +39,9 @@ Configure = Callable[[str], Mapping[str, Any] | None]
 # ---------------------------------------------------------------- the face
 
 
-def _beside_weights(init: str) -> dict[str, Any] | None:
-    """What config.json beside the weights says; None where only the hub has it (it is then read when the weights are).
-
-    The room that reads weights stands above this one and is asked for by name, so that nothing here depends on it.
-    Raises UserError for a path where there is nothing.
-    """
-    models = import_module("gradus.models")
-    if not Path(os.path.expanduser(init)).exists():
-        if init.startswith((".", "/", "~")):
-            raise UserError(f"model.init={init}: no such file or folder.")
-        with contextlib.suppress(UserError):
-            return models.config_of(init).model_dump()
-        return None
-    return models.config_of(init).model_dump()
-
-
 def load(
     name_or_path: str | Path, overrides: Iterable[str] = (), *, notes: list[str] | None = None,
-    configure: Configure | None = _beside_weights, text: str | None = None, **more: Any,
+    configure: Configure | None = beside_weights, text: str | None = None, **more: Any,
 ) -> Recipe:  # fmt: skip
     """A recipe: the packaged one of that name, a .yaml, .yml or .json file, or the recipe.yaml of a run folder.
 
@@ -91,7 +70,7 @@ def load(
         if path := texts.absolute(get(tree, key), source.folder):
             put(tree, key, path)
     sizes_known, trouble = _fill(layers, configure)
-    return layers.recipe([*found, *malformed, *trouble], lambda _: set(texts.leaves(tree)), sizes_known)
+    return layers.recipe([*found, *malformed, *trouble], lambda _: layers.stated(), sizes_known)
 
 
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -103,133 +82,97 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     return layers.recipe([], check.changed)
 
 
-def adopt(recipe: Mapping[str, Any], config_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a recipe with the architecture of another model: `config_fields` (with `family`) replace the model
-    section, except what is no matter of size (NOT_ARCHITECTURE). Fields that the family does not know are left out."""
-    old = {k: v for k, v in (recipe.get("model") or {}).items() if k in NOT_ARCHITECTURE and v is not None}
-    new = {k: v for k, v in config_fields.items() if k not in ("preset", "init")}
-    known = classes_of("model")[new["family"]].model_fields
-    return {**recipe, "model": {**new, **{k: v for k, v in old.items() if k in known}}}
-
-
-def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
-    tree = recipe.model_dump()
-    void = {p.path for p in check.problems(vars(recipe), set(texts.leaves(tree))) if p.void}
-    filled = presets.expand({"preset": recipe.model.preset})  # an explicit null must win over the preset
-    out: dict[str, Any] = {}
-    for name, section in tree.items():
-        if not isinstance(section, dict):
-            out |= {name: section} if section is not None else {}
-            continue
-        wins = filled if name == "model" else {}
-        stated = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
-        section = {k: section[k] for k in stated if f"{name}.{k}" not in void}
-        kind = discriminator(name) or DEPENDENT.get(name, ("",))[0]
-        out |= {name: {**{k: section[k] for k in (kind,) if k in section}, **section}} if section else {}
-    return texts.write(out)
-
-
 # ---------------------------------------------------------------- layers
 
 
 class Said(NamedTuple):
-    """The layer that says a key, and the one that gave it the value it has (a higher one may say the same again)."""
+    """The layer that says a key, the one that gave it the value it has (a higher one may say the same again), and of what
+    a preset or model.init brings, that key: it lies just below the layer that says it."""
 
     layer: float
     since: float
+    by: str | None = None
 
 
 NOBODY = Said(-1, -1)
 
 
 class Layers:
-    """What is said of a recipe, and where. tree: all that was said; `said`: its dotted keys, lowest layer first.
-
-    base: what a preset or the configuration of model.init brings; it lies just below the layer that says `base_key`."""
+    """What is said of a recipe, and where. tree: all of it; `said`: its dotted keys, those of the file first."""
 
     def __init__(self, source: str, tree: dict[str, Any], order: list[str], notes: list[str]):
         self.labels = (source, "argument", "command line")
         self.places = (f"in {source}", "as an argument", "on the command line")
         self.tree, self.notes = tree, notes
         self.said = dict.fromkeys(order, Said(FILE, FILE))
-        self.base: dict[str, Any] = {}
-        self.base_key, self.base_layer = "model.preset", NOBODY.layer
 
     def put(self, path: str, value: Any, layer: int) -> None:
-        before = self.said.get(path, NOBODY)
-        since = before.since if path in self.said and same(get(self.tree, path), value) else layer
+        repeated = path in self.said and same(get(self.tree, path), value)
+        since = self.said[path].since if repeated else layer
         self._forget(path)
         self.said[path] = Said(layer, since)
         put(self.tree, path, value)
+
+    def bring(self, fields: Mapping[str, Any], by: str, layer: float) -> None:
+        """Fill in what a preset or the configuration of weights has under what is said."""
+        for key, value in fields.items():
+            if f"model.{key}" not in self.said:
+                self.said[f"model.{key}"] = Said(layer, layer, by)
+                self.tree["model"][key] = value
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self.said if key == path or key.startswith(f"{path}.")]:
             del self.said[key]
 
-    def whole(self) -> dict[str, Any]:
-        model = self.tree.get("model")
-        return {**self.tree, "model": {**self.base, **model}} if self.base and isinstance(model, dict) else self.tree
-
-    # ---- who says what
-
-    def key_of(self, path: str) -> str | None:
-        """What was said that gives `path` its value: itself or something in it, or what it stands in, or the base."""
+    def key_of(self, path: str) -> str:
+        """What was said that gives `path` its value: itself or something in it, else what it stands in; '' for none."""
         inside = [key for key in self.said if key == path or key.startswith(f"{path}.")]
         if inside:
             return max(inside, key=lambda key: self.said[key].layer)
-        if self._in_base(path):
-            return self.base_key if self.base_key in self.said else None
         while path and path not in self.said:
             path = path.rpartition(".")[0]
-        return path or None
-
-    def _in_base(self, path: str) -> bool:
-        return path.startswith("model.") and path not in self.said and path.removeprefix("model.") in self.base
+        return path
 
     def who(self, path: str) -> Said:
-        if self._in_base(path):
-            return Said(self.base_layer, self.base_layer)
-        return self.said.get(self.key_of(path) or "", NOBODY)
+        return self.said.get(self.key_of(path), NOBODY)
+
+    def stated(self) -> set[str]:
+        return {path for path in texts.leaves(self.tree) if self.said.get(path, NOBODY).by is None}
 
     # ---- the one rule
 
     def settle(self, problems: list[Problem]) -> list[Problem]:
         """Leave out what a higher layer made void, with one note a cause; what was unset needs none. Returns the rest."""
         rest: list[Problem] = []
-        out: dict[str, list[str]] = {}
+        out: dict[str, dict[str, Any]] = {}
         for p in problems:
             cause = max(p.others, key=lambda key: self.who(key).since, default="")
-            unset = p.path in self.said and get(self.tree, p.path) is None
-            if p.void and (unset or self.who(cause).since > self.who(p.path).layer > NOBODY.layer):
-                out.setdefault(cause, []).append(p.path)
+            value, by = get(self.tree, p.path), self.who(p.path)
+            if p.void and p.path in self.said and (value is None or self.who(cause).since > by.layer):
+                out.setdefault(cause, {})[p.path] = value
             else:
                 rest.append(p)
-        for cause, paths in out.items():
-            told = {path: get(self.tree, path) for path in paths}
-            told = {path: value for path, value in told.items() if value is not None}
-            if told:
-                where = ", ".join(dict.fromkeys(self.labels[self.said[self.key_of(path)].layer] for path in told))
-                what = ", ".join(f"{path}={said(value)}" for path, value in told.items())
+        for cause, values in out.items():
+            where = ", ".join({self.labels[math.ceil(self.who(path).layer)]: 0 for path in values})
+            what = ", ".join(f"{path}={said(value)}" for path, value in values.items() if value is not None)
+            if what:
                 self.notes.append(f"{where}: {what} left out: no effect with {self.beside(cause)}")
         for path in itertools.chain.from_iterable(out.values()):
             self._forget(path)
-            *above, key = path.split(".")
-            get(self.tree, ".".join(above)).pop(key, None) if above else self.tree.pop(key, None)
+            above, _, key = path.rpartition(".")
+            (get(self.tree, above) if above else self.tree).pop(key, None)
         return rest
 
     def beside(self, path: str) -> str:
-        key = self.key_of(path)
-        return f"{key}={said(get(self.tree, key))} {self.places[self.said[key].layer]}"
+        key = self.said[path].by or path
+        return f"{key}={said(get(self.tree, key))} {self.places[math.ceil(self.said[key].layer)]}"
 
-    def recipe(
-        self, found: list[Problem], stated: Callable[[dict[str, Any]], set[str]], sizes_known: bool = True
-    ) -> Recipe:
+    def recipe(self, found: list[Problem], stated: Callable[[Any], set[str]], sizes_known: bool = True) -> Recipe:
         """The recipe. stated: of the sections that are sound, the keys that must take effect. Raises UserError for what
         is wrong, `found` before."""
         broken = {"model"} if any(p.path in ("model.preset", "model.init") for p in found) else set()
         while True:
-            sections, trouble = _sections(self.whole(), broken)
+            sections, trouble = _sections(self.tree, broken)
             doubtful = {p.path.split(".")[0] for p in trouble if p.text.startswith("unknown key")}
             for p in check.problems(sections, stated(sections), sizes_known):
                 if not p.void or not doubtful & {key.split(".")[0] for key in p.others}:  # what was meant might be it
@@ -245,35 +188,20 @@ class Layers:
 
     def report(self, found: list[Problem]) -> list[str]:
         """Lines in the order of the file, then of the overrides."""
-        order, sections = {key: i for i, key in enumerate(self.said)}, list(Recipe.model_fields)
+        order, sections = list(self.said), list(Recipe.model_fields)
 
         def place(p: Problem) -> tuple[bool, int]:
-            key, section = self.key_of(p.path), p.path.split(".")[0]
-            if key is not None:
-                return self.said[key].layer > FILE, order[key]
-            return False, len(order) + (sections.index(section) if section in sections else 0)
+            section = p.path.split(".")[0]
+            missing = len(order) + (sections.index(section) if section in sections else 0)
+            key = self.key_of(p.path)
+            return self.who(p.path).layer > FILE, order.index(key) if key else missing
 
         return list(dict.fromkeys(self._line(p) for p in sorted(found, key=place)))
 
     def _line(self, p: Problem) -> str:
-        label, other = self.labels[max(FILE, self.who(p.path).layer)], p.others[-1] if p.others else ""
-        other = other if other in self.said or (self._in_base(other) and self.base_key in self.said) else ""
-        elsewhere = other and self.said[self.key_of(other)].layer != max(FILE, self.who(p.path).layer)
-        return f"{label}: {p.path}: {p.text}" + (f" ({self.beside(other)})" if elsewhere else "")
-
-
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *above, key = path.split(".")
-    for part in above:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    if value is None and path != "tokenizer" and is_section(path):
-        tree[key] = {}
-    elif value is None and unsettable(path):
-        tree.pop(key, None)
-    else:
-        tree[key] = value
+        at, other = max(FILE, math.ceil(self.who(p.path).layer)), p.others[-1] if p.others else ""
+        elsewhere = other in self.said and math.ceil(self.said[other].layer) != at
+        return f"{self.labels[at]}: {p.path}: {p.text}" + (f" ({self.beside(other)})" if elsewhere else "")
 
 
 def _exclusive(tree: Mapping[str, Any]) -> Iterator[Problem]:
@@ -309,38 +237,28 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
         return True, [Problem(key, f"{text}Set model.init too, or model.init=null to start afresh.", ("model.init",))]
     if published and config is None and family not in (None, published["family"]) and at_family >= at_preset:
         text = f"{preset} is of family {published['family']}, not {family}. Leave model.family out."
-        if problems := layers.settle([Problem(key, text, ("model.family",), void=True)]):
-            return True, problems
-        return True, []
-    key, brings = ("model.preset", published) if config is None else ("model.init", texts.plain(config))
-    layers.base = {k: v for k, v in brings.items() if k not in ("preset", "init", *HEAD)}
-    layers.base_key, layers.base_layer = key, layers.who(key).since - 0.5
-    if config is None:
-        found = [Problem(path, "", (key,), void=True) for path in _architecture(model) if layers.who(path).layer < at_preset]
-        if published and at_init > at_preset:
-            found.append(Problem(key, "", ("model.init",), void=True))
-    else:
-        found = list(_unlike(layers, init, brings, published))
-    return config is not None or init is None or at_init <= max(at_preset, at_family), layers.settle(found)
-
-
-def _architecture(model: Mapping[str, Any]) -> list[str]:
-    return [f"model.{key}" for key in model if key not in ("preset", *NOT_ARCHITECTURE)]
-
-
-def _unlike(layers: Layers, init: str, config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is said of the architecture and is not what the weights' configuration says."""
-    at_init, model = layers.who("model.init").since, layers.tree["model"]
-    for path in _architecture(model):
-        theirs, ours = config.get(path.removeprefix("model.")), get(layers.tree, path)
-        known = path.removeprefix("model.") in config and not (theirs is None and path.endswith("vocab_size"))
-        if known and (layers.who(path).layer < at_init or not same(theirs, ours)):
-            text = f"cannot take effect: model.init={init} has {said(theirs)}. Leave it out."
-            yield Problem(path, text, ("model.init",), void=True)
-    other = any(not same(config.get(key), value) for key, value in published.items())
-    if published and (other or layers.who("model.preset").layer < at_init):
-        text = f"cannot take effect: model.init={init} has its own configuration. Leave it out."
-        yield Problem("model.preset", text, ("model.init",), void=True)
+        return True, layers.settle([Problem(key, text, ("model.family",), void=True)])
+    brings, by, at = (published, key, at_preset) if config is None else (texts.plain(config), "model.init", at_init)
+    found = []
+    for key, ours in model.items():
+        path, theirs = f"model.{key}", brings.get(key)
+        if key in NOT_ARCHITECTURE or path == by:
+            continue
+        if key == "preset":
+            unlike = any(not same(brings.get(k), value) for k, value in published.items())
+        else:
+            unlike = key in brings and not same(theirs, ours) and not (theirs is None and key.endswith("vocab_size"))
+        if layers.said[path].layer < at or (unlike and config is not None):
+            has = "its own configuration" if key == "preset" else said(theirs)
+            text = f"cannot take effect: {by}={init} has {has}. Leave it out."
+            found.append(Problem(path, text, (by,), void=True))
+    known = config is not None or init is None or at_init <= max(at_preset, at_family)
+    if published and config is None and at_init > at_preset:  # the old weights' sizes stand for the new ones'
+        found.append(Problem(by, "", ("model.init",), void=True))
+        by = "model.init"
+    found = layers.settle(found)
+    layers.bring({k: v for k, v in brings.items() if k not in ("preset", "init", *HEAD)}, by, at - 0.5)
+    return known, found
 
 
 # ---------------------------------------------------------------- tree → sections

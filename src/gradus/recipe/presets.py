@@ -1,16 +1,28 @@
-"""The published sizes, as data: `model: {preset: gpt2-small}` is the same as writing these fields out.
+"""A model's architecture by name: the published sizes, as data (`model: {preset: gpt2-small}` is the same as writing
+these fields out), and what comes with weights.
 
 Counts of parameters: `gradus models`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from gradus.errors import UserError, did_you_mean
+from gradus.recipe.fields import classes_of
 from gradus.recipe.schema import Model, ModelConfig
+
+# What a recipe says about a model whatever its size; and what task and data say where the recipe does not: a preset's
+# or other weights' is for their own data.
+NOT_ARCHITECTURE = ("init", "dropout", "head", "pooler", "n_classes", "patches")
+HEAD = ("head", "pooler", "n_classes")
 
 
 def _seq2seq(**size: Any) -> dict[str, Any]:
@@ -144,3 +156,26 @@ def expand(section: dict[str, Any]) -> dict[str, Any]:
 def config_of(name: str, **fields: Any) -> ModelConfig:
     """The configuration of a preset, `fields` replaced. Raises UserError for an unknown preset."""
     return TypeAdapter(Model).validate_python(expand({"preset": name, **fields}))
+
+
+def beside_weights(init: str) -> dict[str, Any] | None:
+    """What config.json beside the weights says; None where only the hub has it (it is then read when the weights are).
+
+    The room that reads weights stands above this one and is asked for by name, so that nothing here depends on it.
+    Raises UserError for a path where there is nothing.
+    """
+    models, there = import_module("gradus.models"), Path(os.path.expanduser(init)).exists()
+    if not there and init.startswith((".", "/", "~")):
+        raise UserError(f"model.init={init}: no such file or folder.")
+    with contextlib.suppress(*(() if there else (UserError,))):
+        return models.config_of(init).model_dump()
+    return None
+
+
+def adopt(recipe: Mapping[str, Any], config_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a recipe with the architecture of another model: `config_fields` (with `family`) replace the model
+    section, except what is no matter of size (NOT_ARCHITECTURE). Fields that the family does not know are left out."""
+    old = {k: v for k, v in (recipe.get("model") or {}).items() if k in NOT_ARCHITECTURE and v is not None}
+    new = {k: v for k, v in config_fields.items() if k not in ("preset", "init")}
+    known = classes_of("model")[new["family"]].model_fields
+    return {**recipe, "model": {**new, **{k: v for k, v in old.items() if k in known}}}

@@ -19,8 +19,10 @@ import yaml
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.recipe import check, presets
 from gradus.recipe.conflicts import Problem
-from gradus.recipe.fields import fields_of, holds_text, is_section, required
+from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, required, unsettable
+from gradus.recipe.schema import Recipe
 
 NULLS = ("", "~", "null", "Null", "NULL")
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -33,6 +35,21 @@ def get(tree: Any, path: str) -> Any:
     for part in path.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """None unsets: a section is empty then, and a key that cannot be null is taken out."""
+    *above, key = path.split(".")
+    for part in above:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if value is None and path != "tokenizer" and is_section(path):
+        tree[key] = {}
+    elif value is None and unsettable(path):
+        tree.pop(key, None)
+    else:
+        tree[key] = value
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -296,5 +313,18 @@ for _kind in (tuple, list):
     _Dumper.add_representer(_kind, lambda d, v: d.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True))
 
 
-def write(tree: Mapping[str, Any]) -> str:
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
+    tree = recipe.model_dump()
+    void = {p.path for p in check.problems(vars(recipe), set(leaves(tree))) if p.void}
+    filled = presets.expand({"preset": recipe.model.preset})  # an explicit null must win over the preset
+    out: dict[str, Any] = {}
+    for name, section in tree.items():
+        if isinstance(section, dict):
+            wins = filled if name == "model" else {}
+            stated = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
+            kind = kinds_of(name)[0]
+            section = {k: section[k] for k in sorted(stated, key=lambda k: k != kind) if f"{name}.{k}" not in void}
+        if section not in (None, {}):
+            out[name] = section
+    return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
