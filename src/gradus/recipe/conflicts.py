@@ -72,58 +72,48 @@ def _word(value: Any) -> str:
 
 
 class Row:
-    """`key` does not go together with `others`, all of them.
+    """None of `keys` goes together with any of `others` (separated by commas, each with all its conditions).
 
-    void: it takes no effect beside them. stated: to write it is enough, even with its default value. In `text` {} is
-    the last of others with its value, and {value} the value alone.
+    void: a key takes no effect beside them. stated: to write it is enough, even with its default value. In `text` {} is
+    the last condition's key with its value, and {value} the value alone.
     """
 
-    def __init__(self, key: str, others: str, text: str, *, void: bool, stated: bool = False):
-        self.key, self.others = Condition(key), tuple(Condition(other) for other in others.split())
-        self.text, self.void, self.stated = text, void, stated
+    def __init__(self, keys: str, others: str, text: str, *, void: bool = True, stated: bool = False):
+        self.keys = [Condition(key) for key in keys.split(", ")]
+        self.others = [[Condition(word) for word in one.split()] for one in others.split(", ")]
+        self.text, self.void, self.stated = f"cannot {'take effect' if void else 'be combined'}{text}.", void, stated
 
-    def problem(self, sections: Mapping[str, Any], stated: Collection[str]) -> Problem | None:
-        if not self.key.holds(sections, stated if self.stated else None):
-            return None
-        if not all(other.holds(sections) for other in self.others):
-            return None
-        last = self.others[-1]
-        value = last.value(sections)
-        beside = last.path if isinstance(value, Section) else f"{last.path}={_word(value)}"
-        text = self.text.replace("{}", beside).replace("{value}", _word(value))
-        return Problem(self.key.path, text, tuple(other.path for other in self.others), self.void)
-
-
-def _apart(key: str, others: str, reason: str) -> Row:
-    return Row(key, others, f"cannot be combined with {{}}: {reason}.", void=False)
+    def problems(self, sections: Mapping[str, Any], stated: Collection[str]) -> Iterator[Problem]:
+        for key in self.keys:
+            if not key.holds(sections, stated if self.stated else None):
+                continue
+            conditions = next((one for one in self.others if all(c.holds(sections) for c in one)), None)
+            if conditions is not None:
+                value, last = conditions[-1].value(sections), conditions[-1].path
+                beside = last if isinstance(value, Section) else f"{last}={_word(value)}"
+                text = self.text.replace("{}", beside).replace("{value}", _word(value))
+                yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
 
 
-def _void(key: str, others: str, text: str) -> Row:
-    return Row(key, others, f"cannot take effect{text}.", void=True)
+def _apart(keys: str, others: str, reason: str) -> Row:
+    return Row(keys, others, f" with {{}}: {reason}", void=False)
 
 
-def _stated(key: str, others: str, text: str) -> Row:
-    return Row(key, others, f"cannot take effect{text}.", void=True, stated=True)
+def _stated(keys: str, others: str, text: str) -> Row:
+    return Row(keys, others, text, stated=True)
 
 
-SPLITS = ("layout.pipeline", "layout.expert", "layout.shard", "layout.context", "layout.tensor")
-LOCAL = ("layout.local_sgd", "layout.diloco")
-ZERO_BUBBLE = "computes the gradients of inputs and of weights in two passes"
-NEEDS = {  # a key of the layout -> the axis without which it means nothing
-    "reshard": "shard", "param_dtype": "shard", "reduce_dtype": "shard", "offload": "shard",
-    "sequence_parallel": "tensor", "vocab_parallel": "tensor", "schedule": "pipeline", "stages": "pipeline",
-    "context_method": "context",
-}  # fmt: skip
+SPLITS = "layout.pipeline, layout.expert, layout.shard, layout.context, layout.tensor"
+WORKERS = "layout.local_sgd, layout.diloco"
+TWO_PASSES = "it computes the gradients of inputs and of weights in two passes"
 
 LAYOUT: tuple[Row, ...] = (
-    # experts
     _apart("layout.tensor", "model.n_experts", "experts' matrices are not split by rows and columns. "
            "Use layout.expert for a model with experts"),
     _apart("layout.pipeline", "model.n_experts", "the load-balancing loss arises in every stage and the loss in the "
            "last alone. Use layout.expert for a model with experts"),
     _apart("layout.context", "model.n_experts", "the load-balancing loss is of whole sequences, and a process sees a "
            "part. Use layout.expert for a model with experts"),
-    # one axis and another
     _apart("model.patches=unfold", "layout.tensor",
            "DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result"),
     _apart("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
@@ -137,37 +127,33 @@ LAYOUT: tuple[Row, ...] = (
     _apart("layout.shard", "layout.pipeline layout.schedule=interleaved|zero_bubble",
            "FSDP2 shards one stage a process, and this schedule has more. Use layout.schedule=1f1b or gpipe"),
     _apart("layout.checkpointing", "layout.pipeline layout.schedule=zero_bubble",
-           f"it {ZERO_BUBBLE}, which recomputation does not survive. Use layout.schedule=1f1b"),
+           f"{TWO_PASSES}, which recomputation does not survive. Use layout.schedule=1f1b"),
     _apart("layout.compile", "layout.pipeline layout.schedule=zero_bubble",
-           f"it {ZERO_BUBBLE}, and compiled blocks have one. Use layout.schedule=1f1b"),
+           f"{TWO_PASSES}, and compiled blocks have one. Use layout.schedule=1f1b"),
     _apart("layout.offload", "layout.pipeline",
            "stages keep their weights where they compute. Set layout.offload=false"),
     # replicas
-    *(_apart("layout.replicate=manual|parameter_server|data_parallel", axis,
-             "it is for replicas of whole weights alone. Use layout.replicate=ddp") for axis in SPLITS),
+    _apart("layout.replicate=manual|parameter_server|data_parallel", SPLITS,
+           "it is for replicas of whole weights alone. Use layout.replicate=ddp"),
     _apart("layout.replicate=parameter_server", "layout.precision=fp16",
            "the server alone has the loss scale. Use layout.precision=bf16"),
     _apart("layout.shard_optimizer", "layout.shard",
            "sharding splits the optimizer's state already. Set layout.shard_optimizer=false"),
-    *(_apart("layout.shard_optimizer", axis, "it deals out whole weights that every replica has. "
-             "Set layout.shard_optimizer=false") for axis in ("layout.tensor", "layout.pipeline", "layout.expert")),
-    _void("layout.shard_optimizer", "layout.replicate!=auto|ddp|manual",
-          " with {}. Use layout.replicate=ddp or manual"),
-    _void("layout.transport=mpi", "layout.replicate!=manual", " with {}. It is for manual"),
-    *(_void("layout.compress", other, " with {}: it is a hook of DDP, for replicas of whole weights. Leave it out")
-      for other in ("layout.replicate!=auto|ddp", *(a for a in SPLITS if a != "layout.context"), *LOCAL)),
-    *(_void("layout.bucket_mb", other, " with {}: gradients are sent in another way there. Leave it out")
-      for other in ("layout.shard", "layout.replicate=manual|parameter_server")),
+    _apart("layout.shard_optimizer", "layout.tensor, layout.pipeline, layout.expert",
+           "it deals out whole weights that every replica has. Set layout.shard_optimizer=false"),
+    Row("layout.shard_optimizer", "layout.replicate!=auto|ddp|manual", " with {}. Use layout.replicate=ddp or manual"),
+    Row("layout.transport=mpi", "layout.replicate!=manual", " with {}. It is for manual"),
+    Row("layout.compress", f"layout.replicate!=auto|ddp, {SPLITS.replace('layout.context, ', '')}, {WORKERS}",
+        " with {}: it is a hook of DDP, for replicas of whole weights. Leave it out"),
+    Row("layout.bucket_mb", "layout.shard, layout.replicate=manual|parameter_server",
+        " with {}: gradients are sent in another way there. Leave it out"),
     # local SGD and DiLoCo
     _apart("layout.local_sgd", "layout.diloco", "they are two answers to one question. Choose one"),
-    *(_apart(key, axis, "workers that take steps of their own hold whole weights. Leave one of the two out")
-      for key in LOCAL for axis in SPLITS),
-    *(_apart(key, "layout.replicate!=auto|none", "its workers are the replicas. Leave layout.replicate out")
-      for key in LOCAL),
-    *(_apart(key, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out")
-      for key in LOCAL),
-    *(_apart(key, "layout.precision=fp16", "each worker would scale its loss by itself. Use layout.precision=bf16")
-      for key in LOCAL),
+    _apart(WORKERS, SPLITS, "workers that take steps of their own hold whole weights. Leave one of the two out"),
+    _apart(WORKERS, "layout.replicate!=auto|none", "its workers are the replicas. Leave layout.replicate out"),
+    _apart(WORKERS, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out"),
+    _apart(WORKERS, "layout.precision=fp16",
+           "each worker would scale its loss by itself. Use layout.precision=bf16"),
     # shards
     _apart("layout.param_dtype", "layout.precision!=fp32",
            "both say what is computed in. Set layout.precision=fp32"),
@@ -176,8 +162,11 @@ LAYOUT: tuple[Row, ...] = (
     _apart("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
     # what belongs to another key
-    *(_void(f"layout.{key}", f"layout.{axis}=1", f" without layout.{axis}. Set layout.{axis}=2, say, or leave it out")
-      for key, axis in NEEDS.items()),
+    *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
+        ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
+        ("layout.tensor", "layout.sequence_parallel, layout.vocab_parallel"),
+        ("layout.pipeline", "layout.schedule, layout.stages"), ("layout.context", "layout.context_method"),
+    )),
     _stated("layout.chunk", "layout.attention!=chunked", " with {}. Set layout.attention=chunked or leave it out"),
 )  # fmt: skip
 
@@ -186,9 +175,9 @@ def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
     kind, knows = DEPENDENT[section]
     for key in sorted(set().union(*knows.values())):
         having = [name for name, keys in knows.items() if key in keys]
-        text = f" with {{}}. It is for {' and '.join(having)}"
         if len(having) < len(knows):
-            yield (_stated if stated else _void)(f"{section}.{key}", f"{section}.{kind}!={'|'.join(having)}", text)
+            others, text = f"{section}.{kind}!={'|'.join(having)}", f" with {{}}. It is for {' and '.join(having)}"
+            yield Row(f"{section}.{key}", others, text, stated=stated)
 
 
 OTHER: tuple[Row, ...] = (
@@ -196,17 +185,16 @@ OTHER: tuple[Row, ...] = (
     *_of_kinds("tokenizer", stated=False),
     _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),
     _stated("model.vocab_size", "model.family=vit", ": vit reads images. Leave it out"),
-    *(_stated(f"model.{key}", "model.n_experts=null", " without experts. Set model.n_experts=8, say, or leave it out")
-      for key in ("top_k", "balance")),
+    _stated("model.top_k, model.balance", "model.n_experts=null",
+            " without experts. Set model.n_experts=8, say, or leave it out"),
     _stated("tokenizer", "data.kind=synthetic|images", " with {value} data. Leave it out"),
     _stated("tokenizer.shared", "data.kind=text|labelled", " with {value} data. It is for pairs"),
-    *(_stated(f"data.{key}", "data.workers=0", " with {}. Set data.workers=2, say, or leave it out")
-      for key in ("prefetch", "persistent")),
-    *(_stated(f"data.{key}", "data.kind=text|images data.source!=path",
-              " with {}. Set data.source=path or leave it out")
-      for key in ("path", "train", "valid", "test", "text", "image", "label")),
+    _stated("data.prefetch, data.persistent", "data.workers=0",
+            " with {}. Set data.workers=2, say, or leave it out"),
+    _stated("data.path, data.train, data.valid, data.test, data.text, data.image, data.label",
+            "data.kind=text|images data.source!=path", " with {}. Set data.source=path or leave it out"),
     _stated("data.valid_fraction", "data.kind=text data.valid", " with {}. Leave one of the two out"),
-    _void("evaluate.test", "task.name=copy", " with task {value}: made data has no test split. Leave it out"),
+    Row("evaluate.test", "task.name=copy", " with task {value}: made data has no test split. Leave it out"),
     _stated("evaluate.decode", "task.name!=translation", " with task {value}. It is for translation"),
     _stated("evaluate.max_new", "task.name!=translation|causal_lm",
             " with task {value}. It is for translation and causal_lm"),
@@ -217,13 +205,6 @@ OTHER: tuple[Row, ...] = (
 def conflicts(
     sections: Mapping[str, Any], stated: Collection[str] = (), rows: tuple[Row, ...] = (*LAYOUT, *OTHER)
 ) -> Iterator[Problem]:
-    """What does not go together in the sections that are there; of rows that say the same of a key, the first.
-
-    stated: the dotted keys that somebody wrote down.
-    """
-    told = set()
+    """What does not go together in the sections that are there. stated: the dotted keys that somebody wrote down."""
     for row in rows:
-        about = (row.key.path, row.text)
-        if about not in told and (problem := row.problem(sections, stated)):
-            told.add(about)
-            yield problem
+        yield from row.problems(sections, stated)
