@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradus.errors import UserError
-from gradus.recipe import Recipe, adopt, dump, load, resolve, schema, validate
+from gradus.recipe import Recipe, adopt, dump, load, resolve, schema
 from gradus.train import resolve as command_line
 
 COPY = """
@@ -565,12 +565,11 @@ def test_what_only_looks_wrong_is_accepted(write):
     load(write(t5), ["task.name=span_corruption", "data.max_len=4096"])  # relative positions set no limit
 
 
-def test_validate_tells_everything_of_a_recipe_made_in_python(write):
+def test_everything_is_told_of_a_recipe_made_in_python(write):
     recipe = load(write(COPY))
-    validate(recipe)
     broken = recipe.model_copy(update={"layout": schema.Layout(micro_batch=99, chunk=64), "data": schema.TextData()})
     with pytest.raises(UserError) as e:
-        validate(broken)
+        resolve(broken.model_dump(), "r")
     assert str(e.value).splitlines() == [
         "r: data.kind: task copy needs synthetic, not text. text is for task.name=causal_lm or masked_lm or span_corruption.",
         "r: layout.micro_batch: 99 is more than batch.samples=80. Set at most 80.",

@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from gradus.errors import UserError
 from gradus.recipe.conflicts import Problem, conflicts
-from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.schema import Section
 
 TASKS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {  # task -> data kind -> families
     "copy": {"synthetic": ("seq2seq", "t5")},
@@ -37,22 +36,11 @@ def problems(sections: Mapping[str, Any], stated: Collection[str], sizes_known: 
     return [*found, *conflicts(sections, stated)]
 
 
-def validate(recipe: Recipe) -> None:
-    """Raise one UserError with a line for everything in the recipe that does not fit together."""
-    found = problems(vars(recipe), changed(vars(recipe)))
-    if found:
-        raise UserError("\n".join(f"{recipe.name}: {p.path}: {p.text}" for p in found))
-
-
 def changed(sections: Mapping[str, Any]) -> set[str]:
     """The dotted keys whose values are not the defaults."""
     sections = {name: section for name, section in sections.items() if isinstance(section, Section)}
-    return set(sections) | {
-        f"{name}.{key}"
-        for name, section in sections.items()
-        for key, field in type(section).model_fields.items()
-        if getattr(section, key) != field.default
-    }
+    fields = ((name, key, f) for name, s in sections.items() for key, f in type(s).model_fields.items())
+    return {*sections, *(f"{name}.{key}" for name, key, f in fields if getattr(sections[name], key) != f.default)}
 
 
 # ---------------------------------------------------------------- task, model, data

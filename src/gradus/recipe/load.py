@@ -24,7 +24,7 @@ from gradus.recipe import check, presets
 from gradus.recipe import text as texts
 from gradus.recipe.conflicts import Problem
 from gradus.recipe.explain import explain, needs
-from gradus.recipe.fields import discriminator, is_section, kinds_of, unknown_key
+from gradus.recipe.fields import is_section, kinds_of, unknown_key
 from gradus.recipe.presets import HEAD, NOT_ARCHITECTURE, beside_weights
 from gradus.recipe.schema import Recipe, right_name
 from gradus.recipe.text import get, put, said, same, show
@@ -313,8 +313,6 @@ def _section(name: str, value: Any, raw: dict[str, Any]) -> tuple[dict[str, Any]
         if near:
             others = _section(name, {**value, kind: near[0]}, {**raw, name: {**value, kind: near[0]}})[1]
             found = [p for p in others if not p.text.startswith(("missing", "unknown key with"))]
-    if [_whole_number(raw, name, error) for error in errors].count(True):  # 1e6 for 1000000
-        return _section(name, raw[name], raw)
     found += [explain(name, error, raw) for error in errors]
     unknown = [error["loc"][-1] for error in errors if error["type"] == "extra_forbidden"]
     if len(unknown) == len(errors):  # the rest can still be held against the other sections
@@ -322,12 +320,3 @@ def _section(name: str, value: Any, raw: dict[str, Any]) -> tuple[dict[str, Any]
             sound = _adapter(name).validate_python({k: v for k, v in value.items() if k not in unknown})
             return {name: sound}, found
     return {}, found
-
-
-def _whole_number(raw: dict[str, Any], section: str, error: Any) -> bool:
-    value = texts.as_number(error["input"]) if error["type"] == "int_parsing" else None
-    path = ".".join([section, *map(str, error["loc"][1 if discriminator(section) else 0 :])])
-    if value is None or not math.isfinite(value) or value != int(value) or not isinstance(get(raw, path), str):
-        return False
-    put(raw, path, int(value))
-    return True

@@ -6,11 +6,12 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from gradus import limits
 
@@ -21,9 +22,18 @@ Rate = Annotated[float, Field(gt=0.0, le=limits.RATE)]
 Epsilon = Annotated[float, Field(gt=0.0, le=limits.EPSILON)]
 
 
+def _whole(value: object) -> object:
+    """1e6 for 1000000."""
+    try:
+        number = float(value) if isinstance(value, str) else math.nan
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() and not value.isdigit() else value
+
+
 def upto(most: int, least: int = 1):
     """A whole number from `least` to `most`."""
-    return Annotated[int, Field(ge=least, le=most)]
+    return Annotated[int, BeforeValidator(_whole), Field(ge=least, le=most)]
 
 
 Steps, Samples, Axis = upto(limits.STEPS), upto(limits.SAMPLES), upto(limits.AXIS)
