@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradus.errors import UserError
-from gradus.recipe import Recipe, adopt, dump, load, resolve, schema
+from gradus.recipe import Recipe, dump, load, resolve, schema
 from gradus.train import resolve as command_line
 
 COPY = """
@@ -209,6 +209,14 @@ def test_a_preset_on_the_command_line_is_the_published_size(write):
     assert load(write(BERT), ["model.preset=bert-large-cased", "model.init=null", "tokenizer.path=t"]).model.n_layers == 24
 
 
+def test_a_preset_that_is_unset_leaves_other_layers_as_they_are(write):
+    size = {"family": "bert", "n_layers": 2, "d_model": 8, "n_heads": 2, "d_ff": 16, "seq_len": 512}
+    notes: list[str] = []
+    unset = ["model.preset=null", "model.init=null", "tokenizer.path=t"]
+    r = load(write(BERT), unset, notes=notes, model=size)
+    assert (r.model.n_layers, r.model.d_model, r.model.preset, r.model.head, notes) == (2, 8, None, "classification", [])
+
+
 def test_family_on_the_command_line_leaves_a_preset_of_another_one(write):
     path = write(GPT.replace("family: gpt", "preset: gpt2"))
     notes: list[str] = []
@@ -240,13 +248,6 @@ def test_init_on_the_command_line_takes_the_presets_place(write):
     assert notes == [f"{path}: model.preset=bert-base-cased left out: no effect with model.init=folder on the command line"]
     # the architecture is not known, so nothing is said about sizes
     assert load(write(BERT), ["model.init=folder", "data.max_len=1024"]).data.max_len == 1024
-    adopted = adopt(r.model_dump(), MINI)
-    assert {k: adopted["model"][k] for k in MINI} == {**MINI, "head": "classification", "dropout": 0.2}
-    assert adopted["model"]["n_classes"] == 2 and adopted["model"]["init"] == "folder" and "preset" not in adopted["model"]
-    with pytest.raises(UserError, match=r"data\.max_len: 512 is more than model\.seq_len=256"):
-        resolve(adopted)
-    adopted["data"]["max_len"] = 128
-    assert resolve(adopted).model.d_model == 384
 
 
 def test_configure_gives_the_architecture(write):
@@ -304,11 +305,13 @@ def test_a_preset_and_weights_are_one_too_many(write):
     ]
 
 
-def test_adopt_leaves_out_what_the_other_family_does_not_know(write):
-    tree = load(write(BERT)).model_dump()
-    model = adopt(tree, {"family": "gpt", "n_layers": 1, "d_model": 8, "n_heads": 2, "preset": None, "init": None})["model"]
-    assert model == {"family": "gpt", "n_layers": 1, "d_model": 8, "n_heads": 2, "init": "bert-base-cased", "dropout": 0.2}
-    assert tree["model"]["n_layers"] == 12
+def test_weights_of_another_family_keep_what_is_no_matter_of_size():
+    text, notes = GPT.replace("family: gpt", "family: gpt, bias: false, dropout: 0.3"), []
+    llama = schema.LlamaConfig(n_layers=1, d_model=8, n_heads=2, seq_len=64)
+    r = load("r", ["model.init=folder"], configure=lambda init: llama.model_dump(), text=text, notes=notes)
+    assert r.model == llama.model_copy(update={"init": "folder", "dropout": 0.3})
+    sizes = "model.family=gpt, model.bias=false, model.n_layers=2, model.d_model=64, model.n_heads=4, model.seq_len=64"
+    assert notes == [f"r: {sizes} left out: no effect with model.init=folder on the command line"]
 
 
 # ---------------------------------------------------------------- mistakes

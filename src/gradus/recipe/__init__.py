@@ -1,8 +1,7 @@
 """The recipe: what is trained, and how. No torch in here."""
 
 from gradus.recipe.load import load, resolve
-from gradus.recipe.presets import adopt
 from gradus.recipe.schema import Recipe
 from gradus.recipe.text import dump, header, looked_for, names
 
-__all__ = ["Recipe", "adopt", "dump", "header", "load", "looked_for", "names", "resolve"]
+__all__ = ["Recipe", "dump", "header", "load", "looked_for", "names", "resolve"]

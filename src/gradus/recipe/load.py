@@ -74,7 +74,7 @@ def load(
 
 
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe from a tree of plain values, such as `adopt` gives, with the same checks and error lines as `load`.
+    """A recipe from a tree of plain values, with the same checks and error lines as `load`.
 
     Only values that differ from their defaults count as asked for."""
     tree = {name: dict(section) if isinstance(section, Mapping) else section for name, section in raw.items()}
@@ -223,8 +223,9 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
     model = layers.tree.get("model")
     if not isinstance(model, dict):
         return True, []
-    init, preset, family = (model.get(key) for key in ("init", "preset", "family"))
-    at_init, at_preset, at_family = (layers.said.get(f"model.{k}", NOBODY).since for k in ("init", "preset", "family"))
+    init, preset, family = values = [model.get(key) for key in ("init", "preset", "family")]
+    since = (layers.said.get(f"model.{key}", NOBODY).since for key in ("init", "preset", "family"))
+    at_init, at_preset, at_family = (NOBODY.since if v is None else at for v, at in zip(values, since))
     key = "model.init"
     try:
         config = configure(init) if configure and isinstance(init, str) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gradus.errors import UserError, did_you_mean
-from gradus.recipe.fields import classes_of
 from gradus.recipe.schema import Model, ModelConfig
 
 # What a recipe says about a model whatever its size; and what task and data say where the recipe does not: a preset's
@@ -170,12 +168,3 @@ def beside_weights(init: str) -> dict[str, Any] | None:
     with contextlib.suppress(*(() if there else (UserError,))):
         return models.config_of(init).model_dump()
     return None
-
-
-def adopt(recipe: Mapping[str, Any], config_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a recipe with the architecture of another model: `config_fields` (with `family`) replace the model
-    section, except what is no matter of size (NOT_ARCHITECTURE). Fields that the family does not know are left out."""
-    old = {k: v for k, v in (recipe.get("model") or {}).items() if k in NOT_ARCHITECTURE and v is not None}
-    new = {k: v for k, v in config_fields.items() if k not in ("preset", "init")}
-    known = classes_of("model")[new["family"]].model_fields
-    return {**recipe, "model": {**new, **{k: v for k, v in old.items() if k in known}}}
