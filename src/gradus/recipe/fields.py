@@ -1,4 +1,4 @@
-"""The schema, looked at: sections, their kinds, their keys, what a key takes, and which was meant by one that is none."""
+"""The schema, looked at: sections, their kinds, their keys, what a key takes, and which key was meant."""
 
 from __future__ import annotations
 

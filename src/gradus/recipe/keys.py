@@ -101,8 +101,9 @@ def keys(asked: str | None = None, width: int | None = None) -> list[str]:
         elif asked == "name":
             found = [("recipe", "", list(entries("", Recipe, {"name"})))]
         elif asked in every:
-            mine = ((title, [e for e in all_ if f"{e[0]}.".startswith(f"{asked}.")]) for title, _, all_ in groups(section))
-            found = [(title, "", listed) for title, listed in mine if listed]
+            inside = f"{asked}."
+            mine = ((title, "", [e for e in of if f"{e[0]}.".startswith(inside)]) for title, _, of in groups(section))
+            found = [group for group in mine if group[2]]
         else:
             kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
             other = elsewhere(asked.rpartition(".")[2])

@@ -86,8 +86,8 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 
 class Said(NamedTuple):
-    """The layer that says a key, the one that gave it the value it has (a higher one may say the same again), and of what
-    a preset or model.init brings, that key: it lies just below the layer that says it."""
+    """The layer that says a key, and the one that gave it the value it has (a higher one may repeat it). by: of what a
+    preset or model.init brings, that key; it lies just below the layer that says it."""
 
     layer: float
     since: float
@@ -142,7 +142,8 @@ class Layers:
     # ---- the one rule
 
     def settle(self, problems: list[Problem]) -> list[Problem]:
-        """Leave out what a higher layer made void, with one note a cause; what was unset needs none. Returns the rest."""
+        """Leave out what a higher layer made void, with one note a cause; what was unset needs none. Returns what
+        stays."""
         rest: list[Problem] = []
         out: dict[str, dict[str, Any]] = {}
         for p in problems:
@@ -164,7 +165,8 @@ class Layers:
         return rest
 
     def beside(self, path: str) -> str:
-        key = self.said[path].by or path
+        key = self.key_of(path)
+        key = self.said[key].by or key
         return f"{key}={said(get(self.tree, key))} {self.places[math.ceil(self.said[key].layer)]}"
 
     def recipe(self, found: list[Problem], stated: Callable[[Any], set[str]], sizes_known: bool = True) -> Recipe:
@@ -302,8 +304,9 @@ def _section(name: str, value: Any, raw: dict[str, Any]) -> tuple[dict[str, Any]
     """{name: the section} where it is sound but for unknown keys, and what is wrong with it."""
     kind, known = kinds_of(name)
     if is_section(name) and not isinstance(value, dict) and value is not None:
-        hint = f" Did you mean {name}.{kind}={value}?" if isinstance(value, str) and value in known else f" {needs(name)}"
-        return {}, [Problem(name, f"expected keys, got {show(value)}.{hint}")]
+        meant = isinstance(value, str) and value in known
+        hint = f"Did you mean {name}.{kind}={value}?" if meant else needs(name)
+        return {}, [Problem(name, f"expected keys, got {show(value)}. {hint}")]
     try:
         return {name: _adapter(name).validate_python(value)}, []
     except ValidationError as e:

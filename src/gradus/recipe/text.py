@@ -139,7 +139,7 @@ def header(name: str) -> list[str]:
 
 
 def find(name_or_path: str | Path) -> Source:
-    """The packaged recipe of that name, a file, or a run folder's recipe.yaml. Raises UserError for what is not there."""
+    """The packaged recipe of that name, a file, or a run folder's recipe.yaml. Raises UserError where there is none."""
     name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if name in names():
         return Source(name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name)

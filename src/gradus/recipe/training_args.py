@@ -92,8 +92,8 @@ MAPPED = f"""
 {" ".join(parallel_args.NAMES)}
 adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy
 evaluation_strategy fp16 gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps
-logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda optim per_device_train_batch_size report_to save_steps
-save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio warmup_steps
+logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda optim per_device_train_batch_size report_to
+save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio warmup_steps
 """.split()
 
 
