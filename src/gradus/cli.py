@@ -1,4 +1,4 @@
-"""`gradus VERB RECIPE key=value ...`: one thin function a verb. Heavy imports are inside them, so that `--help` is instant."""
+"""`gradus VERB RECIPE key=value ...`: one thin function a verb. Heavy imports are inside, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gradus import __version__, limits
@@ -57,8 +57,12 @@ def _meant(word: str, verbs: Iterable[str]) -> str:
     return f" Did you mean {MEANING[word]}?" if word in MEANING else did_you_mean(word, verbs)
 
 
+Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, recipe, words)
+
+
 def parser() -> Parser:
-    top = Parser(prog="gradus", description="Plan it, train it, prove it: six transformer families, one recipe grammar, one exact trainer.")
+    text = "Plan it, train it, prove it: six transformer families, one recipe grammar, one exact trainer."
+    top = Parser(prog="gradus", description=text)
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
 
@@ -66,143 +70,193 @@ def parser() -> Parser:
         p = verbs.add_parser(name, help=text, description=text)
         p.set_defaults(function=function, words=words)
         if recipe:
-            p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder")
-            p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. train.steps=100 optimizer.lr=1e-3")
-            json_file(p)
+            what = "a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder"
+            p.add_argument("recipe", metavar="RECIPE", help=what)
+            _overrides(p, "train.steps=100 optimizer.lr=1e-3")
         return p
 
-    p = verb("train", train, "train a recipe into a run folder")
-    p.add_argument("--resume", action="store_true", help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
-    p.add_argument("--auto-resume", action="store_true", help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    p.add_argument(
-        "--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
-        help="start N processes on this machine (others: torchrun, mpirun, srun)",
-    )
-    p.add_argument(
-        "--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
-        help="of --processes: start again from the last checkpoint, up to K times",
-    )
-    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
-    p = verb("new", new, "look at data of your own and write a recipe for them", recipe=False, words="")
-    p.add_argument("file", metavar="FILE.yaml", help="the recipe to write")
-    kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, or the two files of parallel text"
-    p.add_argument("--data", nargs="+", required=True, metavar="PATH", help=kinds)
-    p.add_argument("--init", metavar="FOLDER", help="weights to fine-tune, in the Hugging Face layout, instead of a small model from scratch")
-    p.add_argument("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and said)")
-    p.add_argument("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and said)")
-    p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy, before anything is spent", recipe=False)
-    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe, e.g. layout.checkpointing=full")
+    for group in (_running, _planning, _looking, _preparing, _using, _measuring, _elsewhere):
+        group(verb)
+    return top
+
+
+def _overrides(p: argparse.ArgumentParser, example: str) -> None:
+    p.add_argument("overrides", nargs="*", metavar="key=value", help=f"settings of the recipe, e.g. {example}")
     json_file(p)
-    p.add_argument("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
-    p.add_argument(
-        "--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
-        help="to train on, in place of the recipe's steps, e.g. 300e9",
-    )
-    p.add_argument("--days", type=limits.real(above=0, most=1e6), metavar="D", help="a deadline: with --on DEVICE, how many of them are needed")
-    p.add_argument("--all", action="store_true", help="every component by table, and the notes in full")
-    p.add_argument("--json", action="store_true", help="the rows as JSON lines")
-    p.add_argument("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
-    p.add_argument("--devices", action="store_true", help="which single device, at which precision and price")
-    p.add_argument("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
-    p.add_argument("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
-    p.add_argument("--batch", type=limits.whole(1, limits.BATCH), metavar="B", help="of --serve: sequences at a time (default 1)")
-    p.add_argument(
-        "--length", type=limits.whole(1, limits.LENGTH), metavar="N",
-        help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)",
-    )
-    p.add_argument("--bits", type=limits.whole(1, 32), metavar="Q", help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
-    p.add_argument("--optimal", action="store_true", help="how many tokens suit the model; with --tokens, how large a model suits them")
-    p.add_argument("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements (default: as stored)")
-    p.add_argument("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
-    p.add_argument("--web", action="store_true", help="serve the plan as a local page")
-    p.add_argument("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
-    p.add_argument("--host", help="of --web (default 127.0.0.1: this machine alone)")
-    p = verb("prove", prove, "what was planned of finished runs beside what was measured", recipe=False, words="runs")
-    p.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
-    p.add_argument("--json", action="store_true", help="the figures as JSON lines")
-    p = verb("check", check, "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, speed of the loader")
-    p.add_argument("--json", action="store_true", help="the lines as JSON rows")
-    p = verb("fit", fit, "the largest micro-batch that fits: planned, then confirmed by one step")
-    p.add_argument("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
-    p.add_argument("--sweep", metavar="N,...", help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
-    p.add_argument("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
-    p.add_argument("--json", action="store_true", help="the figures as JSON rows")
-    p = verb("show", show, "print the resolved recipe and all that was derived")
-    p.add_argument("--no-data", action="store_true", help="only what follows without opening the data")
-    p.add_argument("--modules", action="store_true", help="print the module tree as the layout places it instead: each parameter's shape and part")
-    p.add_argument(
-        "--processes", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="as one of so many (default: as many as the layout's axes need)",
-    )
-    p.add_argument("--rank", type=limits.whole(0, limits.AXIS), metavar="R", help="of --modules: on this process (default 0)")
-    p = verb("keys", keys, "every key of a recipe: its default, type and meaning", recipe=False, words="section")
-    p.add_argument("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
+
+
+def _running(verb: Verb) -> None:
+    add = verb("train", train, "train a recipe into a run folder").add_argument
+    add("--resume", action="store_true",
+        help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
+    add("--auto-resume", action="store_true",
+        help="start, or go on where log.dir holds a run already: for jobs that are requeued")
+    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+        help="start N processes on this machine (others: torchrun, mpirun, srun)")
+    add("--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
+        help="of --processes: start again from the last checkpoint, up to K times")
+    add("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    add = verb("new", new, "look at data of your own and write a recipe for them", recipe=False, words="").add_argument
+    add("file", metavar="FILE.yaml", help="the recipe to write")
+    kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, "
+    kinds += "or the two files of parallel text"
+    add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
+    add("--init", metavar="FOLDER",
+        help="weights to fine-tune, in the Hugging Face layout, instead of a small model from scratch")
+    add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and said)")
+    add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and said)")
+
+
+def _planning(verb: Verb) -> None:
+    text = "what a recipe or a preset will cost: memory, time, money, energy, before anything is spent"
+    p = verb("plan", plan, text, recipe=False)
+    add = p.add_argument
+    add("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
+    _overrides(p, "layout.checkpointing=full")
+    add("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
+    add("--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
+        help="to train on, in place of the recipe's steps, e.g. 300e9")
+    add("--days", type=limits.real(above=0, most=1e6), metavar="D",
+        help="a deadline: with --on DEVICE, how many of them are needed")
+    add("--all", action="store_true", help="every component by table, and the notes in full")
+    add("--json", action="store_true", help="the rows as JSON lines")
+    add("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
+    add("--devices", action="store_true", help="which single device, at which precision and price")
+    add("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
+    add("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
+    add("--batch", type=limits.whole(1, limits.BATCH), metavar="B", help="of --serve: sequences at a time (default 1)")
+    add("--length", type=limits.whole(1, limits.LENGTH), metavar="N",
+        help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
+    add("--bits", type=limits.whole(1, 32), metavar="Q",
+        help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    add("--optimal", action="store_true",
+        help="how many tokens suit the model; with --tokens, how large a model suits them")
+    add("--accuracy", nargs="?", const="", metavar="POINTS.json",
+        help="how far from published measurements (default: as stored)")
+    add("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
+    add("--web", action="store_true", help="serve the plan as a local page")
+    add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
+    add("--host", help="of --web (default 127.0.0.1: this machine alone)")
+    text = "what was planned of finished runs beside what was measured"
+    add = verb("prove", prove, text, recipe=False, words="runs").add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
+    add("--json", action="store_true", help="the figures as JSON lines")
+
+
+def _looking(verb: Verb) -> None:
+    text = "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, "
+    text += "speed of the loader"
+    add = verb("check", check, text).add_argument
+    add("--json", action="store_true", help="the lines as JSON rows")
+    add = verb("fit", fit, "the largest micro-batch that fits: planned, then confirmed by one step").add_argument
+    add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
+    add("--sweep", metavar="N,...",
+        help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
+    add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
+    add("--json", action="store_true", help="the figures as JSON rows")
+    add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
+    add("--no-data", action="store_true", help="only what follows without opening the data")
+    add("--modules", action="store_true",
+        help="print the module tree as the layout places it instead: each parameter's shape and part")
+    add("--processes", type=limits.whole(1, limits.AXIS), metavar="N",
+        help="as one of so many (default: as many as the layout's axes need)")
+    add("--rank", type=limits.whole(0, limits.AXIS), metavar="R", help="of --modules: on this process (default 0)")
+    text = "every key of a recipe: its default, type and meaning"
+    add = verb("keys", keys, text, recipe=False, words="section").add_argument
+    add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", recipe=False)
-    p = verb("models", models, "list the model presets with their exact parameter counts", recipe=False, words="names")
-    p.add_argument("names", nargs="*", metavar="PRESET", help="only these, by component")
-    p = verb("fetch", fetch, "stage a recipe's tokenizer, weights and data for a machine without internet")
-    p.add_argument("--to", required=True, metavar="DIR", help="folder to fill")
-    p = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files")
-    p.add_argument("action", choices=["train"])
-    p.add_argument("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    p.add_argument("--vocab-size", type=limits.whole(1, limits.TOKEN_IDS), required=True, metavar="N")
-    p.add_argument("--lowercase", action="store_true")
-    p.add_argument("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
-    p.add_argument("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
-    p = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes")
-    p.add_argument("--to", metavar="DIR", help="folder for the trace (default: profile/RECIPE)")
-    p = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split")
-    p.add_argument("--split", default="valid", choices=["valid", "test", "train"])
-    p.add_argument("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    p = verb("predict", predict, "text or image in: label, filled mask, translation or features out", recipe=False, words="inputs")
-    p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    p.add_argument("inputs", nargs="*", metavar="INPUT", help="texts or image files; none: standard input; -: its lines, each answered as it comes")
-    p.add_argument("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
-    p.add_argument("--n", type=limits.whole(1, limits.SAMPLES), default=16)
-    p.add_argument("--features", action="store_true", help="print or save hidden states instead of a prediction")
-    p.add_argument("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
-    p.add_argument("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
-    p.add_argument("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
-    p = verb("generate", generate, "continue a text", recipe=False, words="prompt")
-    p.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
-    p.add_argument("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
-    p.add_argument("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
-    p.add_argument("--max-new", type=limits.whole(1, limits.LENGTH), default=200, metavar="N", help="tokens (default 200)")
-    p.add_argument("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
-    p.add_argument("--top-k", type=limits.whole(1, limits.VOCABULARY))
-    p.add_argument("--top-p", type=limits.real(above=0, most=1))
-    p.add_argument("--seed", type=limits.whole(0), default=0)
-    p.add_argument("--sliding-window", action="store_true", help="go on beyond the model's places, reading the latest tokens alone (slower there)")
-    p.add_argument("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
-    p.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
-    p = verb("collectives", collectives, "time broadcast, all-reduce and the other collectives between processes", recipe=False)
-    p.add_argument(
-        "--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
-        help="how many to start (default 2); under torchrun, mpirun or srun: theirs",
-    )
-    p.add_argument("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
-    p.add_argument("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
-    p.add_argument("--to", metavar="FILE.jsonl", help="add the rows to this file")
-    p = verb("scale", scale, "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name")
-    p.add_argument("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
-    p.add_argument("--steps", type=limits.whole(1, limits.STEPS), default=30, metavar="N", help="steps that are timed in a round (default 30)")
-    p.add_argument("--warmup", type=limits.whole(0, limits.STEPS), default=5, metavar="N", help="steps before them (default 5)")
-    p.add_argument("--repeat", type=limits.whole(1, 10**6), default=3, metavar="N", help="rounds, each with every number of processes (default 3)")
-    p.add_argument("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
-    p.add_argument("--weak", action="store_true", help="the recipe's batch for every process, not for all together; also to the end")
-    p.add_argument("--scale-lr", action="store_true", help="of --weak: the learning rate times the number of processes (the linear rule)")
-    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
-    p.add_argument("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
-    p = verb("env", env, "the machine as found, with a word on each figure", recipe=False)
-    p.add_argument("--json", action="store_true", help="as JSON")
-    p = verb("hardware", hardware, "the devices and links that the plan knows, with their sources", recipe=False, words="name")
-    p.add_argument("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
-    p = verb("calibrate", calibrate, "measure this machine for a few minutes, so that gradus plan --on this is right", recipe=False)
-    p.add_argument("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about how long (default 180)")
-    p.add_argument("--threads", type=limits.whole(1, limits.THREADS), metavar="N", help="CPU threads (default: PyTorch's choice)")
-    p.add_argument("--to", metavar="FILE", help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
-    p = verb("launch", None, "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal", recipe=False)
+    text = "list the model presets with their exact parameter counts"
+    add = verb("models", models, text, recipe=False, words="names").add_argument
+    add("names", nargs="*", metavar="PRESET", help="only these, by component")
+
+
+def _preparing(verb: Verb) -> None:
+    text = "stage a recipe's tokenizer, weights and data for a machine without internet"
+    add = verb("fetch", fetch, text).add_argument
+    add("--to", required=True, metavar="DIR", help="folder to fill")
+    add = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files").add_argument
+    add("action", choices=["train"])
+    add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
+    add("--vocab-size", type=limits.whole(1, limits.TOKEN_IDS), required=True, metavar="N")
+    add("--lowercase", action="store_true")
+    add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
+    add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
+    add = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes").add_argument
+    add("--to", metavar="DIR", help="folder for the trace (default: profile/RECIPE)")
+
+
+def _using(verb: Verb) -> None:
+    add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
+    add("--split", default="valid", choices=["valid", "test", "train"])
+    add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
+    text = "text or image in: label, filled mask, translation or features out"
+    add = verb("predict", predict, text, recipe=False, words="inputs").add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
+    add("inputs", nargs="*", metavar="INPUT",
+        help="texts or image files; none: standard input; -: its lines, each answered as it comes")
+    add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
+    add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
+    add("--features", action="store_true", help="print or save hidden states instead of a prediction")
+    add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
+    add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
+    add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
+    add = verb("generate", generate, "continue a text", recipe=False, words="prompt").add_argument
+    add("model", metavar="RUN_OR_MODEL",
+        help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
+    add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
+    add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
+    add("--max-new", type=limits.whole(1, limits.LENGTH), default=200, metavar="N", help="tokens (default 200)")
+    add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
+    add("--top-k", type=limits.whole(1, limits.VOCABULARY))
+    add("--top-p", type=limits.real(above=0, most=1))
+    add("--seed", type=limits.whole(0), default=0)
+    add("--sliding-window", action="store_true",
+        help="go on beyond the model's places, reading the latest tokens alone (slower there)")
+    add("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
+    add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+
+
+def _measuring(verb: Verb) -> None:
+    text = "time broadcast, all-reduce and the other collectives between processes"
+    add = verb("collectives", collectives, text, recipe=False).add_argument
+    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+        help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
+    add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
+    add("--sizes", metavar="SIZE,...",
+        help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
+    add("--to", metavar="FILE.jsonl", help="add the rows to this file")
+    text = "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name"
+    add = verb("scale", scale, text).add_argument
+    add("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
+    add("--steps", type=limits.whole(1, limits.STEPS), default=30, metavar="N",
+        help="steps that are timed in a round (default 30)")
+    add("--warmup", type=limits.whole(0, limits.STEPS), default=5, metavar="N", help="steps before them (default 5)")
+    add("--repeat", type=limits.whole(1, 10**6), default=3, metavar="N",
+        help="rounds, each with every number of processes (default 3)")
+    add("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
+    add("--weak", action="store_true",
+        help="the recipe's batch for every process, not for all together; also to the end")
+    add("--scale-lr", action="store_true",
+        help="of --weak: the learning rate times the number of processes (the linear rule)")
+    add("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
+    add = verb("env", env, "the machine as found, with a word on each figure", recipe=False).add_argument
+    add("--json", action="store_true", help="as JSON")
+    text = "the devices and links that the plan knows, with their sources"
+    add = verb("hardware", hardware, text, recipe=False, words="name").add_argument
+    add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
+    text = "measure this machine for a few minutes, so that gradus plan --on this is right"
+    add = verb("calibrate", calibrate, text, recipe=False).add_argument
+    add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S",
+        help="about how long (default 180)")
+    add("--threads", type=limits.whole(1, limits.THREADS), metavar="N", help="CPU threads (default: PyTorch's choice)")
+    add("--to", metavar="FILE",
+        help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
+
+
+def _elsewhere(verb: Verb) -> None:
+    text = "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal"
+    p = verb("launch", None, text, recipe=False)
     places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
     for place in ("slurm", "ssh", "modal"):
         module = importlib.import_module(f"gradus.launch.{place}")
@@ -211,19 +265,17 @@ def parser() -> Parser:
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
     text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
-    p = verb("export", export, text, recipe=False, words="model")
-    p.add_argument("model", nargs=1, metavar="RUN_OR_CHECKPOINT", help="a run folder (its best checkpoint, else its newest), or a checkpoint")
-    p.add_argument("--to", required=True, metavar="DIR", help="folder to write")
-    p.add_argument(
-        "--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB",
-        help="largest file of weights (default 5); as much memory is used",
-    )
-    return top
+    add = verb("export", export, text, recipe=False, words="model").add_argument
+    add("model", nargs=1, metavar="RUN_OR_CHECKPOINT",
+        help="a run folder (its best checkpoint, else its newest), or a checkpoint")
+    add("--to", required=True, metavar="DIR", help="folder to write")
+    add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB",
+        help="largest file of weights (default 5); as much memory is used")
 
 
 def load_recipe(args, here=None, quiet: bool = False, resuming: bool = False):
-    """The recipe with its overrides and --json_file; what a switched kind made void is said (unless `quiet`), and where the data are the
-    weights' own, taken from them. here: the world of the run (None: one process)."""
+    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed (unless `quiet`).
+    here: the world of the run (None: one process)."""
     from gradus.parallel.world import World
     from gradus.train import resolve
 
@@ -250,9 +302,11 @@ def new(args) -> int:
 
 def train(args) -> int:
     if args.max_restarts and args.processes is None:
-        raise UserError("--max-restarts has no effect without --processes: another launcher restarts by its own rules. Leave it out.")
+        text = "another launcher restarts by its own rules. Leave it out."
+        raise UserError(f"--max-restarts has no effect without --processes: {text}")
     if args.resume and args.auto_resume:
-        raise UserError("--resume and --auto-resume: the second starts where there is nothing to resume. Give one of them.")
+        text = "the second starts where there is nothing to resume. Give one of them."
+        raise UserError(f"--resume and --auto-resume: {text}")
     if args.processes is not None:
         from gradus.launch import local
 
@@ -304,7 +358,8 @@ def _train(args, here, proof) -> int:
 def plan(args) -> int:
     from gradus.plan.answer import Request
 
-    modes = [m for m in ("explain", "devices", "search", "serve", "optimal", "accuracy", "examples", "web") if getattr(args, m) not in (None, False)]
+    questions = ("explain", "devices", "search", "serve", "optimal", "accuracy", "examples", "web")
+    modes = [m for m in questions if getattr(args, m) not in (None, False)]
     if len(modes) > 1:
         raise UserError(f"gradus plan: --{' and --'.join(modes)} are different questions. Give one of them.")
     mode = modes[0] if modes else "plan"
@@ -323,14 +378,17 @@ def plan(args) -> int:
     if mode == "web":
         from gradus.plan.web import serve
 
-        return serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=8000 if args.port is None else args.port)
+        port = 8000 if args.port is None else args.port
+        return serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=port)
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, screen
 
     if mode in ("devices", "search", "optimal", "serve"):
-        more = {"batch": 1 if args.batch is None else args.batch, "length": args.length, "bits": args.bits} if mode == "serve" else {}
+        more = {}
+        if mode == "serve":
+            more = {"batch": 1 if args.batch is None else args.batch, "length": args.length, "bits": args.bits}
         lines, rows = getattr(answer, mode)(request, **more)
         if mode == "serve" and args.all:
             lines = [*lines, *components(rows)]
@@ -365,7 +423,8 @@ def _only_with(args, mode: str) -> None:
     if mode in ("accuracy", "examples"):
         given = [name for name in ("recipe", "on", "tokens", "days", "json_file") if getattr(args, name) is not None]
         if given:
-            raise UserError(f"gradus plan --{mode}: {given[0].replace('recipe', 'RECIPE')} has no effect on it. Leave it out.")
+            option = given[0].replace("recipe", "RECIPE")
+            raise UserError(f"gradus plan --{mode}: {option} has no effect on it. Leave it out.")
 
 
 def prove(args) -> int:
@@ -446,14 +505,16 @@ def models(args) -> int:
     print(f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}")
     for name in PRESETS:
         c = config_of(name)
-        print(f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {models_room.count(c)['total']:>19,}", flush=True)
+        total = models_room.count(c)["total"]
+        print(f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {total:>19,}", flush=True)
     return 0
 
 
 def fetch(args) -> int:
     from gradus.train.fetch import fetch as stage
 
-    for line in stage(load_recipe(args), Path(args.to), [args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]):
+    words = [args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]
+    for line in stage(load_recipe(args), Path(args.to), words):
         print(line, flush=True)
     return 0
 
@@ -464,7 +525,8 @@ def tokenizer(args) -> int:
     texts = (piece for file in args.files for piece in text.Corpus.open(file, args.text))
     made = tokenizers.train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     made.save(Path(args.to))
-    print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; use it with tokenizer.kind=file tokenizer.path={args.to}")
+    use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
+    print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}")
     return 0
 
 
@@ -551,16 +613,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args, rest = top.parse_known_args(argv)
     for word in rest:
         if word.startswith("-") or not hasattr(args, getattr(args, "words", "")):
-            options = getattr(args, "options", None) or (top._subparsers._group_actions[0].choices[args.verb] if args.verb else None)
+            verbs = top._subparsers._group_actions[0].choices
+            options = getattr(args, "options", None) or (verbs[args.verb] if args.verb else None)
             known = [s for a in options._actions for s in a.option_strings] if options else []
-            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{did_you_mean(word.split('=')[0], known)}")
+            near = did_you_mean(word.split("=")[0], known)
+            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
         getattr(args, args.words).append(word)
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the machine:
-    `errors.FAULT`).
+    """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
+    machine: `errors.FAULT`).
 
     One of several processes does not come back from here: it ends when the others do.
     """

@@ -23,7 +23,8 @@ from gradus.errors import UserError
 from gradus.layers import naive
 from gradus.parallel import context as contexts
 from gradus.parallel.apply import use_checkpointing
-from gradus.parallel.context import Context, problems
+from gradus.parallel.check import fits
+from gradus.parallel.context import Context
 from gradus.recipe.schema import Layout
 
 FAMILIES, METHODS = ("gpt", "llama", "bert", "vit"), ("ring", "ulysses")
@@ -361,18 +362,18 @@ def test_evaluation_takes_any_length_that_the_model_takes_and_decoding_needs_no_
         ("gpt", {}, {"context": 3, "context_method": "ulysses"}, "does not divide model.n_heads=4, and ulysses splits the heads. Use 1, 2 or 4, or"),
         ("llama", {}, {"context": 4, "context_method": "ulysses"}, "does not divide model.n_kv_heads=2, and ulysses splits the heads. Use 1 or 2, or"),
         ("llama", {}, {"context": 2, "tensor": 2, "context_method": "ulysses"}, "model.n_kv_heads=2 / layout.tensor=2, and ulysses splits the heads. Use 1, or"),
-        ("gpt", {}, {"context": 2, "attention": "naive"}, "layout.attention=naive: the ring"),
+        ("gpt", {}, {"context": 2, "attention": "naive"}, "layout.attention: cannot be combined with layout.context_method=ring: the ring"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(family, changes, layout, message):
-    (found,) = problems(common.CONFIGS[family].model_copy(update=changes), Layout(**layout))
+    (found,) = fits(common.CONFIGS[family].model_copy(update=changes), Layout(**layout))
     assert message in found and "\n" not in found
 
 
 def test_a_layout_that_can_be_is_not_refused():
     for family in (*FAMILIES, "t5", "seq2seq"):
-        assert not list(problems(common.CONFIGS[family], Layout()))
+        assert not list(fits(common.CONFIGS[family], Layout()))
     for family in FAMILIES:
         for method in METHODS:
-            assert not list(problems(common.CONFIGS[family], Layout(context=2, context_method=method)))
-        assert not list(problems(common.CONFIGS[family], Layout(context=3)))
+            assert not list(fits(common.CONFIGS[family], Layout(context=2, context_method=method)))
+        assert not list(fits(common.CONFIGS[family], Layout(context=3)))

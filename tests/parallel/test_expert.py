@@ -21,7 +21,8 @@ from gradus import models
 from gradus.layers import MixtureOfExperts, keep_balance
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply, use_checkpointing
-from gradus.parallel.expert import expert_parallel, is_expert, problems
+from gradus.parallel.check import fits
+from gradus.parallel.expert import expert_parallel, is_expert
 from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import BertConfig, GPTConfig, Layout, LlamaConfig
 from gradus.train import sharded
@@ -259,13 +260,13 @@ def test_the_step_can_be_planned_without_values():
 
 
 def test_what_is_refused_and_why():
-    experts = GPTConfig(n_layers=1, d_model=16, n_heads=2, n_experts=6)
+    experts = GPTConfig(n_layers=2, d_model=16, n_heads=2, n_experts=6)
     plain = LlamaConfig(n_layers=1, d_model=16, n_heads=2)
-    assert list(problems(experts, Layout(expert=3))) == list(problems(experts, Layout())) == list(problems(plain, Layout(tensor=2))) == []
-    assert list(problems(experts, Layout(shard=2))) == list(problems(experts, Layout(shard=2, expert=3))) == []
-    assert list(problems(plain, Layout(expert=2))) == ["layout.expert=2: the model has no experts. Set model.n_experts=8, say, or layout.expert=1."]
-    assert "bert has no experts; gpt and llama can" in next(problems(BertConfig(n_layers=1, d_model=16, n_heads=2, d_ff=32), Layout(expert=2)))
-    assert list(problems(experts, Layout(expert=4))) == ["layout.expert=4 does not divide model.n_experts=6. Use 1, 2, 3 or 6."]
+    assert list(fits(experts, Layout(expert=3))) == list(fits(experts, Layout())) == list(fits(plain, Layout(tensor=2))) == []
+    assert list(fits(experts, Layout(shard=2))) == list(fits(experts, Layout(shard=2, expert=3))) == []
+    assert list(fits(plain, Layout(expert=2))) == ["layout.expert=2: the model has no experts. Set model.n_experts=8, say, or layout.expert=1."]
+    assert "bert has no experts; gpt and llama can" in next(fits(BertConfig(n_layers=1, d_model=16, n_heads=2, d_ff=32), Layout(expert=2)))
+    assert list(fits(experts, Layout(expert=4))) == ["layout.expert=4 does not divide model.n_experts=6. Use 1, 2, 3 or 6."]
     for axis, reason in (("tensor", "rows and columns"), ("pipeline", "in every stage"), ("context", "whole sequences")):
-        (line,) = problems(experts, Layout(**{axis: 2}))
-        assert line.startswith(f"layout.{axis}=2 with model.n_experts=6: ") and reason in line
+        (line,) = fits(experts, Layout(**{axis: 2}))
+        assert line.startswith(f"layout.{axis}: cannot be combined with model.n_experts=6: ") and reason in line

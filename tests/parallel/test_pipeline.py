@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gradus.errors import UserError
 from gradus.layers import Block
 from gradus.parallel.apply import use_checkpointing
-from gradus.parallel.pipeline import Pipeline, problems
+from gradus.parallel.check import fits
+from gradus.parallel.pipeline import Pipeline
 from gradus.recipe.schema import Layout
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -257,15 +258,15 @@ def test_evaluation_heads_few_batches_checkpointing_and_autocast():
         ),
         (common.CONFIGS["t5"], {"pipeline": 4, "schedule": "interleaved"}, ""),
         (common.CONFIGS["t5"], {"pipeline": 2, "schedule": "zero_bubble"}, "Use layout.schedule=interleaved."),
-        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "1f1b", "stages": 2}, "layout.stages=2: layout.schedule=1f1b has 1 stage a process"),
+        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "1f1b", "stages": 2}, "layout.stages: cannot be combined with layout.schedule=1f1b: it has 1 stage a process"),
         (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "interleaved", "stages": 1}, "nothing interleaves"),
-        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "checkpointing": "full"}, "layout.checkpointing=full"),
-        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "compile": "default"}, "layout.compile=default"),
-        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "interleaved", "shard": 2}, "layout.shard=2"),
+        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "checkpointing": "full"}, "layout.checkpointing: cannot be combined with layout.schedule=zero_bubble"),
+        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "compile": "default"}, "layout.compile: cannot be combined with layout.schedule=zero_bubble"),
+        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "interleaved", "shard": 2}, "layout.shard: cannot be combined with layout.schedule=interleaved"),
         (common.CONFIGS["seq2seq"], {"pipeline": 8}, ""),
         (common.CONFIGS["bert"], {}, ""),
     ],
 )
 def test_what_is_refused(model, layout, words):
-    found = list(problems(model, Layout(**layout)))
+    found = list(fits(model, Layout(**layout)))
     assert len(found) == bool(words) and (not words or words in found[0]), found

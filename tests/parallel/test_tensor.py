@@ -17,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gradus.models.decoding import complete
 from gradus.parallel.apply import use_checkpointing
+from gradus.parallel.check import fits
 from gradus.parallel.shard import shard
-from gradus.parallel.tensor import loss_context, problems, sum_partial_gradients, tensor_parallel
+from gradus.parallel.tensor import loss_context, sum_partial_gradients, tensor_parallel
 from gradus.recipe.schema import Layout
 from gradus.tasks.base import summed_cross_entropy
 
@@ -342,10 +343,10 @@ def test_fake_processes():
         ("llama", {}, 4, "layout.tensor=4 does not divide model.n_kv_heads=2. Use 1 or 2."),
         ("llama", {"n_kv_heads": 1}, 2, "layout.tensor=2 does not divide model.n_kv_heads=1. Use 1."),
         ("gpt", {"d_ff": 5}, 4, "layout.tensor=4: model.d_ff=5 leaves the last process without a part. Use a smaller layout.tensor."),
-        ("vit", {"patches": "unfold"}, 2, "layout.tensor=2: DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result."),
+        ("vit", {"patches": "unfold"}, 2, "model.patches: cannot be combined with layout.tensor=2: DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result."),
     ],
 )
 def test_what_cannot_be_split_is_told(family, changes, tensor, message):
     config = common.CONFIGS[family].model_copy(update=changes)
-    assert list(problems(config, Layout(tensor=tensor))) == [message]
-    assert not list(problems(config, Layout()))
+    assert list(fits(config, Layout(tensor=tensor))) == [message]
+    assert not list(fits(config, Layout()))

@@ -219,7 +219,7 @@ CASES = [
     pytest.param(family, *case, id=f"{family}-{'-'.join(f'{k}={v}' for k, v in case[0].items()) or 'ddp'}-{case[1]}")
     for i, case in enumerate(LAYOUTS)
     for j, family in enumerate(CONFIGS)
-    if not [*check.model(CONFIGS[family].model_copy(update={"n_layers": 4}), Layout(**case[0])), *check.combinations(Layout(**case[0]))]
+    if not list(check.fits(CONFIGS[family].model_copy(update={"n_layers": 4}), Layout(**case[0])))
     and ((i + j) % 5 == 0 or "expert" in case[0])  # every layout on some families, every family in many layouts
 ]
 

@@ -219,7 +219,7 @@ def test_a_hub_name_without_internet(monkeypatch):
 def test_every_preset_is_a_recipe(name):
     notes: list[str] = []
     r = recipe_for(name, notes=notes)
-    recipes.validate(r)
+    assert recipes.resolve(r.model_dump()) == r
     assert r.model.preset == name and r.layout.precision == "bf16" and any("training settings" in note for note in notes)
     assert complete(r).model == r.model  # nothing is left for the data to tell
     assert r.schedule.warmup_steps < r.train.steps and r.layout.micro_batch <= r.batch.samples
@@ -273,7 +273,7 @@ def test_a_configuration_of_ones_own():
 )
 def test_a_folder_as_a_recipe(name, task, tmp_path):
     r = recipe_for(written(tmp_path, *THEIRS[name]))
-    recipes.validate(r)
+    assert recipes.resolve(r.model_dump()) == r
     assert r.task.name == task and complete(r) == r
     assert closed_form(r.model, shape_of(r)) > 0
 

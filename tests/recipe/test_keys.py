@@ -11,13 +11,13 @@ import pytest
 from gradus import cli
 from gradus.cli import main
 from gradus.errors import UserError, nearest
-from gradus.recipe import explain, keys, load, schema
+from gradus.recipe import fields, keys, load, schema
 from gradus.recipe.training_args import SAME
 
 
 def test_every_key_of_every_section_and_kind_has_a_meaning():
     sections = [c for _, c in inspect.getmembers(schema, inspect.isclass) if issubclass(c, schema.Section)]
-    kinds = {(c, explain.discriminator(s)) for s in filter(explain.is_section, schema.Recipe.model_fields) for c in explain.classes_of(s).values()}
+    kinds = {(c, fields.discriminator(s)) for s in filter(fields.is_section, schema.Recipe.model_fields) for c in fields.classes_of(s).values()}
     silent = [f"{c.__name__}.{key}" for c in sections for key in c.model_fields if (c, key) not in kinds and not keys.meaning(c, key)]
     assert len(sections) > 25 and silent == []
 
@@ -27,8 +27,8 @@ def test_every_key_is_listed_with_type_default_and_meaning():
     named = {line.split()[0] for line in lines if line and not line.startswith("#")}
     expected = {
         f"{section}.{key}"
-        for section in filter(explain.is_section, schema.Recipe.model_fields)
-        for c in explain.classes_of(section).values()
+        for section in filter(fields.is_section, schema.Recipe.model_fields)
+        for c in fields.classes_of(section).values()
         for key in c.model_fields
     }
     assert expected <= named and {"layout.local_sgd.every", "model.rope_scaling.factor", "name"} <= named
@@ -77,9 +77,9 @@ def test_a_key_under_another_name_is_found_by_its_meaning(override, meant):
 
 
 def test_other_tools_names_lead_to_keys_that_exist():
-    theirs = [word for words in explain.COMMON.values() for word in words.split()]
+    theirs = [word for words in fields.COMMON.values() for word in words.split()]
     assert len(theirs) == len(set(theirs)) and not set(theirs) & set(SAME)
-    assert all(explain.fields_of(key) for key in [*explain.COMMON, *SAME.values()])
+    assert all(fields.fields_of(key) for key in [*fields.COMMON, *SAME.values()])
 
 
 def test_nearest_prefers_a_part_of_the_name_to_the_spelling():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradus.errors import UserError
-from gradus.recipe import Recipe, adopt, dump, load, resolve, schema, validate
+from gradus.recipe import Recipe, dump, load, resolve, schema
 from gradus.train import resolve as command_line
 
 COPY = """
@@ -160,7 +160,8 @@ def test_another_optimizer_takes_the_old_ones_settings_along_out(write):
     path = write(COPY)
     r = load(path, ["optimizer.momentum=0.9", "optimizer.name=sgd"], notes=notes)
     assert r.optimizer == schema.SGD(lr=1e-4, momentum=0.9)
-    assert notes == [f"{path}: optimizer.betas=[0.9, 0.98], optimizer.eps=1.0e-9 left out: unknown with optimizer.name=sgd"]
+    beside = "no effect with optimizer.name=sgd on the command line"
+    assert notes == [f"{path}: optimizer.betas=[0.9, 0.98], optimizer.eps=1.0e-9 left out: {beside}"]
     # what is asked for on the command line itself is not dropped
     assert problems(path, ["optimizer.name=sgd", "optimizer.eps=1e-8"]) == [
         "command line: optimizer.eps: unknown key with optimizer.name=sgd. It is for adamw, adam."
@@ -185,11 +186,12 @@ def test_another_optimizer_takes_the_old_ones_settings_along_out(write):
         (["data.workers=0"], ["data.prefetch=4"]),
         (["evaluate.samples=0"], ["evaluate.max_new=50"]),
         (["data.source=stdlib"], ["data.path=x"]),
+        (["layout.shard=1"], ["layout.reshard=false"]),
     ],
 )
 def test_what_an_override_robs_of_its_effect_is_left_out_and_named(write, overrides, dropped):
     text = GPT.replace("seq_len: 64", "seq_len: 64, bias: false").replace("kind: text", "kind: text, path: x, workers: 2, prefetch: 4")
-    text += "layout: {attention: chunked, chunk: 64}\nevaluate: {samples: 1, max_new: 50}\n"
+    text += "layout: {attention: chunked, chunk: 64, shard: 2, reshard: false}\nevaluate: {samples: 1, max_new: 50}\n"
     path, notes = write(text), []
     assert load(path) is not None
     load(path, overrides, notes=notes)
@@ -202,9 +204,17 @@ def test_a_preset_on_the_command_line_is_the_published_size(write):
     assert problems(write(GPT), ["model.preset=gtp2"]) == ["command line: model.preset: gtp2: unknown preset. Did you mean gpt2?"]
     assert problems(write(BERT), ["model.preset=bert-large-cased"]) == [
         "command line: model.preset: the recipe starts from model.init=bert-base-cased, whose configuration holds."
-        " Set model.init too, or model.init=null to start afresh."
+        " Set model.init too, or model.init=null to start afresh. (model.init=bert-base-cased in r.yaml)"
     ]
     assert load(write(BERT), ["model.preset=bert-large-cased", "model.init=null", "tokenizer.path=t"]).model.n_layers == 24
+
+
+def test_a_preset_that_is_unset_leaves_other_layers_as_they_are(write):
+    size = {"family": "bert", "n_layers": 2, "d_model": 8, "n_heads": 2, "d_ff": 16, "seq_len": 512}
+    notes: list[str] = []
+    unset = ["model.preset=null", "model.init=null", "tokenizer.path=t"]
+    r = load(write(BERT), unset, notes=notes, model=size)
+    assert (r.model.n_layers, r.model.d_model, r.model.preset, r.model.head, notes) == (2, 8, None, "classification", [])
 
 
 def test_family_on_the_command_line_leaves_a_preset_of_another_one(write):
@@ -212,7 +222,7 @@ def test_family_on_the_command_line_leaves_a_preset_of_another_one(write):
     notes: list[str] = []
     r = load(path, ["model.family=llama"], notes=notes)
     assert r.model.family == "llama" and r.model.preset is None and r.model.d_model == 64
-    assert notes == [f"{path}: model.preset=gpt2 left out: it is a preset of gpt"]
+    assert notes == [f"{path}: model.preset=gpt2 left out: no effect with model.family=llama on the command line"]
 
 
 # ---------------------------------------------------------------- weights to start from
@@ -232,18 +242,12 @@ MINI = {
 
 def test_init_on_the_command_line_takes_the_presets_place(write):
     notes: list[str] = []
-    r = load(write(BERT), ["model.init=folder"], notes=notes)  # touches no file
+    path = write(BERT)
+    r = load(path, ["model.init=folder"], notes=notes)  # touches no file
     assert r.model.init == "folder" and r.model.preset is None and r.model.head == "classification"
-    assert notes == ["model.preset=bert-base-cased left out: the configuration of model.init=folder holds"]
+    assert notes == [f"{path}: model.preset=bert-base-cased left out: no effect with model.init=folder on the command line"]
     # the architecture is not known, so nothing is said about sizes
     assert load(write(BERT), ["model.init=folder", "data.max_len=1024"]).data.max_len == 1024
-    adopted = adopt(r.model_dump(), MINI)
-    assert {k: adopted["model"][k] for k in MINI} == {**MINI, "head": "classification", "dropout": 0.2}
-    assert adopted["model"]["n_classes"] == 2 and adopted["model"]["init"] == "folder" and "preset" not in adopted["model"]
-    with pytest.raises(UserError, match=r"data\.max_len: 512 is more than model\.seq_len=256"):
-        resolve(adopted)
-    adopted["data"]["max_len"] = 128
-    assert resolve(adopted).model.d_model == 384
 
 
 def test_configure_gives_the_architecture(write):
@@ -254,9 +258,10 @@ def test_configure_gives_the_architecture(write):
         return MINI
 
     notes: list[str] = []
-    r = load(write(BERT), ["model.init=folder", "data.max_len=200"], configure=configure, notes=notes)
+    path = write(BERT)
+    r = load(path, ["model.init=folder", "data.max_len=200"], configure=configure, notes=notes)
     assert asked == ["folder"] and r.model.n_layers == 6 and r.model.dropout == 0.2 and r.model.n_classes == 2
-    assert notes == ["model.preset=bert-base-cased left out: the configuration of model.init=folder holds"]
+    assert notes == [f"{path}: model.preset=bert-base-cased left out: no effect with model.init=folder on the command line"]
     assert problems(write(BERT), ["model.init=folder"], configure=configure)[0].startswith(
         "r.yaml: data.max_len: 512 is more than model.seq_len=256."
     )
@@ -300,11 +305,13 @@ def test_a_preset_and_weights_are_one_too_many(write):
     ]
 
 
-def test_adopt_leaves_out_what_the_other_family_does_not_know(write):
-    tree = load(write(BERT)).model_dump()
-    model = adopt(tree, {"family": "gpt", "n_layers": 1, "d_model": 8, "n_heads": 2, "preset": None, "init": None})["model"]
-    assert model == {"family": "gpt", "n_layers": 1, "d_model": 8, "n_heads": 2, "init": "bert-base-cased", "dropout": 0.2}
-    assert tree["model"]["n_layers"] == 12
+def test_weights_of_another_family_keep_what_is_no_matter_of_size():
+    text, notes = GPT.replace("family: gpt", "family: gpt, bias: false, dropout: 0.3"), []
+    llama = schema.LlamaConfig(n_layers=1, d_model=8, n_heads=2, seq_len=64)
+    r = load("r", ["model.init=folder"], configure=lambda init: llama.model_dump(), text=text, notes=notes)
+    assert r.model == llama.model_copy(update={"init": "folder", "dropout": 0.3})
+    sizes = "model.family=gpt, model.bias=false, model.n_layers=2, model.d_model=64, model.n_heads=4, model.seq_len=64"
+    assert notes == [f"r: {sizes} left out: no effect with model.init=folder on the command line"]
 
 
 # ---------------------------------------------------------------- mistakes
@@ -365,7 +372,7 @@ learning_rate: 1
         (("d_ff: 128", "d_ff: 128, norm_frist: true"), "model.norm_frist: unknown key. Did you mean model.norm_first?"),
         (("d_ff: 128", "d_ff: 128, norm_first: maybe"), "model.norm_first: expected true or false, got 'maybe'."),
         (("d_ff: 128", "d_ff: 128, dropout: 1.0"), "model.dropout: expected a number ≥ 0 and < 1, got 1.0."),
-        (("warmup_steps: 400", "warmup_steps: 400, final: 0.1"), "schedule: final has no effect with name=noam; it is for linear and cosine."),
+        (("warmup_steps: 400", "warmup_steps: 400, final: 0.1"), "schedule.final: cannot take effect with schedule.name=noam. It is for linear and cosine."),
         (("{epochs: 2}", "{epochs: 2, seed: 1, seed: 2}"), "train.seed: given twice, in lines 8 and 8. Keep one."),
         (("train:", "train: {epochs: 1}\ntrain:"), "train: given twice, in lines 8 and 9. Keep one."),
         (("{epochs: 2}", "{epochs: 2}\ntrain.seed: 3"), "train.seed: unknown key. In a file, write it inside its section: train: {seed: ...}."),
@@ -526,7 +533,29 @@ def test_a_mistake_on_the_command_line_says_so(write, override, line):
 def test_what_does_not_fit_together_is_named_with_the_fix(write, base, overrides, line):
     assert load(write(base)) is not None
     found = problems(write(base), overrides)
-    assert [p.split(": ", 1)[1] for p in found] == [line]
+    assert [re.sub(r" \(\S+=\S+ (in r\.yaml|on the command line)\)$", "", p.split(": ", 1)[1]) for p in found] == [line]
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "line"),
+    [
+        (COPY, ["task.name=translation"], "r.yaml: data.kind: task translation needs pairs, not synthetic. synthetic is for task.name=copy."
+         " (task.name=translation on the command line)"),
+        (BERT, ["tokenizer.shared=true"], "command line: tokenizer.shared: cannot take effect with labelled data. It is for pairs."
+         " (data.kind=labelled in r.yaml)"),
+        (GPT, ["data.max_len=128"], "command line: data.max_len: 128 is more than model.seq_len=64. Set data.max_len=64 or a longer"
+         " model.seq_len. (model.seq_len=64 in r.yaml)"),
+        (GPT.replace("family: gpt, n_layers: 2, d_model: 64, n_heads: 4, seq_len: 64", "preset: gpt2"), ["data.max_len=2048"],
+         "command line: data.max_len: 2048 is more than model.seq_len=1024. Set data.max_len=1024 or a longer model.seq_len."
+         " (model.preset=gpt2 in r.yaml)"),
+        (COPY, ["layout.chunk=64"], "command line: layout.chunk: cannot take effect with layout.attention=sdpa. Set layout.attention=chunked"
+         " or leave it out."),
+        (GPT + "layout: {shard: 2}\n", ["layout.shard_optimizer=true"], "command line: layout.shard_optimizer: cannot be combined with"
+         " layout.shard=2: sharding splits the optimizer's state already. Set layout.shard_optimizer=false. (layout.shard=2 in r.yaml)"),
+    ],
+)  # fmt: skip
+def test_a_conflict_shows_both_places(write, base, overrides, line):
+    assert problems(write(base), overrides) == [line]
 
 
 def test_what_only_looks_wrong_is_accepted(write):
@@ -539,12 +568,11 @@ def test_what_only_looks_wrong_is_accepted(write):
     load(write(t5), ["task.name=span_corruption", "data.max_len=4096"])  # relative positions set no limit
 
 
-def test_validate_tells_everything_of_a_recipe_made_in_python(write):
+def test_everything_is_told_of_a_recipe_made_in_python(write):
     recipe = load(write(COPY))
-    validate(recipe)
     broken = recipe.model_copy(update={"layout": schema.Layout(micro_batch=99, chunk=64), "data": schema.TextData()})
     with pytest.raises(UserError) as e:
-        validate(broken)
+        resolve(broken.model_dump(), "r")
     assert str(e.value).splitlines() == [
         "r: data.kind: task copy needs synthetic, not text. text is for task.name=causal_lm or masked_lm or span_corruption.",
         "r: layout.micro_batch: 99 is more than batch.samples=80. Set at most 80.",

@@ -328,14 +328,14 @@ def recipe(*overrides: str):
         (2, ("layout.diloco.every=5", "train.checkpoint_every=7"), "Set train.checkpoint_every=5"),
         (2, ("layout.shard=2", "layout.compress=bf16"), "a hook of DDP"),
         (1, ("layout.compress=bf16",), "layout.compress: cannot take effect with one replica"),
-        (2, ("layout.replicate=manual", "layout.bucket_mb=1"), "layout.bucket_mb cannot take effect with layout.replicate=manual"),
-        (2, ("layout.shard=2", "layout.bucket_mb=1"), "layout.bucket_mb cannot take effect with layout.shard"),
+        (2, ("layout.replicate=manual", "layout.bucket_mb=1"), "layout.bucket_mb: cannot take effect with layout.replicate=manual"),
+        (2, ("layout.shard=2", "layout.bucket_mb=1"), "layout.bucket_mb: cannot take effect with layout.shard=2"),
         (2, ("layout.transport=mpi",), "It is for manual"),
         (4, ("layout.shard=2", "layout.shard_optimizer=true"), "sharding splits the optimizer's state already"),
         (2, ("layout.reshard=false",), "cannot take effect without layout.shard"),
         (2, ("layout.context=2",), "context is for gpt"),
         (2, ("layout.micro_batch=20",), "a process's share of 16 samples"),
-        (4, ("layout.pipeline=2", "layout.context=2", "model.n_layers=4"), "layout.pipeline with layout.context"),
+        (4, ("layout.pipeline=2", "layout.context=2", "model.n_layers=4"), "layout.pipeline: cannot be combined with layout.context=2"),
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_is_built(n, overrides, told):

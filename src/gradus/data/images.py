@@ -27,8 +27,8 @@ from gradus import limits
 from gradus.data.collate import stack
 from gradus.data.text import cache_dir, features_in, keep, tenths
 from gradus.errors import DataError, UserError, did_you_mean, need
-from gradus.recipe.load import looked_for
 from gradus.recipe.schema import ImagesData
+from gradus.recipe.text import looked_for
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}

@@ -30,7 +30,7 @@ import numpy as np
 from gradus import limits
 from gradus.data.tokenizers import Tokenizer, load, train_bpe
 from gradus.errors import DataError, UserError, did_you_mean, need
-from gradus.recipe.load import looked_for
+from gradus.recipe.text import looked_for
 
 KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
     f".{kind}": kind for kind in ("csv", "tsv", "parquet")

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
+from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import Layout
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
     """The whole of the layout, in order. `model` is on its device; it is changed in place. Collective.
 
-    That it fits together was checked before (`parallel.check`). Without a mesh: one process.
+    Without a mesh: one process. Raises AssertionError where the two do not fit together: `parallel.check` says so before.
     """
+    assert not (reasons := list(fits(model.config, layout))), reasons
     mesh = mesh or Mesh.single()
     p = Parallel(model, layout, mesh)
     use_kernel(model, layout.attention, layout.chunk)

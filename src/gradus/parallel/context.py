@@ -60,11 +60,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
             tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
             fits = f"Use {_either(here)}, or" if here else "Use"
             yield f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. {fits} layout.context_method=ring."
-    elif layout.attention == "naive":
-        yield (
-            f"layout.attention=naive: the ring of layout.context={n} has its own kernel. Leave layout.attention out, or set "
-            "layout.context_method=ulysses."
-        )
 
 
 def _either(numbers: list[int]) -> str:

@@ -19,15 +19,8 @@ from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-APART = {  # axes along which a model with experts is not split, whether or not the experts are
-    "tensor": "experts' matrices are not split by rows and columns. Use layout.expert for a model with experts",
-    "pipeline": "the load-balancing loss arises in every stage and the loss in the last alone. Use layout.expert for a model with experts",
-    "context": "the load-balancing loss is of whole sequences, and a process sees a part. Use layout.expert for a model with experts",
-}
-
-
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be laid out so, one line a reason. Also for layout.expert=1: some axes do not take a model with experts."""
+    """Why this model's experts cannot be split so, one line a reason."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
         able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
@@ -39,9 +32,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     if n_experts % n:
         good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
         yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {', '.join(map(str, good[:-1]))} or {good[-1]}."
-    for axis, reason in APART.items():
-        if getattr(layout, axis) > 1:
-            yield f"layout.{axis}={getattr(layout, axis)} with model.n_experts={n_experts}: {reason}."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -57,28 +57,16 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         return
     schedule, per_process, stacks = layout.schedule, stages_per_process(layout), models.lookup(model.family).stacks
     n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
-    if per_process > 1 and schedule in ("gpipe", "1f1b"):
-        yield f"layout.stages={per_process}: layout.schedule={schedule} has 1 stage a process. Use layout.schedule=interleaved or zero_bubble."
-    elif per_process == 1 and schedule == "interleaved":
-        yield "layout.stages=1: with 1 stage a process nothing interleaves. Use layout.schedule=1f1b, or layout.stages=2."
     if n * per_process > n_blocks:
         fewer = f"layout.pipeline={n_blocks // per_process} or less" if n_blocks // per_process > 1 else "a smaller layout.pipeline"
         if per_process > 1 and n_blocks >= n:
             fewer += ", or layout.schedule=1f1b with layout.stages=1"
         yield f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has {n_blocks} blocks. Use {fewer}."
-    if getattr(model, "n_experts", None):
-        yield f"layout.pipeline={n}: the load-balancing loss of experts arises in middle stages, which have no loss. Use layout.expert."
-    if schedule == "zero_bubble" and layout.checkpointing != "none":
-        yield f"layout.checkpointing={layout.checkpointing}: {SPLIT_BACKWARD}, which recomputation does not survive. Use layout.schedule=1f1b."
     if schedule == "zero_bubble" and len(stacks) > 1:
         yield (
             f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter a stage at several places, "
             f"as {model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
         )
-    if schedule == "zero_bubble" and layout.compile != "none":
-        yield f"layout.compile={layout.compile}: {SPLIT_BACKWARD}, and compiled blocks have one. Use layout.schedule=1f1b."
-    if schedule in ("interleaved", "zero_bubble") and layout.shard > 1:
-        yield f"layout.shard={layout.shard}: FSDP2 shards one stage a process, and layout.schedule={schedule} has more. Use 1f1b or gpipe."
 
 
 # ---------------------------------------------------------------- what stands in the place of other stages' parts

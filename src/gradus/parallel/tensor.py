@@ -46,7 +46,7 @@ from gradus.recipe.schema import Layout, ModelConfig
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be split so: one line a reason. (`parallel.expert.problems` speaks of models with experts.)"""
+    """Why this model cannot be split so: one line a reason."""
     n = layout.tensor
     if n == 1:
         return
@@ -60,8 +60,6 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         size = getattr(model, name, None)
         if size is not None and -(-size // n) * (n - 1) >= size:
             yield f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. Use a smaller layout.tensor."
-    if getattr(model, "patches", None) == "unfold":
-        yield f"layout.tensor={n}: DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result."
 
 
 # ---------------------------------------------------------------- the model

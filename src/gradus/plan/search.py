@@ -242,8 +242,6 @@ class _Space:
     def layouts(self, split: dict[str, Any]) -> Iterator[Layout]:
         """Layouts of a split but for micro-batch and checkpointing."""
         for precision in self.precisions:
-            if precision.get("param_dtype") and split["shard"] == 1:
-                continue
             plain = {**split, **precision}
             if split["pipeline"] > 1:
                 yield self.base.model_copy(update=plain)
@@ -253,13 +251,13 @@ class _Space:
                 yield self.base.model_copy(update=plain)
                 if split["shard"] > 1:
                     yield self.base.model_copy(update={**plain, "reshard": False})
-                elif split["tensor"] == split["expert"] == 1:
+                else:
                     yield self.base.model_copy(update={**plain, "shard_optimizer": True})
 
     def allowed(self, layout: Layout, n: int) -> bool:
         """parallel.check's rules, asked one after the other until one says no."""
         recipe = self.recipe.model_copy(update={"layout": layout})
-        rules = (check.processes(layout, n), check.combinations(layout), check.batch(recipe, n), check.model(self.m, layout))
+        rules = (check.processes(layout, n), check.fits(self.m, layout), check.batch(recipe, n))
         return not any(next(rule, None) for rule in rules)
 
     def share(self, layout: Layout, n: int) -> int:

@@ -39,7 +39,7 @@ from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
 from gradus.plan.keys import kind_of
 from gradus.plan.workers import Fault, Here, Workers
-from gradus.recipe.explain import fields_of, is_section
+from gradus.recipe.fields import fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
 

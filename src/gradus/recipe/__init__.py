@@ -1,7 +1,7 @@
 """The recipe: what is trained, and how. No torch in here."""
 
-from gradus.recipe.check import validate
-from gradus.recipe.load import adopt, dump, header, load, looked_for, names, resolve
+from gradus.recipe.load import load, resolve
 from gradus.recipe.schema import Recipe
+from gradus.recipe.text import dump, header, looked_for, names
 
-__all__ = ["Recipe", "adopt", "dump", "header", "load", "looked_for", "names", "resolve", "validate"]
+__all__ = ["Recipe", "dump", "header", "load", "looked_for", "names", "resolve"]

@@ -12,17 +12,10 @@ from collections.abc import Iterator
 from functools import cache
 
 from gradus.errors import UserError, nearest
-from gradus.recipe.explain import (
-    DEPENDENT,
-    classes_inside,
-    classes_of,
-    discriminator,
-    elsewhere,
-    expected,
-    is_section,
-    said,
-)
+from gradus.recipe.conflicts import DEPENDENT
+from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section, kinds_of
 from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.text import said
 
 
 @cache
@@ -99,21 +92,17 @@ def keys(asked: str | None = None, width: int | None = None) -> list[str]:
         found = list(groups(asked))
     else:
         section, _, rest = asked.replace("=", ".").partition(".")
-        rest = rest.removeprefix(f"{discriminator(section)}.") if is_section(section) and rest.count(".") else rest
+        kind, known = kinds_of(section) if is_section(section) else (None, {})
+        rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
         every = {name: group for s in sections for name, group in [(e[0], g) for g in groups(s) for e in g[2]]}
-        if is_section(section) and rest in (of_kind := classes_of(section)):
-            title = f"{section}.{discriminator(section)}={rest}"
-            found = [(title, _doc(of_kind[rest]), list(entries(section, of_kind[rest])))]
-        elif section in DEPENDENT and rest in DEPENDENT[section][1]:
-            (kind, knows), owner = DEPENDENT[section], classes_of(section)[None]
-            found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, {kind, *knows[rest]})))]
+        if rest in known:
+            owner = classes_of(section).get(rest) or classes_of(section)[None]
+            found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
         elif asked == "name":
             found = [("recipe", "", list(entries("", Recipe, {"name"})))]
         elif asked in every:
-            mine = [
-                (title, "", [e for e in listed if f"{e[0]}.".startswith(f"{asked}.")])
-                for title, _, listed in groups(section)
-            ]
+            inside = f"{asked}."
+            mine = ((title, "", [e for e in of if f"{e[0]}.".startswith(inside)]) for title, _, of in groups(section))
             found = [group for group in mine if group[2]]
         else:
             kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]

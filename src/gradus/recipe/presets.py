@@ -1,14 +1,24 @@
-"""The published sizes, as data: `model: {preset: gpt2-small}` is the same as writing these fields out.
+"""A model's architecture by name: the published sizes, as data (`model: {preset: gpt2-small}` is the same as writing
+these fields out), and what comes with weights.
 
 Counts of parameters: `gradus models`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import MODELS, ModelConfig
+
+# What a recipe says about a model whatever its size; and what task and data say where the recipe does not: a preset's
+# or other weights' is for their own data.
+NOT_ARCHITECTURE = ("init", "dropout", "head", "pooler", "n_classes", "patches")
+HEAD = ("head", "pooler", "n_classes")
 
 
 def _seq2seq(**size: Any) -> dict[str, Any]:
@@ -116,24 +126,44 @@ ALIASES = {
 }
 
 
-def expand(section: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's model section with its preset's fields filled in under the keys that are stated; the section itself is not changed.
+def fields(name: str) -> dict[str, Any]:
+    """What a preset states. Raises UserError for an unknown one (names are case-sensitive: vit-g14 is not vit-G14)."""
+    if ALIASES.get(name, name) not in PRESETS:
+        raise UserError(f"model.preset={name}: unknown preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
+    return PRESETS[ALIASES.get(name, name)]
 
-    Without a preset it comes back as it is. Raises UserError for an unknown preset (names are case-sensitive: vit-g14 is not
-    vit-G14), and for a `family` that is not the preset's.
+
+def expand(section: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's model section with its preset's fields filled in under the keys that are stated; the section itself is
+    not changed.
+
+    Without a preset it comes back as it is. Raises UserError as `fields`, and for a `family` that is not the preset's.
     """
     name = section.get("preset")
     if name is None:
         return dict(section)
-    if ALIASES.get(name, name) not in PRESETS:
-        raise UserError(f"model.preset={name}: unknown preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
-    fields = PRESETS[ALIASES.get(name, name)]
-    if section.get("family", fields["family"]) != fields["family"]:
-        raise UserError(f"model.preset={name} is of family {fields['family']}, not {section['family']}. Leave model.family out")
-    return {**fields, **section}
+    stated = fields(name)
+    if section.get("family", stated["family"]) != stated["family"]:
+        text = f"is of family {stated['family']}, not {section['family']}. Leave model.family out"
+        raise UserError(f"model.preset={name} {text}")
+    return {**stated, **section}
 
 
 def config_of(name: str, **fields: Any) -> ModelConfig:
     """The configuration of a preset, `fields` replaced. Raises UserError for an unknown preset."""
     section = expand({"preset": name, **fields})
     return MODELS[section["family"]](**section)
+
+
+def beside_weights(init: str) -> dict[str, Any] | None:
+    """What config.json beside the weights says; None where only the hub has it (it is then read when the weights are).
+
+    The room that reads weights stands above this one and is asked for by name, so that nothing here depends on it.
+    Raises UserError for a path where there is nothing.
+    """
+    models, there = import_module("gradus.models"), Path(os.path.expanduser(init)).exists()
+    if not there and init.startswith((".", "/", "~")):
+        raise UserError(f"model.init={init}: no such file or folder.")
+    with contextlib.suppress(*(() if there else (UserError,))):
+        return models.config_of(init).model_dump()
+    return None

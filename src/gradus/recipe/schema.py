@@ -6,12 +6,13 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from gradus import limits
 
@@ -22,9 +23,18 @@ Rate = Annotated[float, Field(gt=0.0, le=limits.RATE)]
 Epsilon = Annotated[float, Field(gt=0.0, le=limits.EPSILON)]
 
 
+def _whole(value: object) -> object:
+    """1e6 for 1000000."""
+    try:
+        number = float(value) if isinstance(value, str) else math.nan
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() and not value.isdigit() else value
+
+
 def upto(most: int, least: int = 1):
     """A whole number from `least` to `most`."""
-    return Annotated[int, Field(ge=least, le=most)]
+    return Annotated[int, BeforeValidator(_whole), Field(ge=least, le=most)]
 
 
 Steps, Samples, Axis = upto(limits.STEPS), upto(limits.SAMPLES), upto(limits.AXIS)
@@ -425,13 +435,7 @@ class TokenizerConfig(Section):
     shared: bool = True  # pairs: one vocabulary for both languages
 
     @model_validator(mode="after")
-    def _takes_effect(self):
-        if self.path is not None and self.kind != "file":
-            raise ValueError(f"path has no effect with kind={self.kind}; use kind=file")
-        if self.vocab_size is not None and self.kind != "bpe":
-            raise ValueError(f"vocab_size has no effect with kind={self.kind}; it is for kind=bpe")
-        if self.lowercase and self.kind not in ("bpe", "word"):
-            raise ValueError(f"lowercase has no effect with kind={self.kind}; it is for bpe and word")
+    def _trained(self):
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("kind=bpe needs vocab_size")
         return self
@@ -483,16 +487,9 @@ class Schedule(Section):
     end_step: Steps | None = None  # None: the last step of training
 
     @model_validator(mode="after")
-    def _takes_effect(self):
-        given = self.model_fields_set
+    def _warms_up(self):
         if self.name == "noam" and self.warmup_steps == 0:
             raise ValueError("noam needs warmup_steps")
-        if "factor" in given and self.factor != 1.0 and self.name != "noam":
-            raise ValueError("factor has no effect without name=noam")
-        if self.final and self.name not in ("linear", "cosine"):
-            raise ValueError(f"final has no effect with name={self.name}; it is for linear and cosine")
-        if self.end_step is not None and self.name not in ("linear", "cosine"):
-            raise ValueError(f"end_step has no effect with name={self.name}; it is for linear and cosine")
         return self
 
 

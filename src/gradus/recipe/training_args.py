@@ -1,7 +1,7 @@
 """Hugging Face TrainingArguments in a JSON file, in this recipe's words.
 
-The file holds an object "TrainingArgs" of names and values. Only what it names is taken over: an argument that is left out keeps the
-recipe's value, not Hugging Face's default.
+The file holds an object "TrainingArgs" of names and values. Only what it names is taken over: an argument that is left
+out keeps the recipe's value, not Hugging Face's default.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gradus.recipe import parallel_args
 from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
+NOT_TAKEN = "it has no counterpart here and is not taken over"
 
 # Names that say the same as a key of ours, whatever their value.
 SAME = {
@@ -70,7 +71,7 @@ ADVICE = {
     "run_name": "name the run with name=...",
 }
 
-# All that TrainingArguments of transformers 4 and 5 know besides, to tell a name without counterpart from a misspelt one.
+# All that TrainingArguments of transformers 4 and 5 know besides, to tell them from misspelt names.
 WITHOUT_COUNTERPART = """
 accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices
 bf16_full_eval dataloader_in_order dataloader_multiprocessing_context debug enable_jit_checkpoint
@@ -89,22 +90,23 @@ use_liger_kernel use_mps_device
 # Names that `Arguments` knows, besides those of SAME.
 MAPPED = f"""
 {" ".join(parallel_args.NAMES)}
-adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy evaluation_strategy fp16
-gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda
-optim per_device_train_batch_size report_to save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio
-warmup_steps
+adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy
+evaluation_strategy fp16 gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps
+logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda optim per_device_train_batch_size report_to
+save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio warmup_steps
 """.split()
 
 
 def from_training_args(
     path: str | Path, processes: int = 1, on_host: int | None = None, layout: Layout = Layout(), resuming: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """What a file of TrainingArguments asks for: dotted keys of a recipe with their values, and a line for everything in the file that
-    is not taken over as it stands. The values go into `load(recipe, **overrides)`.
+    """What a file of TrainingArguments asks for: dotted keys of a recipe with their values, and a line for everything
+    in the file that is not taken over as it stands. The values go into `load(recipe, **overrides)`.
 
-    processes, on_host: of the run, and of them on this host (None: all); what is said of one device is of each. layout: which of them
-    work on the same samples. resuming: a run goes on, and its batch holds.
-    Raises UserError in one line for a file that is not JSON or has no "TrainingArgs", and for a value that cannot be worked with.
+    processes, on_host: of the run, and of them on this host (None: all); what is said of one device is of each. layout:
+    which of them work on the same samples. resuming: a run goes on, and its batch holds.
+    Raises UserError in one line for a file that is not JSON or has no "TrainingArgs", and for a value that cannot be
+    worked with.
     """
     arguments, notes = _read(Path(path))
     mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
@@ -127,7 +129,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     content = limits.read_json(path, limits.RECIPE_FILE, object_pairs_hook=once)
     if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
         near = did_you_mean(KEY, content) if isinstance(content, dict) and KEY not in content else ""
-        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, such as {{"{KEY}": {{"learning_rate": 5e-5}}}}.{near}')
+        example = f'such as {{"{KEY}": {{"learning_rate": 5e-5}}}}'
+        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, {example}.{near}')
     return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
 
 
@@ -142,23 +145,16 @@ class Arguments:
         self.resuming = False
 
     def run(self) -> None:
-        for name, key in SAME.items():
-            if name in self.left:
-                self.ours[key] = self.left.pop(name)
-        self.length()
-        self.batch()
-        self.optimizer()
-        self.schedule()
-        self.precision()
-        self.evaluation()
-        self.logging_and_saving()
-        self.data_and_layout()
+        self.ours |= {key: self.left.pop(name) for name, key in SAME.items() if name in self.left}
+        groups = (self.length, self.batch, self.optimizer, self.schedule, self.evaluation, self.logging, self.saving)
+        for group in (*groups, self.report, self.data, self.layout):
+            group()
         parallel_args.layouts(self)
         for name, value in self.left.items():
             if name in ADVICE:
                 self.note(name, value, ADVICE[name])
             elif name in WITHOUT_COUNTERPART:
-                self.note(name, value, "it has no counterpart here and is not taken over. Take it out of the file, or run without it")
+                self.note(name, value, f"{NOT_TAKEN}. Take it out of the file, or run without it")
             else:
                 near = did_you_mean(name, [*SAME, *MAPPED, *ADVICE, *WITHOUT_COUNTERPART])
                 hint = near if "Did you mean" in near else " See the names of transformers.TrainingArguments."
@@ -169,78 +165,82 @@ class Arguments:
     def take(self, name: str, default: Any = None) -> Any:
         return self.left.pop(name, default)
 
-    def number(self, name: str, default: float | None = None, whole: bool = False) -> Any:
-        value = self.take(name, default)
+    def wrong(self, name: str, text: str) -> UserError:
+        return UserError(f"{self.where}: {KEY}.{name}{text}")
+
+    def number(self, name: str, whole: bool = False) -> Any:
+        value = self.take(name)
         try:
             number = None if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = None
         if value is not None and (number is None or not math.isfinite(number) or (whole and number != int(number))):
-            raise UserError(f"{self.where}: {KEY}.{name}: expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
+            raise self.wrong(name, f": expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
         return number if number is None or not whole else int(number)
 
     def flag(self, name: str) -> bool | None:
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
-            raise UserError(f"{self.where}: {KEY}.{name}: expected true or false, got {json.dumps(value)}.")
+            raise self.wrong(name, f": expected true or false, got {json.dumps(value)}.")
         return value
 
     def word(self, name: str) -> str | None:
         value = self.take(name)
         if value is not None and value is not False and not isinstance(value, str):
-            raise UserError(f"{self.where}: {KEY}.{name}: expected a word in quotes, got {json.dumps(value)}.")
+            raise self.wrong(name, f": expected a word in quotes, got {json.dumps(value)}.")
         return "no" if value is False else value
 
     def note(self, name: str, value: Any, text: str) -> None:
         self.notes.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}: {text}")
 
+    def no_counterpart(self, name: str, left: dict[str, Any]) -> None:
+        for key, value in left.items():
+            self.note(f"{name}.{key}", value, NOT_TAKEN)
+
     # ---- groups
 
     def length(self) -> None:
         self.steps = self.number("max_steps", whole=True)
-        if self.steps is not None and self.steps > 0:
-            epochs = self.ours.pop("train.epochs", None)
-            if epochs is not None:
-                self.note("num_train_epochs", epochs, f"max_steps={self.steps} holds instead, as with Hugging Face")
-            self.ours["train.steps"] = self.steps
-        else:
-            self.steps = None  # -1: no limit
+        if self.steps is None or self.steps <= 0:  # -1: no limit
+            self.steps = None
+            return
+        if "train.epochs" in self.ours:
+            text = f"max_steps={self.steps} holds instead, as with Hugging Face"
+            self.note("num_train_epochs", self.ours.pop("train.epochs"), text)
+        self.ours["train.steps"] = self.steps
 
     def batch(self) -> None:
-        batch, accumulation = self.number("per_device_train_batch_size", whole=True), self.number("gradient_accumulation_steps", whole=True)
-        for name, value in (("per_device_train_batch_size", batch), ("gradient_accumulation_steps", accumulation)):
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        batch, accumulation = (self.number(name, whole=True) for name in names)
+        for name, value in zip(names, (batch, accumulation)):
             if value is not None and value < 1:
-                raise UserError(f"{self.where}: {KEY}.{name}: must be at least 1, got {value}.")
+                raise self.wrong(name, f": must be at least 1, got {value}.")
         if batch is None:
-            if accumulation is not None and accumulation != 1:
-                self.note(
-                    "gradient_accumulation_steps", accumulation, "it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"
-                )
+            if accumulation not in (None, 1):
+                self.note(names[1], accumulation, f"it needs {names[0]}. Or set batch.samples and layout.micro_batch")
             return
         self.ours["layout.micro_batch"] = batch
         if self.resuming:
-            self.note("per_device_train_batch_size", batch, "a run that goes on keeps its batch; so many at a time (layout.micro_batch)")
+            self.note(names[0], batch, "a run that goes on keeps its batch; so many at a time (layout.micro_batch)")
             return
         samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
-        of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}" + (f" × accumulation {accumulation}" if accumulation else "")
-        self.note("per_device_train_batch_size", batch, f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)")
+        of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}"
+        of += f" × accumulation {accumulation}" if accumulation else ""
+        text = f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)"
+        self.note(names[0], batch, text)
 
     def optimizer(self) -> None:
-        optim = self.word("optim")
-        if optim is not None:
-            if optim.startswith(("adamw_torch", "adamw_hf")) and not optim.endswith("bit"):
-                self.ours["optimizer.name"] = "adamw"
-            elif optim == "sgd":
-                self.ours["optimizer.name"] = "sgd"
-            else:
-                self.note("optim", optim, "not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)")
-        betas = [self.number("adam_beta1"), self.number("adam_beta2")]
-        if betas != [None, None]:
-            self.ours["optimizer.betas"] = [0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1]]
-        if self.ours.get("optimizer.name") == "sgd":
-            for key, name in (("optimizer.betas", "adam_beta1, adam_beta2"), ("optimizer.eps", "adam_epsilon")):
-                if key in self.ours:
-                    self.note(name, self.ours.pop(key), "it has no effect with optim=sgd")
+        optim, (one, two) = self.word("optim"), (self.number("adam_beta1"), self.number("adam_beta2"))
+        if optim == "sgd" or ((optim or "").startswith(("adamw_torch", "adamw_hf")) and not optim.endswith("bit")):
+            self.ours["optimizer.name"] = "sgd" if optim == "sgd" else "adamw"
+        elif optim is not None:
+            text = "the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"
+            self.note("optim", optim, f"not to be had here; {text}")
+        if (one, two) != (None, None):
+            self.ours["optimizer.betas"] = [0.9 if one is None else one, 0.999 if two is None else two]
+        for key, name in (("optimizer.betas", "adam_beta1, adam_beta2"), ("optimizer.eps", "adam_epsilon")):
+            if optim == "sgd" and key in self.ours:
+                self.note(name, self.ours.pop(key), "it has no effect with optim=sgd")
         clip = self.number("max_grad_norm")
         if clip is not None:
             self.ours["train.clip_norm"] = clip or None  # 0: no clipping
@@ -250,40 +250,27 @@ class Arguments:
         steps, ratio = self.number("warmup_steps"), self.number("warmup_ratio")
         if name in ("linear", "cosine"):
             self.ours |= {"schedule.name": name, "schedule.final": 0.0}
-        elif name in ("constant", "constant_with_warmup"):
-            self.ours |= {"schedule.name": "constant"} | ({"schedule.warmup_steps": 0} if name == "constant" else {})
-        elif name is not None:
-            self.note(
-                "lr_scheduler_type",
-                name,
-                "not to be had here; the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)",
-            )
-        if name == "constant" and (steps or ratio):
-            self.notes.append("warmup_steps, warmup_ratio: no effect with lr_scheduler_type=constant. Use constant_with_warmup")
+        elif name == "constant":
+            self.ours |= {"schedule.name": "constant", "schedule.warmup_steps": 0}
+            if steps or ratio:
+                text = "no effect with lr_scheduler_type=constant. Use constant_with_warmup"
+                self.notes.append(f"warmup_steps, warmup_ratio: {text}")
             return
-        if steps is not None and 0 < steps < 1:  # transformers 5: a fraction of all steps
-            ratio, steps = steps, None
-        if steps:
-            if ratio:
-                self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
-            self.ours["schedule.warmup_steps"] = steps if steps != int(steps) else int(steps)
-        elif ratio and self.steps:
-            self.ours["schedule.warmup_steps"] = math.ceil(ratio * self.steps)
-        elif ratio:
-            self.note("warmup_ratio", ratio, "the number of steps depends on the data. Set schedule.warmup_steps, or max_steps")
+        elif name == "constant_with_warmup":
+            self.ours["schedule.name"] = "constant"
+        elif name is not None:
+            text = "the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)"
+            self.note("lr_scheduler_type", name, f"not to be had here; {text}")
+        if steps and ratio and steps >= 1:
+            self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
+        if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
+            self.every("warmup_steps" if steps else "warmup_ratio", steps or ratio, "schedule.warmup_steps")
         elif steps is not None or ratio is not None:
             self.ours["schedule.warmup_steps"] = 0
 
-    def precision(self) -> None:
-        fp16, bf16 = self.flag("fp16"), self.flag("bf16")
-        if fp16 and bf16:
-            raise UserError(f"{self.where}: {KEY}.fp16 and {KEY}.bf16 are both true. Keep one.")
-        if fp16 is not None or bf16 is not None:
-            self.ours["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
-
     def every(self, name: str, value: float | None, key: str, default: int | None = None) -> None:
-        """A number of steps, or below 1 a fraction of all steps."""
-        if value is not None and 0 < value < 1:
+        """A number of steps, or below 1 (warmup_ratio: always) a fraction of all steps."""
+        if value is not None and (0 < value < 1 or name == "warmup_ratio"):
             if self.steps is None:
                 self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
                 return
@@ -301,44 +288,40 @@ class Arguments:
         elif strategy == "steps":
             logging = logging if isinstance(logging, int | float) else None
             self.every("eval_steps", steps if steps is not None else logging, "evaluate.every", 500)
-            steps = None
+            return
         elif strategy == "no":
-            self.note(
-                name,
-                strategy,
-                "the model is always evaluated at the end, and by this recipe as evaluate.every says. Set evaluate.every=1000000 for the end only",
-            )
+            text = "the model is always evaluated at the end, and by this recipe as evaluate.every says. "
+            self.note(name, strategy, f"{text}Set evaluate.every=1000000 for the end only")
         elif strategy is not None:
             self.note(name, strategy, "expected epoch, steps or no. Set evaluate.every")
         if steps is not None:
             self.note("eval_steps", steps, f"no effect without {name}=steps. Set evaluate.every")
 
-    def logging_and_saving(self) -> None:
+    def logging(self) -> None:
         strategy, steps = self.word("logging_strategy"), self.number("logging_steps")
-        if strategy in (None, "steps"):
-            if strategy or steps is not None:
-                self.every("logging_steps", steps, "log.every", 500)
-        else:
-            self.note("logging_strategy", strategy, "a row is written to metrics.jsonl and shown every log.every steps")
+        if strategy == "steps" or (strategy is None and steps is not None):
+            self.every("logging_steps", steps, "log.every", 500)
+        elif strategy is not None:
+            text = "a row is written to metrics.jsonl and shown every log.every steps"
+            self.note("logging_strategy", strategy, text)
             if steps is not None:
                 self.note("logging_steps", steps, f"no effect with logging_strategy={strategy}")
+
+    def saving(self) -> None:
         strategy, steps = self.word("save_strategy"), self.number("save_steps")
-        if strategy == "no":
-            self.ours["train.checkpoint_every"] = None
-            self.note("save_strategy", strategy, "the last and the best checkpoint are kept; none is written in between")
-        elif strategy in (None, "steps"):
-            if strategy or steps is not None:
-                self.every("save_steps", steps, "train.checkpoint_every", 500)
-            steps = None
-        elif strategy == "best":
-            self.note("save_strategy", strategy, "the best checkpoint is always kept; evaluate.best chooses its metric")
-        else:
-            self.note(
-                "save_strategy", strategy, "the last and the best checkpoint are kept. Set train.checkpoint_every to a number of steps for more"
-            )
-        if steps is not None:
-            self.note("save_steps", steps, f"no effect with save_strategy={strategy}")
-        self.report()
+        if strategy == "steps" or (strategy is None and steps is not None):
+            self.every("save_steps", steps, "train.checkpoint_every", 500)
+        elif strategy is not None:
+            kept = "the last and the best checkpoint are kept"
+            text = f"{kept}. Set train.checkpoint_every to a number of steps for more"
+            if strategy == "no":
+                self.ours["train.checkpoint_every"] = None
+                text = f"{kept}; none is written in between"
+            elif strategy == "best":
+                text = "the best checkpoint is always kept; evaluate.best chooses its metric"
+            self.note("save_strategy", strategy, text)
+            if steps is not None:
+                self.note("save_steps", steps, f"no effect with save_strategy={strategy}")
 
     def report(self) -> None:
         named = self.take("report_to")
@@ -348,38 +331,42 @@ class Arguments:
         listed = ["tensorboard", "wandb"] if listed == ["all"] else [] if listed == ["none"] else listed
         self.ours["log.tensorboard"] = "tensorboard" in listed
         self.ours["log.wandb"] = str(self.left.pop("project", "huggingface")) if "wandb" in listed else None
+        known = "There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"
         for other in listed:
             if other not in ("tensorboard", "wandb"):
-                self.note(
-                    "report_to",
-                    other,
-                    "not to be had here. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written",
-                )
+                self.note("report_to", other, f"not to be had here. {known}")
 
-    def data_and_layout(self) -> None:
-        for name, key in (("dataloader_prefetch_factor", "data.prefetch"), ("dataloader_persistent_workers", "data.persistent")):
+    def data(self) -> None:
+        of_workers = {"dataloader_prefetch_factor": "prefetch", "dataloader_persistent_workers": "persistent"}
+        for name, key in of_workers.items():
             value = self.take(name)
             if value is not None and str(self.ours.get("data.workers", 0)) == "0":
                 self.note(name, value, "no effect without dataloader_num_workers")
             elif value is not None:
-                self.ours[key] = value
+                self.ours[f"data.{key}"] = value
         grouped, strategy = self.flag("group_by_length"), self.word("train_sampling_strategy")
         if grouped or strategy == "group_by_length":
             self.ours["data.pad"] = "bucket"
         elif grouped is not None:
-            self.note("group_by_length", grouped, "padding is as data.pad of the recipe says; data.pad=longest does not group by length")
+            text = "padding is as data.pad of the recipe says; data.pad=longest does not group by length"
+            self.note("group_by_length", grouped, text)
         elif strategy is not None:
-            self.note("train_sampling_strategy", strategy, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
-        checkpointing = self.flag("gradient_checkpointing")
+            text = "the order is a shuffle from train.seed; data.pad=bucket groups by length"
+            self.note("train_sampling_strategy", strategy, text)
+
+    def layout(self) -> None:
+        fp16, bf16, checkpointing = self.flag("fp16"), self.flag("bf16"), self.flag("gradient_checkpointing")
+        if fp16 and bf16:
+            raise self.wrong("fp16", f" and {KEY}.bf16 are both true. Keep one.")
+        if fp16 is not None or bf16 is not None:
+            self.ours["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         if checkpointing is not None:
             self.ours["layout.checkpointing"] = "full" if checkpointing else "none"
         compiled, mode = self.flag("torch_compile"), self.word("torch_compile_mode")
         if compiled is not None or mode is not None:  # Hugging Face compiles where only the mode is named
-            self.ours["layout.compile"] = (mode or "default") if compiled or compiled is None else "none"
+            self.ours["layout.compile"] = "none" if compiled is False else mode or "default"
             if compiled is False and mode:
                 self.note("torch_compile_mode", mode, "no effect with torch_compile=false")
         cpu = [self.flag(name) for name in ("use_cpu", "no_cuda")]
-        if True in cpu:
-            self.ours["layout.device"] = "cpu"
-        elif False in cpu:
-            self.ours["layout.device"] = "auto"
+        if cpu != [None, None]:
+            self.ours["layout.device"] = "cpu" if True in cpu else "auto"

@@ -1,0 +1,210 @@
+"""What in a recipe cannot be combined: one table.
+
+It is read when a recipe is loaded (`recipe.check`), when its layout is checked and applied (`parallel.check`,
+`parallel.apply`), by the search over layouts (`plan.search`), and it is the table of docs/layouts.md. Whether numbers
+divide one another is no matter of this table: `parallel.check` and the files of the axes say that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from gradus.recipe.schema import Recipe, Section
+
+# Sections whose keys depend on one of them though the schema holds them in one class: kind -> the keys it knows.
+DEPENDENT = {
+    "schedule": ("name", {"constant": {"warmup_steps"}, "linear": {"warmup_steps", "final", "end_step"},
+                          "cosine": {"warmup_steps", "final", "end_step"}, "noam": {"warmup_steps", "factor"}}),
+    "tokenizer": ("kind", {"char": {"shared"}, "word": {"lowercase", "shared"}, "byte": {"shared"},
+                           "bpe": {"vocab_size", "lowercase", "shared"}, "file": {"path", "shared"}}),
+}  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """path: the dotted key. others: the keys that it is in conflict with. void: it takes no effect beside them, and is
+    left out where one of them was switched in a higher place than the one that says it."""
+
+    path: str
+    text: str
+    others: tuple[str, ...] = ()
+    void: bool = False
+
+
+class Condition:
+    """`key`: it is not what it is by default. `key=a|b`: it is one of these. `key!=a|b`: it is something else. None of
+    them holds where the recipe does not know the key."""
+
+    def __init__(self, text: str):
+        self.text, (self.path, equals, values) = text, text.partition("=")
+        self.path, self.negated = self.path.removesuffix("!"), self.path.endswith("!")
+        self.values = set(values.split("|")) if equals else None
+        self.section, _, self.key = self.path.partition(".")
+
+    def value(self, sections: Mapping[str, Any]) -> Any:
+        """Raises AttributeError where there is none."""
+        if self.section not in sections:
+            raise AttributeError(self.path)
+        return getattr(sections[self.section], self.key) if self.key else sections[self.section]
+
+    def holds(self, sections: Mapping[str, Any], stated: Collection[str] | None = None) -> bool:
+        """stated: keys that hold because somebody wrote them, whatever their value; None: as the class says."""
+        try:
+            value = self.value(sections)
+        except AttributeError:
+            return False
+        if self.values is not None:
+            return (_word(value) in self.values) != self.negated
+        if stated is not None:
+            return self.path in stated
+        owner = type(sections[self.section]) if self.key else Recipe
+        return value != _default(owner, self.key or self.section)
+
+
+@cache
+def _default(owner: type[Section], key: str) -> Any:
+    return owner.model_fields[key].default
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Row:
+    """None of `keys` goes together with any of `others` (separated by commas, each with all its conditions).
+
+    void: a key takes no effect beside them. stated: to write it is enough, even with its default value. In `text` {} is
+    the last condition's key with its value, and {value} the value alone.
+    """
+
+    def __init__(self, keys: str, others: str, text: str, *, void: bool = True, stated: bool = False):
+        self.keys = [Condition(key) for key in keys.split(", ")]
+        self.others = [[Condition(word) for word in one.split()] for one in others.split(", ")]
+        self.text, self.void, self.stated = f"cannot {'take effect' if void else 'be combined'}{text}.", void, stated
+
+    def problems(self, sections: Mapping[str, Any], stated: Collection[str]) -> Iterator[Problem]:
+        for key in self.keys:
+            if not key.holds(sections, stated if self.stated else None):
+                continue
+            conditions = next((one for one in self.others if all(c.holds(sections) for c in one)), None)
+            if conditions is not None:
+                value, last = conditions[-1].value(sections), conditions[-1].path
+                beside = last if isinstance(value, Section) else f"{last}={_word(value)}"
+                text = self.text.replace("{}", beside).replace("{value}", _word(value))
+                yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
+
+
+def _apart(keys: str, others: str, reason: str) -> Row:
+    return Row(keys, others, f" with {{}}: {reason}", void=False)
+
+
+def _stated(keys: str, others: str, text: str) -> Row:
+    return Row(keys, others, text, stated=True)
+
+
+SPLITS = "layout.pipeline, layout.expert, layout.shard, layout.context, layout.tensor"
+WORKERS = "layout.local_sgd, layout.diloco"
+TWO_PASSES = "it computes the gradients of inputs and of weights in two passes"
+
+LAYOUT: tuple[Row, ...] = (
+    _apart("layout.tensor", "model.n_experts", "experts' matrices are not split by rows and columns. "
+           "Use layout.expert for a model with experts"),
+    _apart("layout.pipeline", "model.n_experts", "the load-balancing loss arises in every stage and the loss in the "
+           "last alone. Use layout.expert for a model with experts"),
+    _apart("layout.context", "model.n_experts", "the load-balancing loss is of whole sequences, and a process sees a "
+           "part. Use layout.expert for a model with experts"),
+    _apart("model.patches=unfold", "layout.tensor",
+           "DTensor knows no unfold. Set model.patches=rearrange or convolution: the same result"),
+    _apart("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
+    _apart("layout.attention=naive", "layout.context layout.context_method=ring",
+           "the ring has its own kernel. Leave layout.attention out, or set layout.context_method=ulysses"),
+    # pipelines
+    _apart("layout.stages!=1|null", "layout.pipeline layout.schedule=gpipe|1f1b",
+           "it has 1 stage a process. Use layout.schedule=interleaved or zero_bubble"),
+    _apart("layout.stages=1", "layout.pipeline layout.schedule=interleaved",
+           "with 1 stage a process nothing interleaves. Use layout.schedule=1f1b, or layout.stages=2"),
+    _apart("layout.shard", "layout.pipeline layout.schedule=interleaved|zero_bubble",
+           "FSDP2 shards one stage a process, and this schedule has more. Use layout.schedule=1f1b or gpipe"),
+    _apart("layout.checkpointing", "layout.pipeline layout.schedule=zero_bubble",
+           f"{TWO_PASSES}, which recomputation does not survive. Use layout.schedule=1f1b"),
+    _apart("layout.compile", "layout.pipeline layout.schedule=zero_bubble",
+           f"{TWO_PASSES}, and compiled blocks have one. Use layout.schedule=1f1b"),
+    _apart("layout.offload", "layout.pipeline",
+           "stages keep their weights where they compute. Set layout.offload=false"),
+    # replicas
+    _apart("layout.replicate=manual|parameter_server|data_parallel", SPLITS,
+           "it is for replicas of whole weights alone. Use layout.replicate=ddp"),
+    _apart("layout.replicate=parameter_server", "layout.precision=fp16",
+           "the server alone has the loss scale. Use layout.precision=bf16"),
+    _apart("layout.shard_optimizer", "layout.shard",
+           "sharding splits the optimizer's state already. Set layout.shard_optimizer=false"),
+    _apart("layout.shard_optimizer", "layout.tensor, layout.pipeline, layout.expert",
+           "it deals out whole weights that every replica has. Set layout.shard_optimizer=false"),
+    Row("layout.shard_optimizer", "layout.replicate!=auto|ddp|manual", " with {}. Use layout.replicate=ddp or manual"),
+    Row("layout.transport=mpi", "layout.replicate!=manual", " with {}. It is for manual"),
+    Row("layout.compress", f"layout.replicate!=auto|ddp, {SPLITS.replace('layout.context, ', '')}, {WORKERS}",
+        " with {}: it is a hook of DDP, for replicas of whole weights. Leave it out"),
+    Row("layout.bucket_mb", "layout.shard, layout.replicate=manual|parameter_server",
+        " with {}: gradients are sent in another way there. Leave it out"),
+    # local SGD and DiLoCo
+    _apart("layout.local_sgd", "layout.diloco", "they are two answers to one question. Choose one"),
+    _apart(WORKERS, SPLITS, "workers that take steps of their own hold whole weights. Leave one of the two out"),
+    _apart(WORKERS, "layout.replicate!=auto|none", "its workers are the replicas. Leave layout.replicate out"),
+    _apart(WORKERS, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out"),
+    _apart(WORKERS, "layout.precision=fp16",
+           "each worker would scale its loss by itself. Use layout.precision=bf16"),
+    # shards
+    _apart("layout.param_dtype", "layout.precision!=fp32",
+           "both say what is computed in. Set layout.precision=fp32"),
+    _apart("layout.param_dtype=fp16", "layout.precision=fp32",
+           "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
+    _apart("layout.offload", "layout.precision=fp16",
+           "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
+    # what belongs to another key
+    *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
+        ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
+        ("layout.tensor", "layout.sequence_parallel, layout.vocab_parallel"),
+        ("layout.pipeline", "layout.schedule, layout.stages"), ("layout.context", "layout.context_method"),
+    )),
+    _stated("layout.chunk", "layout.attention!=chunked", " with {}. Set layout.attention=chunked or leave it out"),
+)  # fmt: skip
+
+
+def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
+    kind, knows = DEPENDENT[section]
+    for key in sorted(set().union(*knows.values())):
+        having = [name for name, keys in knows.items() if key in keys]
+        if len(having) < len(knows):
+            others, text = f"{section}.{kind}!={'|'.join(having)}", f" with {{}}. It is for {' and '.join(having)}"
+            yield Row(f"{section}.{key}", others, text, stated=stated)
+
+
+OTHER: tuple[Row, ...] = (
+    *_of_kinds("schedule", stated=True),
+    *_of_kinds("tokenizer", stated=False),
+    _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),
+    _stated("model.vocab_size", "model.family=vit", ": vit reads images. Leave it out"),
+    _stated("model.top_k, model.balance", "model.n_experts=null",
+            " without experts. Set model.n_experts=8, say, or leave it out"),
+    _stated("tokenizer", "data.kind=synthetic|images", " with {value} data. Leave it out"),
+    _stated("tokenizer.shared", "data.kind=text|labelled", " with {value} data. It is for pairs"),
+    _stated("data.prefetch, data.persistent", "data.workers=0",
+            " with {}. Set data.workers=2, say, or leave it out"),
+    _stated("data.path, data.train, data.valid, data.test, data.text, data.image, data.label",
+            "data.kind=text|images data.source!=path", " with {}. Set data.source=path or leave it out"),
+    _stated("data.valid_fraction", "data.kind=text data.valid", " with {}. Leave one of the two out"),
+    Row("evaluate.test", "task.name=copy", " with task {value}: made data has no test split. Leave it out"),
+    _stated("evaluate.decode", "task.name!=translation", " with task {value}. It is for translation"),
+    _stated("evaluate.max_new", "task.name!=translation|causal_lm",
+            " with task {value}. It is for translation and causal_lm"),
+    _stated("evaluate.max_new", "task.name=causal_lm evaluate.samples=0", " with {}. Set evaluate.samples=1, say"),
+)  # fmt: skip
+
+
+def conflicts(
+    sections: Mapping[str, Any], stated: Collection[str] = (), rows: tuple[Row, ...] = (*LAYOUT, *OTHER)
+) -> Iterator[Problem]:
+    """What does not go together in the sections that are there. stated: the dotted keys that somebody wrote down."""
+    for row in rows:
+        yield from row.problems(sections, stated)

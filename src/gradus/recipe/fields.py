@@ -1,0 +1,202 @@
+"""The schema, looked at: sections, their kinds, their keys, what a key takes, and which key was meant."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from gradus import limits
+from gradus.errors import did_you_mean, nearest
+from gradus.recipe.conflicts import DEPENDENT, Problem
+from gradus.recipe.schema import Recipe, Section
+from gradus.recipe.training_args import SAME
+
+COMMON = {  # names in papers and other tools, by the key here; training_args.SAME has more
+    "model.d_model": "hidden_size n_embd embed_dim d_embed dim",
+    "model.n_layers": "num_hidden_layers num_layers depth", "model.n_heads": "num_attention_heads num_heads",
+    "model.n_kv_heads": "num_key_value_heads", "model.d_ff": "intermediate_size mlp_dim n_inner",
+    "model.seq_len": "block_size max_position_embeddings n_positions n_ctx context_length",
+    "model.n_classes": "num_labels num_classes", "model.dropout": "hidden_dropout_prob resid_pdrop",
+    "model.norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps", "model.tie_output": "tie_word_embeddings",
+    "model.n_experts": "num_local_experts num_experts", "model.top_k": "num_experts_per_tok",
+    "model.init": "model_name_or_path pretrained from_pretrained", "task.mask_rate": "mlm_probability",
+    "data.path": "dataset dataset_name train_file", "data.max_len": "max_length max_seq_length",
+    "tokenizer.path": "tokenizer_name", "optimizer.name": "optim", "optimizer.betas": "adam_beta1 adam_beta2",
+    "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup warmup_ratio",
+    "batch.samples": "batch_size train_batch_size per_device_train_batch_size global_batch_size",
+    "train.epochs": "num_epochs n_epochs", "train.steps": "max_steps max_iters iterations",
+    "train.seed": "random_seed manual_seed", "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
+    "train.checkpoint_every": "save_steps", "evaluate.every": "eval_steps eval_interval",
+    "evaluate.batch": "eval_batch_size", "evaluate.best": "metric_for_best_model",
+    "layout.micro_batch": "accumulation gradient_accumulation_steps accumulate_grad_batches micro_batch_size",
+    "layout.precision": "dtype torch_dtype fp16 bf16 amp mixed_precision",
+    "layout.checkpointing": "gradient_checkpointing activation_checkpointing", "layout.compile": "torch_compile",
+    "layout.attention": "attn_implementation flash_attention", "layout.shard": "fsdp zero zero_stage",
+    "layout.tensor": "tensor_parallel tp_size", "layout.pipeline": "pipeline_parallel pp_size",
+    "layout.context": "context_parallel cp_size", "layout.expert": "expert_parallel ep_size",
+    "log.every": "logging_steps log_interval", "log.wandb": "wandb_project", "name": "run_name",
+    "data.workers": "num_workers",
+}  # fmt: skip
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """The alternatives of a type but None."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [a for part in get_args(annotation) if part is not type(None) for a in alternatives(part)]
+    return [annotation]
+
+
+def classes_inside(annotation: Any) -> list[type[Section]]:
+    """The classes of keys that a type holds."""
+    return [a for a in alternatives(annotation) if isinstance(a, type) and issubclass(a, Section)]
+
+
+def discriminator(section: str) -> str | None:
+    return Recipe.model_fields[section].discriminator
+
+
+@cache
+def classes_of(section: str) -> dict[str | None, type[Section]]:
+    """Kind -> class, for a section with kinds; {None: class} for another."""
+    key = discriminator(section)
+    classes = classes_inside(Recipe.model_fields[section].annotation)
+    return {c.model_fields[key].default if key else None: c for c in classes}
+
+
+@cache
+def kinds_of(section: str) -> tuple[str | None, dict[str, set[str]]]:
+    """(the key that says the kind, kind -> known keys); (None, {}) for a section without kinds."""
+    if section in DEPENDENT:
+        key, knows = DEPENDENT[section]
+        return key, {kind: {key, *keys} for kind, keys in knows.items()}
+    key = discriminator(section)
+    return key, {kind: set(c.model_fields) for kind, c in classes_of(section).items()} if key else {}
+
+
+def required() -> list[str]:
+    return [name for name, field in Recipe.model_fields.items() if field.is_required()]
+
+
+def is_section(path: str) -> bool:
+    return path in Recipe.model_fields and path != "name"
+
+
+def fields_of(path: str) -> list[FieldInfo]:
+    """The fields a dotted key can mean, whatever the kinds."""
+    section, *parts = path.split(".")
+    if section not in Recipe.model_fields:
+        return []
+    fields, classes = [Recipe.model_fields[section]], list(classes_of(section).values())
+    for part in parts:
+        fields = [c.model_fields[part] for c in classes if part in c.model_fields]
+        classes = [c for f in fields for c in classes_inside(f.annotation)]
+    return fields
+
+
+def every_key() -> dict[str, str]:
+    """Key -> dotted key, of all sections and kinds; of a key that several sections have, the first."""
+    found: dict[str, str] = {}
+    for section in filter(is_section, Recipe.model_fields):
+        for c in classes_of(section).values():
+            for key in c.model_fields:
+                found.setdefault(key, f"{section}.{key}")
+    return found
+
+
+def elsewhere(word: str) -> str | None:
+    """The key of a recipe that another tool calls `word`."""
+    return next((key for key, words in COMMON.items() if word in words.split()), SAME.get(word))
+
+
+def owner_of(section: str, raw: dict[str, Any]) -> type[Section] | None:
+    """The class that a section of a recipe has, None where it does not say its kind."""
+    key, stated = discriminator(section), raw.get(section)
+    kind = stated.get(key) if key and isinstance(stated, dict) else None
+    return classes_of(section).get(kind) if kind is None or isinstance(kind, str) else None
+
+
+def _has(section: str, key: str, raw: dict[str, Any]) -> bool:
+    """Whether the section, of the kind it has in this recipe, knows the key."""
+    owner = owner_of(section, raw)
+    return any(key in c.model_fields for c in ([owner] if owner else classes_of(section).values()))
+
+
+def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
+    """An unknown key: where it belongs, or what is nearest to it."""
+    path, section = (f"{above}.{key}" if above else key), above.split(".")[0]
+    if not above and "." in key and fields_of(key):
+        first, rest = key.split(".", 1)
+        return Problem(path, f"unknown key. In a file, write it inside its section: {first}: {{{rest}: ...}}.")
+    if above and section == above and (kind := discriminator(section)):
+        others = [name for name, c in classes_of(section).items() if key in c.model_fields]
+        if others:
+            text = f"unknown key with {section}.{kind}={raw[section][kind]}. It is for {', '.join(others)}."
+            return Problem(path, text, (f"{section}.{kind}",), void=True)
+    others = [s for s in Recipe.model_fields if s != section]
+    places = [f"{s}.{key}" for s in others if key != kinds_of(s)[0] and _has(s, key, raw)]
+    places += [key] if above and is_section(key) else []
+    if not places and (other := elsewhere(key)):
+        places = [other]
+    if places:
+        return Problem(path, f"unknown key. It is {' or '.join(places)}.")
+    known, everywhere = list(owner.model_fields if owner else Recipe.model_fields), every_key()
+    near = nearest(key, known)
+    if near is not None:
+        near = f"{above}.{near}" if above else near
+    elif (far := nearest(key, everywhere)) is not None and (not above or set(key.split("_")) & set(far.split("_"))):
+        near = everywhere[far]
+    return Problem(path, f"unknown key. Did you mean {near}?" if near else f"unknown key.{did_you_mean(key, known)}")
+
+
+def holds_text(path: str) -> bool:
+    return any(a is str or get_origin(a) is Literal for f in fields_of(path) for a in alternatives(f.annotation))
+
+
+def unsettable(path: str) -> bool:
+    """Whether null takes the key out. Where the schema knows null it is kept, to win over a preset; an unknown key
+    stays, to be told."""
+    fields = fields_of(path)
+    return bool(fields) and not any(type(None) in get_args(f.annotation) for f in fields)
+
+
+def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """What a key takes, in words."""
+    marks = list(metadata)
+    while get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        marks += more
+    marks = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+    parts = [a for a in get_args(annotation) if a is not type(None)]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(expected(a, marks) for a in parts)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if get_origin(annotation) is list:
+        return f"a list [a, b, ...] of {'numbers' if parts[0] in (int, float) else 'names'}"
+    if get_origin(annotation) is tuple:
+        return f"a list [a, b], each {expected(parts[0])}"
+    if classes_inside(annotation):
+        return f"keys ({', '.join(annotation.model_fields)})"
+    if annotation not in (int, float):
+        return {bool: "true or false", str: "text"}[annotation]
+    bounds = " and ".join(filter(None, (_bound(m, annotation is int) for m in marks)))
+    return " ".join(filter(None, ("a whole number" if annotation is int else "a number", bounds)))
+
+
+def _bound(mark: Any, whole: bool) -> str:
+    """'' for what is no bound, and for an upper one that only a slip of the keyboard reaches."""
+    if isinstance(mark, annotated_types.Gt):
+        return f"≥ {mark.gt + 1}" if whole else f"> {mark.gt:g}"
+    if isinstance(mark, annotated_types.Ge):
+        return f"≥ {mark.ge:g}"
+    if isinstance(mark, annotated_types.Lt):
+        return f"< {mark.lt:g}"
+    told = isinstance(mark, annotated_types.Le) and not whole and mark.le < limits.REAL
+    return f"≤ {mark.le:g}" if told else ""

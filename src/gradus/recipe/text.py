@@ -1,0 +1,330 @@
+"""Recipes as text: where one is found, YAML and `key=value` words to trees of plain values, and back.
+
+Scalars are read as text, and the schema says what they are: `lr: 1e-4` is a number, `source: no` is Norwegian,
+`compile: none` is a word. Only null (or nothing at all) is special: it unsets a key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from gradus import limits
+from gradus.errors import UserError, did_you_mean
+from gradus.recipe import check, presets
+from gradus.recipe.conflicts import Problem
+from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, required, unsettable
+from gradus.recipe.schema import Recipe
+
+NULLS = ("", "~", "null", "Null", "NULL")
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+# ---------------------------------------------------------------- values
+
+
+def get(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """None unsets: a section is empty then, and a key that cannot be null is taken out."""
+    *above, key = path.split(".")
+    for part in above:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if value is None and path != "tokenizer" and is_section(path):
+        tree[key] = {}
+    elif value is None and unsettable(path):
+        tree.pop(key, None)
+    else:
+        tree[key] = value
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Dotted keys that say something, sections before what is in them."""
+    for key, value in tree.items():
+        if value is not None:
+            yield above + key
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{above}{key}.")
+
+
+def flat(path: str, value: Any) -> dict[str, Any]:
+    """Dotted key -> value, of what stands inside `path`."""
+    if isinstance(value, dict) and value:
+        return {k: v for key, below in value.items() for k, v in flat(f"{path}.{key}", below).items()}
+    return {path: value}
+
+
+def plain(value: Any) -> Any:
+    """Python's values as a file would hold them: true and false are words for the schema to type, not 1 and 0."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, Path) else value
+
+
+def show(value: Any) -> str:
+    """A value as in a file, cut where it is long; text that is no number stands in quotes."""
+    if value is None:
+        text = "nothing"
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(map(show, value)) + "]"
+    elif isinstance(value, str) and value not in ("true", "false") and as_number(value) is None:
+        text = repr(value)
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def said(value: Any) -> str:
+    """A value as after `key=`."""
+    return value if isinstance(value, str) else show(value)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return str(a) == str(b) or (as_number(a) is not None and as_number(a) == as_number(b))
+
+
+def as_number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+# ---------------------------------------------------------------- where a recipe is
+
+
+class Source(NamedTuple):
+    """label: as messages call it. stem: the recipe's name where it says none. folder: of a file of one's own."""
+
+    label: str
+    text: str
+    stem: str
+    folder: Path | None = None
+
+
+def _library():
+    return resources.files("gradus.recipe") / "library"
+
+
+def names() -> list[str]:
+    """The packaged recipes."""
+    return sorted(f.name.removesuffix(".yaml") for f in _library().iterdir() if f.name.endswith(".yaml"))
+
+
+def header(name: str) -> list[str]:
+    """The comment lines that open a packaged recipe: what it is, its command, and what was measured."""
+    lines = (_library() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return [line.removeprefix("#").removeprefix(" ") for line in comments]
+
+
+def find(name_or_path: str | Path) -> Source:
+    """The packaged recipe of that name, a file, or a run folder's recipe.yaml. Raises UserError where there is none."""
+    name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
+    if name in names():
+        return Source(name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    if path.is_dir():
+        name, path = str(path / "recipe.yaml"), path / "recipe.yaml"
+        if not path.is_file():
+            what = "a folder without recipe.yaml is not a run. Give a packaged recipe, a .yaml file or a run folder."
+            raise UserError(f"{path.parent}: {what}")
+    if not path.exists():
+        raise UserError(_not_there(name, path))
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{name}: a recipe is a .yaml, .yml or .json file, or a run folder.")
+    return Source(name, limits.read_text(path, limits.RECIPE_FILE), path.stem, path.absolute().parent)
+
+
+def _not_there(name: str, path: Path) -> str:
+    if path.suffix in SUFFIXES or "/" in name:
+        there = path.parent.glob("*") if path.parent.is_dir() else ()
+        beside = [str(p) for p in there if p.suffix in SUFFIXES]
+        near = difflib.get_close_matches(name, beside, n=1) or difflib.get_close_matches(path.stem, names(), n=1)
+        return f"{name}: no such file." + (f" Did you mean {near[0]}?" if near else "")
+    file = next((f for f in (path.with_suffix(s) for s in SUFFIXES) if f.is_file()), None)
+    hint = f" Did you mean {file}?" if file else did_you_mean(name, names())
+    return f"{name}: no such recipe.{hint} Give a packaged recipe, a .yaml or .json file, or a run folder."
+
+
+_ABSENT: dict[str, list[Path]] = {}  # a relative path that is nowhere → where it was looked for
+
+
+def absolute(value: Any, folder: Path | None) -> str | None:
+    """A relative path as an absolute one, so that a run can be resumed from any folder: below the working directory,
+    else below `folder`. None where it is absolute already, or nowhere (a name on the hub, say)."""
+    if not isinstance(value, str) or not value or value.startswith("hf:"):
+        return None
+    path = Path(os.path.expanduser(value))
+    if path.is_absolute():
+        return None
+    tried = list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in (Path.cwd(), folder or Path.cwd())))
+    try:
+        place = next((p for p in tried if p.exists()), None)
+    except (OSError, ValueError):  # too long, a zero byte: told where it is opened
+        return None
+    if place is None:
+        _ABSENT[str(path)] = tried
+    return place and str(place)
+
+
+def looked_for(path: str | Path) -> str:
+    """' (looked for A and B)': where a relative path of a recipe is not; for others nothing."""
+    tried = _ABSENT.get(str(Path(os.path.expanduser(path))))
+    return f" (looked for {' and '.join(map(str, tried))})" if tried else ""
+
+
+# ---------------------------------------------------------------- text → tree
+
+
+def read(text: str, source: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """The tree, its dotted keys in the order of the file, and keys that stand there twice.
+
+    Raises UserError for what is not YAML, and for what has no sections.
+    """
+    reader = _Reader()
+    try:
+        indented_by_tabs = text.replace("\t", " ") if source.endswith(".json") else text
+        node = yaml.compose(indented_by_tabs, Loader=yaml.SafeLoader)
+        if node is None:
+            raise UserError(f"{source}: the file is empty. A recipe has the sections {', '.join(required())} and more.")
+        tree = reader.tree(node, "")
+    except (yaml.YAMLError, RecursionError) as e:
+        raise UserError(f"{source}: {_syntax(e)}") from None
+    if not isinstance(tree, dict):
+        what = "a list" if isinstance(tree, list) else "nothing but null" if tree is None else f"only {show(tree)}"
+        raise UserError(f"{source}: expected sections such as {', '.join(required())}, got {what}.")
+    tree = {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
+    return tree, reader.order, reader.found
+
+
+def words(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """`a.b=value` → {"a.b": value}; a value in brackets is read as YAML unless the key holds text. And what cannot be
+    read."""
+    given: dict[str, Any] = {}
+    found: list[Problem] = []
+    for text in overrides:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+            key = key.lstrip("-").replace("-", "_")
+            hint = f" Write {key}={value or 'VALUE'}." if fields_of(key) else ""
+            found.append(Problem(text, f"not of the form section.key=value.{hint}"))
+        elif value[:1] in ("[", "{") and not holds_text(key):
+            reader = _Reader()
+            try:
+                given |= flat(key, reader.tree(yaml.compose(value, Loader=yaml.SafeLoader), key))
+            except (yaml.YAMLError, RecursionError) as e:
+                found.append(Problem(text, _syntax(e)))
+            found += reader.found
+        else:
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            given[key] = value[1:-1] if quoted else None if value in NULLS else value
+    return given, found
+
+
+def _syntax(e: yaml.YAMLError | RecursionError) -> str:
+    if isinstance(e, RecursionError):
+        return f"not a recipe: nested deeper than {limits.DEPTH} levels."
+    mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
+    what = getattr(e, "problem", None) or getattr(e, "reason", None) or "cannot be read"
+    return f"{f'line {mark.line + 1}, column {mark.column + 1}: ' if mark else ''}not valid YAML: {what}."
+
+
+class _Reader:
+    """Plain values from YAML's nodes. order: the dotted keys as they stand; found: keys that stand twice."""
+
+    def __init__(self):
+        self.order: list[str] = []
+        self.found: list[Problem] = []
+        self.numbers = itertools.count(1)  # of nodes, aliases written out
+
+    def tree(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...] = ()) -> Any:
+        """path: the dotted key of the node. above: the nodes that it stands in."""
+        self._refuse(node, above)
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.tree(child, path, (*above, node)) for child in node.value]
+        tree: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, child in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key_node.start_mark)
+            key, line = key_node.value, key_node.start_mark.line + 1
+            below = f"{path}.{key}" if path else key
+            if key in tree:
+                self.found.append(Problem(below, f"given twice, in lines {lines[key]} and {line}. Keep one."))
+                continue
+            if not any(isinstance(n, yaml.SequenceNode) for n in above):  # what stands in a list has no dotted key
+                self.order.append(below)
+            lines[key] = line
+            tree[key] = self.tree(child, below, (*above, node))
+        return tree
+
+    def _refuse(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
+        what = None
+        if node in above:
+            what = "an alias of itself"
+        elif not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
+            what = f"the tag {node.tag} means nothing here"
+        elif len(above) > limits.DEPTH:
+            what = f"nested deeper than {limits.DEPTH} levels"
+        elif next(self.numbers) > limits.RECIPE_NODES:
+            what = f"more than {limits.RECIPE_NODES:,} values"
+        if what:
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+
+
+def _scalar(node: yaml.ScalarNode) -> str | None:
+    if node.style is None and node.value in NULLS:
+        return None
+    if node.style is None and node.value.lower() in (".nan", ".inf", "-.inf", "+.inf"):
+        return node.value.replace(".", "")
+    return node.value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's two surrogates are one
+
+
+# ---------------------------------------------------------------- tree → text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Sections a line a key, lists within the line."""
+
+
+for _kind in (tuple, list):
+    _Dumper.add_representer(_kind, lambda d, v: d.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True))
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
+    tree = recipe.model_dump()
+    void = {p.path for p in check.problems(vars(recipe), set(leaves(tree))) if p.void}
+    filled = presets.expand({"preset": recipe.model.preset})  # an explicit null must win over the preset
+    out: dict[str, Any] = {}
+    for name, section in tree.items():
+        if isinstance(section, dict):
+            wins = filled if name == "model" else {}
+            stated = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
+            kind = kinds_of(name)[0]
+            section = {k: section[k] for k in sorted(stated, key=lambda k: k != kind) if f"{name}.{k}" not in void}
+        if section not in (None, {}):
+            out[name] = section
+    return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
