@@ -101,17 +101,6 @@ class Plan:
         """Steps of epoch 0. With batch_tokens, shuffled, other epochs may have a few more or fewer: len(plan.epoch(e)) is exact."""
         return -(-self.n // self.batch_samples) if self.batch_samples is not None else len(self.epoch(0))
 
-    def describe(self) -> dict[str, float | int]:
-        """What epoch 0 holds: samples, steps and, where lengths are known, tokens and `padding`: the share (0..1) of all
-        places that is padding when each global batch is padded to its longest sample. Smaller micro-batches have less."""
-        batches = self.epoch(0)
-        about: dict[str, float | int] = {"samples": self.n, "steps": len(batches)}
-        if self.lengths is not None:
-            places = sum(int(self.lengths[b].max()) * len(b) for b in batches)
-            about["tokens"] = int(self.lengths.sum())
-            about["padding"] = 1.0 - about["tokens"] / places if places else 0.0
-        return about
-
 
 @dataclasses.dataclass
 class Step:

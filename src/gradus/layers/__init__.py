@@ -10,7 +10,6 @@ from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
 from gradus.layers.positions import (
     apply_rotary,
-    halves_to_interleaved,
     interleaved_to_halves,
     relative_buckets,
     rotary_frequencies,
@@ -35,7 +34,6 @@ __all__ = [
     "extract",
     "get_activation",
     "get_kernel",
-    "halves_to_interleaved",
     "interleaved_to_halves",
     "keep_balance",
     "naive",

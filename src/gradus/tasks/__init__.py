@@ -26,11 +26,11 @@ def open_task(recipe: Recipe, tokenizers: dict | None = None) -> Task:
 
 def load_tokenizers(checkpoint: Path) -> dict | None:
     """The tokenizers saved with a checkpoint, or None where it has none."""
-    from gradus.data import tokenizers
+    from gradus.data import tokenizer_files
 
     found = {}
     for place in ("", "target"):
         folder = checkpoint / place
-        if any((folder / name).exists() for name in tokenizers.FILES):
-            found[place] = tokenizers.load(folder)
+        if any((folder / name).exists() for name in tokenizer_files.FILES):
+            found[place] = tokenizer_files.load(folder)
     return found or None

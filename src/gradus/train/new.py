@@ -15,7 +15,13 @@ import numpy as np
 import yaml
 
 from gradus import models, tasks
-from gradus.data import images, text
+from gradus.data.corpus import TEXT_COLUMNS, Corpus
+from gradus.data.image_sources import SUFFIXES
+from gradus.data.images import LazyImages
+from gradus.data.labels import LABEL_COLUMNS
+from gradus.data.parts import Part
+from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
+from gradus.data.splits import find_pairs, find_split, visible_files
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe.check import TASKS
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -23,8 +29,8 @@ from gradus.train import resolve
 from gradus.train.session import derive, open_session
 
 LOOKED = 1000  # rows that the columns are guessed from
-TEXT_NAMES = (*text.TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
-LABEL_NAMES = (*text.LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
+TEXT_NAMES = (*TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
+LABEL_NAMES = (*LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
@@ -68,7 +74,7 @@ def new(
     Raises UserError where `file` is there already, for data that no reader knows or that cannot be trained on, and for
     an init of another kind.
     """
-    target = Path(os.path.expanduser(file))
+    target = expanded(file)
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
     if target.exists():
@@ -85,8 +91,8 @@ def new(
             "Give such weights, or none."
         )
     yield from found.lines
-    if init and Path(os.path.expanduser(init)).exists():
-        init = str(Path(os.path.expanduser(init)).absolute())
+    if init and expanded(init).exists():
+        init = str(expanded(init).absolute())
     sections = _draft(found, init, config)
     task = tasks.open_task(_recipe(target, sections))
     facts = Facts(task, found)
@@ -113,17 +119,17 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
     columns = {"--text": text_column, "--label": label}
     if len(paths) > 2:
         raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
-    path = Path(os.path.expanduser(paths[0]))
+    path = expanded(paths[0])
     if len(paths) == 2:
-        found = _pair(path, Path(os.path.expanduser(paths[1])))
+        found = _pair(path, expanded(paths[1]))
     elif not str(paths[0]).startswith("hf:") and not path.exists() and len(sides := _sides(path)) == 2:
         found = _pair(*sides)
-    elif path.is_dir() and not text.is_hub(path):
+    elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
     elif re.search(r"\.(tar|tar\.gz|tgz)$", path.name):
         found = _images(path)
     else:
-        found = _table(paths[0], text.find_split(paths[0], "train"), text_column, label)
+        found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
     for option, column in columns.items():
         if column is not None and column not in found.data.values():
             raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
@@ -139,16 +145,13 @@ def _sides(prefix: Path) -> list[Path]:
 def _side(file: Path) -> tuple[str, str] | None:
     """(name, language) of one side of parallel text."""
     match = re.fullmatch(r"(.+)\.([A-Za-z]{2,3}([-_]\w+)?)", re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", file.name))
-    return (match[1], match[2]) if match and f".{match[2]}" not in text.KINDS and file.is_file() else None
+    return (match[1], match[2]) if match and f".{match[2]}" not in KINDS and file.is_file() else None
 
 
 def _pair(first: Path, second: Path) -> Found:
     for file in (first, second):
         if not file.is_file():
-            raise UserError(
-                f"{file}: no such file."
-                + (did_you_mean(file.name, os.listdir(file.parent)) if file.parent.is_dir() else "")
-            )
+            raise UserError(f"{file}: no such file.{near(file)}")
     a, b = _side(first), _side(second)
     if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
         raise UserError(
@@ -160,7 +163,7 @@ def _pair(first: Path, second: Path) -> Found:
 
 def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
     data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
-    if not {name} <= set(text.SPLITS["train"]):
+    if not {name} <= set(SPLITS["train"]):
         data["train"] = name
     lines = [
         f"found      {folder / name}.{source} and .{target}: parallel sentences, "
@@ -170,26 +173,26 @@ def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
 
 
 def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
-    files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    files = visible_files(folder)
     if (folder / "cifar-10-batches-bin").is_dir() or any(
         re.fullmatch(r"data_batch_1\.bin|cifar-10-binary\.tar\.gz", f.name) for f in files
     ):
         return _images(folder)
-    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in images.SUFFIXES)
+    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
     if next(pictures, None):
         return _images(folder)
-    if any(f.suffix.lower() in images.SUFFIXES for f in files):
+    if any(f.suffix.lower() in SUFFIXES for f in files):
         raise UserError(
             f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat' / files[0].name}, say."
         )
-    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"]})
+    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in SPLITS["train"]})
     if len(languages) == 2:
-        name = next(side[0] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"])
+        name = next(side[0] for f in files if (side := _side(f)) and side[0] in SPLITS["train"])
         return _pairs(folder, name, *languages)
     shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
     if len(files) == 1 and not shards:
         return _table(files[0], files[0], text_column, label)
-    return _table(folder, shards[0] if shards else text.find_split(folder, "train"), text_column, label)
+    return _table(folder, shards[0] if shards else find_split(folder, "train"), text_column, label)
 
 
 def _images(path: Path, columns: dict[str, str] | None = None) -> Found:
@@ -199,8 +202,8 @@ def _images(path: Path, columns: dict[str, str] | None = None) -> Found:
 
 
 def _table(path: str | Path, file: Path, text_column: str | None, label: str | None) -> Found:
-    where = str(path) if str(path).startswith("hf:") else str(Path(os.path.expanduser(path)).absolute())
-    rows = list(itertools.islice(text.read_rows(file), LOOKED))
+    where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
+    rows = list(itertools.islice(read_rows(file), LOOKED))
     if isinstance(rows[0], str):
         return Found({"kind": "text", "path": where}, [f"found      {path}: running text, learnt token by token"])
     columns = {c: [row.get(c) for row in rows] for c in rows[0]}
@@ -288,12 +291,11 @@ class Facts:
 
     def lengths(self) -> np.ndarray:
         """Tokens of each training sample, of a pair of the longer side."""
-        data, chosen = (
-            (self.train.data, self.train.chosen) if hasattr(self.train, "chosen") else (self.train, slice(None))
-        )
-        if self.found.kind == "pairs":
-            return np.maximum(data.source_lengths, data.target_lengths)[chosen]
-        return np.asarray(data.lengths)[chosen]
+        if self.found.kind != "pairs":
+            return np.asarray(self.train.lengths)
+        part = isinstance(self.train, Part)
+        data, rows = (self.train.dataset, self.train.indices) if part else (self.train, slice(None))
+        return np.maximum(data.source_lengths, data.target_lengths)[rows]
 
     def lines(self) -> Iterator[str]:
         """What was found."""
@@ -327,7 +329,7 @@ class Facts:
 
     @property
     def one_size(self) -> bool:
-        return not isinstance(getattr(self.train, "dataset", self.train), images.LazyImages)
+        return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
 
     def _held_out(self) -> str:
         kind, data = self.found.kind, self.found.data
@@ -338,12 +340,12 @@ class Facts:
                 else ""
             )
         if kind == "pairs":
-            there = text.find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
+            there = find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
         else:
-            there = text.find_split(data["path"], "valid", required=False)
+            there = find_split(data["path"], "valid", required=False)
         if there is not None:
             return ""
-        if kind == "labelled" and text.find_split(data["path"], "test", required=False) is not None:
+        if kind == "labelled" and find_split(data["path"], "test", required=False) is not None:
             return "; there is no valid split: test is evaluated in its place"
         how = {
             "labelled": "every tenth of each class",
@@ -377,7 +379,7 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
             sections["data"]["max_len"] = min(config.seq_len, 128)
     elif kind == "text" and not path.startswith("hf:"):
         sections["tokenizer"], model["seq_len"] = _alphabet(
-            text.Corpus.open(text.find_split(path, "train"), found.data.get("text", "text"))
+            Corpus.open(find_split(path, "train"), found.data.get("text", "text"))
         )
     elif kind != "images":
         sections["tokenizer"] = {
@@ -400,7 +402,7 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
     return sections
 
 
-def _alphabet(corpus: text.Corpus) -> tuple[dict[str, Any], int]:
+def _alphabet(corpus: Corpus) -> tuple[dict[str, Any], int]:
     """(tokenizer, seq_len): letter by letter where the text is small and of few letters."""
     n, letters = 0, set()
     for piece in corpus:

@@ -1,0 +1,223 @@
+"""Texts that are read again and again, in a stream: running text, documents, a column of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus import files
+from gradus.data.cache import digest, identity, keep
+from gradus.data.readers import (
+    Row,
+    expanded,
+    kind_of,
+    named,
+    no_column,
+    no_columns,
+    open_packed,
+    read_lines,
+    read_rows,
+    whole_lines,
+)
+from gradus.data.tokenizer_files import load
+from gradus.data.tokenizers import Tokenizer, train_bpe
+from gradus.errors import UserError
+
+TEXT_COLUMNS = ("text", "sentence", "review", "content")
+BLOCK = 1 << 16  # characters of running text that are tokenised as one
+LONGEST = 1 << 24  # characters of one document between blank lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Texts in a stream, as often as wanted: iterate over it. `key` is a hash of the content and of how it is read.
+
+    separate: each text is a document (a row, a paragraph, a file), after which an end-of-text token makes sense; else
+    the texts are consecutive pieces of one running text.
+    """
+
+    make: Callable[[], Iterator[str]]
+    key: str
+    name: str
+    separate: bool
+
+    def __iter__(self) -> Iterator[str]:
+        return self.make()
+
+    @classmethod
+    def open(cls, path: str | Path, column: str = "text", documents: bool = False) -> Corpus:
+        """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is cut
+        at blank lines instead. Of every other kind each row's `column` is a document."""
+        if kind_of(path) != "txt":
+            return cls.column(path, column)
+        read = _paragraphs if documents else _blocks
+        key = digest(read.__name__, identity(path))
+        return cls(functools.partial(read, expanded(path)), key, str(path), documents)
+
+    @classmethod
+    def column(cls, path: str | Path, column: str | None) -> Corpus:
+        """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document."""
+        key = digest("column", kind_of(path), column, identity(path))
+        return cls(functools.partial(_column, path, column), key, str(path), True)
+
+    @classmethod
+    def lines(cls, path: str | Path) -> Corpus:
+        """Each line of a text file of any name is a document, the empty ones too: one side of parallel text."""
+        return cls(functools.partial(read_lines, path), digest("lines", identity(path)), str(path), True)
+
+    @classmethod
+    def stdlib(cls) -> Corpus:
+        """The Python standard library of this machine; each file is a document."""
+        content = hashlib.sha256()
+        for text in stdlib_texts():
+            content.update(text.encode() + b"\0")
+        name = f"the standard library of Python {sys.version.split()[0]}"
+        return cls(stdlib_texts, digest("stdlib", content.hexdigest()), name, True)
+
+    def split(self, fraction: float) -> tuple[Corpus, Corpus]:
+        """All but the last `fraction` of the characters, and the rest. A document belongs to where it begins."""
+        first = self._made(self._part, (fraction, False), (fraction, False), f"first {1 - fraction:.0%}")
+        return first, self._made(self._part, (fraction, True), (fraction, True), f"last {fraction:.0%}")
+
+    def every(self, n: int, held: bool) -> Corpus:
+        """Every n-th text (held), or all others."""
+        share = f"every {n}th" if held else f"without every {n}th"
+        return self._made(self._every, (n, held), ("every", n, held), share)
+
+    def _made(self, make: Callable, arguments: tuple, key: tuple, share: str) -> Corpus:
+        make = functools.partial(make, *arguments)
+        return dataclasses.replace(self, make=make, key=digest(self.key, *key), name=f"{self.name} ({share})")
+
+    def _every(self, n: int, held: bool) -> Iterator[str]:
+        at = 0
+        for at, text in enumerate(self, 1):
+            if (at % n == 0) == held:
+                yield text
+        if at < n:
+            raise UserError(
+                f"{self.name}: {at} lines are too few to hold out every {n}th for validation. Give a valid split."
+            )
+
+    @functools.cached_property
+    def n_characters(self) -> int:
+        return sum(map(len, self))
+
+    def _part(self, fraction: float, last: bool) -> Iterator[str]:
+        cut, at, n = int(self.n_characters * (1 - fraction)), 0, 0
+        for text in self:
+            begin, at = at, at + len(text)
+            if self.separate:
+                part = text if (begin >= cut) == last else None
+            else:
+                first = max(0, cut - begin)
+                part = (text[first:] if last else text[:first]) or None
+            if part is not None:
+                n += 1
+                yield part
+        if n == 0:
+            share = f"{fraction:.0%} of it for validation"
+            raise UserError(f"{self.name}: too little text to take {share}. Set data.valid=NAME.")
+
+
+def _column(path: str | Path, column: str | None) -> Iterator[str]:
+    for number, row in enumerate(read_rows(path), 1):
+        if isinstance(row, str):
+            raise no_columns(path, column or "text")
+        if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
+            row = row["translation"]
+        column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
+        yield text_of(path, number, row, column)
+
+
+def first_column(name: str, row: Row, candidates: Sequence[str], what: str) -> str:
+    """The first of the candidates that a row has. Raises UserError where it has none."""
+    for column in candidates:
+        if column in row:
+            return column
+    names, there = ", ".join(candidates), ", ".join(row)[:200]
+    raise UserError(f"{name}: no {what} column ({names}); there are: {there}. Set data.{what}=NAME.")
+
+
+def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
+    """The text in a column. Raises UserError where there is none."""
+    if column not in row:
+        raise no_column(path, number, column, row)
+    if not isinstance(row[column], str):
+        raise UserError(f"{path}: row {number}: column {column!r} holds {row[column]!r}, not text.")
+    return row[column]
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any case:
+    at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the token there.)"""
+
+    def blocks() -> Iterator[str]:
+        with io.TextIOWrapper(open_packed(path), encoding="utf-8-sig") as file:
+            text = ""
+            while more := file.read(BLOCK):
+                text += more
+                for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
+                    if cut := max((m.end() for m in re.finditer(border, text)), default=0):
+                        yield text[:cut]
+                        text = text[cut:]
+                        break
+            if text:
+                yield text
+
+    return named(path, blocks(), "block")
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """The documents of a text file: what stands between blank lines."""
+
+    def paragraphs() -> Iterator[str]:
+        lines, size = [], 0
+        for line in whole_lines(path, newline=None):
+            if line.strip():
+                lines.append(line)
+                size += len(line)
+                if size > LONGEST:
+                    many = f"{size >> 20} M characters without a blank line, which parts documents"
+                    raise UserError(f"{path}: {many}. Use data.pack=stream.")
+            elif lines:
+                yield "".join(lines).removesuffix("\n")
+                lines, size = [], 0
+        if lines:
+            yield "".join(lines).removesuffix("\n")
+
+    return named(path, paragraphs(), "paragraph")
+
+
+def stdlib_texts() -> Iterator[str]:
+    """The .py files of the running Python's standard library, by name; without site-packages and tests."""
+    import sysconfig
+    import tokenize
+
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    sources = sorted(f for f in root.rglob("*.py") if not left_out & set(f.relative_to(root).parts))
+    if not sources:
+        raise UserError(f"{root}: no source files of the standard library here. Give another text (data.path).")
+    for source in sources:
+        with tokenize.open(source) as file:  # minds the encoding that a file declares
+            yield file.read()
+
+
+def cached_bpe(
+    corpora: Sequence[Corpus], vocab_size: int, lowercase: bool, sentinels: bool, cache: str | Path | None = None
+) -> Tokenizer:
+    """`train_bpe` of these texts, done once and kept in the cache. sentinels: with T5's 100 `<extra_id_i>`."""
+    specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
+    made_of: tuple[Any, ...] = ("".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
+
+    def write(aside: Path) -> None:
+        train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
+
+    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write, Path.is_dir))
