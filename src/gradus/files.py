@@ -19,9 +19,11 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def aside(target: Path) -> Iterator[Path]:
-    """Yields a name beside `target`, used by no other writer, to write a file or a folder under; it then becomes `target`.
+    """Yields a name beside `target`, used by no other writer, to write a file or a folder under; it then becomes
+    `target`.
 
-    Where the block fails, nothing is left of it and an old `target` stays; a kill leaves at most `.writing-NAME-...` behind.
+    Where the block fails, nothing is left of it and an old `target` stays; a kill leaves at most `.writing-NAME-...`
+    behind.
     """
     path = target.with_name(f".writing-{target.name}-{secrets.token_hex(8)}")
     try:
@@ -32,7 +34,8 @@ def aside(target: Path) -> Iterator[Path]:
 
 
 def appear(path: Path, target: Path) -> None:
-    """Force a file or a folder onto the disk and rename it. Raises OSError; a folder does not replace one with files in it."""
+    """Force a file or a folder onto the disk and rename it. Raises OSError; a folder does not replace one with files in
+    it."""
     below = [p for p in path.rglob("*") if not p.is_symlink()] if path.is_dir() else []
     for each in [*below, path]:
         handle = os.open(each, os.O_RDONLY)

@@ -31,7 +31,7 @@ def download(
             if enough(folder):
                 break
     except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
-        if offline:
+        if offline and to is None:
             raise UserError(
                 f"{where}: no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1). "
                 "Where there is internet run `gradus fetch RECIPE --to DIR`, then give the folder"

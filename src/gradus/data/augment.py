@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from gradus.data.collate import stack
 from gradus.data.images import channel_stats
@@ -19,16 +20,17 @@ from gradus.recipe.schema import ImagesData
 class Augment:
     """What happens to images between the data set and the model.
 
-    All that is random is drawn a sample, in `prepare`, from the sample's own generator: offsets of the crop, the flip, and for mixup
-    and cutmix the weight and the partner, which is any training image with a crop and flip of its own. `apply` then works on
-    whole batches, on the device. So neither micro-batches nor workers change a pixel.
+    All that is random is drawn a sample, in `prepare`, from the sample's own generator: offsets of the crop, the flip,
+    and for mixup and cutmix the weight and the partner, which is any training image with a crop and flip of its own.
+    `apply` then works on whole batches, on the device. So neither micro-batches nor workers change a pixel.
 
-    Random crop after padding with black by `crop` pixels, and horizontal flip with probability 1/2; mixup (Zhang et al. 2018):
-    share ~ Beta(mixup, mixup), image = share · own + (1 - share) · partner; cutmix (Yun et al. 2019): a box of the partner, share = what
-    is left of the own image; with both set, each sample takes one of them with probability 1/2. Then resizing (bilinear,
-    antialiased, shorter side to image_size, centre cut out), and (x / 255 - mean) / std.
+    Random crop after padding with black by `crop` pixels, and horizontal flip with probability 1/2; mixup (Zhang et al.
+    2018): share ~ Beta(mixup, mixup), image = share · own + (1 - share) · partner; cutmix (Yun et al. 2019): a box of
+    the partner, share = what is left of the own image; with both set, each sample takes one of them with probability
+    1/2. Then resizing (bilinear, antialiased, shorter side to image_size, centre cut out), and (x / 255 - mean) / std.
 
-    train: the data set that partners, and mean and std where not given, come from. Raises UserError when mean or std do not fit.
+    train: the data set that partners, and mean and std where not given, come from. Raises UserError when mean or std do
+    not fit.
     """
 
     collate = staticmethod(stack)
@@ -78,9 +80,9 @@ class Augment:
         return drawn
 
     def apply(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """`image`, `label` and what `prepare` drew become `images` (batch, channels, image_size, image_size) float32 and `labels`
-        (batch,); when mixed also `other_labels` (batch,) and `share` (batch,), the weight of `labels`. Without draws (evaluation)
-        images are only resized and normalised. Other keys stay."""
+        """`image`, `label` and what `prepare` drew become `images` (batch, channels, image_size, image_size) float32
+        and `labels` (batch,); when mixed also `other_labels` (batch,) and `share` (batch,), the weight of `labels`.
+        Without draws (evaluation) images are only resized and normalised. Other keys stay."""
         batch = dict(batch)
         images = self._moved(batch, "").float()  # (batch, channels, height, width)
         done = {"labels": batch.pop("label")}
@@ -96,13 +98,13 @@ class Augment:
             images = resize(images, self.image_size)
         return {**batch, "images": normalise(images, self.mean, self.std), **done}
 
-    def _moved(self, batch: dict[str, Any], which: str) -> torch.Tensor:
+    def _moved(self, batch: dict[str, Any], which: str) -> Tensor:
         images = batch.pop(which + "image")
         offset, flip = batch.pop(which + "offset", None), batch.pop(which + "flip", None)
         return images if offset is None and flip is None else crop_and_flip(images, offset, flip, self.config.crop)
 
 
-def crop_and_flip(images: torch.Tensor, offset: torch.Tensor | None, flip: torch.Tensor | None, pad: int) -> torch.Tensor:
+def crop_and_flip(images: Tensor, offset: Tensor | None, flip: Tensor | None, pad: int) -> Tensor:
     """Pad with zeros by `pad` pixels, cut out the old size at each image's offset, mirror where flip says so.
 
     images (batch, channels, height, width); offset (batch, 2), (down, right) in 0 .. 2 pad; flip (batch,) bool.
@@ -119,8 +121,9 @@ def crop_and_flip(images: torch.Tensor, offset: torch.Tensor | None, flip: torch
     return images[one[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
 
 
-def resize(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Scale the shorter side to `size` (bilinear, antialiased) and cut out the centre. images (batch, channels, height, width) float."""
+def resize(images: Tensor, size: int) -> Tensor:
+    """Scale the shorter side to `size` (bilinear, antialiased) and cut out the centre. images (batch, channels, height,
+    width) float."""
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
@@ -130,7 +133,8 @@ def resize(images: torch.Tensor, size: int) -> torch.Tensor:
     return images[..., top : top + size, left : left + size]
 
 
-def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Values 0..255 → (x / 255 - mean) / std, float32, mean and std a channel. images (batch, channels, height, width)."""
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Values 0..255 → (x / 255 - mean) / std, float32, mean and std a channel. images (batch, channels, height,
+    width)."""
     mean, std = (torch.tensor(v, dtype=torch.float32, device=images.device)[:, None, None] for v in (mean, std))
     return (images.float() / 255 - mean) / std

@@ -81,7 +81,8 @@ def keep(
 
 
 def _touched(folder: Path) -> float:
-    """When a folder or anything in it last changed, in seconds since the epoch. A file that grows leaves its folder's."""
+    """When a folder or anything in it last changed, in seconds since the epoch. A file that grows leaves its
+    folder's."""
     times = []
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # renamed by now

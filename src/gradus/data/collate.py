@@ -16,8 +16,8 @@ IGNORE = -100  # a target that does not count: torch.nn.functional.cross_entropy
 def stack(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Samples whose arrays have equal shapes: each key gains a leading batch dimension.
 
-    Arrays keep their type; Python numbers become int64, float32 or bool tensors of shape (batch,); anything else stays a
-    list.
+    Arrays keep their type; Python numbers become int64, float32 or bool tensors of shape (batch,); anything else stays
+    a list.
     """
     batch: dict[str, Any] = {}
     for key, first in samples[0].items():

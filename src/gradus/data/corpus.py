@@ -1,4 +1,4 @@
-"""Texts that are read again and again, in a stream: running text, documents, a column of a table."""
+"""Texts in a stream (running text, documents, a column of a table), and their tokens in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gradus import files
+from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.readers import (
-    Row,
-    expanded,
-    kind_of,
-    named,
-    no_column,
-    no_columns,
-    open_packed,
-    read_lines,
-    read_rows,
-    whole_lines,
-)
+from gradus.data.readers import Row, expanded, kind_of, named, read_lines, read_rows
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import Tokenizer, train_bpe
 from gradus.errors import UserError
@@ -53,8 +48,8 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path, column: str = "text", documents: bool = False) -> Corpus:
-        """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is cut
-        at blank lines instead. Of every other kind each row's `column` is a document."""
+        """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is
+        cut at blank lines instead. Of every other kind each row's `column` is a document."""
         if kind_of(path) != "txt":
             return cls.column(path, column)
         read = _paragraphs if documents else _blocks
@@ -129,7 +124,7 @@ class Corpus:
 def _column(path: str | Path, column: str | None) -> Iterator[str]:
     for number, row in enumerate(read_rows(path), 1):
         if isinstance(row, str):
-            raise no_columns(path, column or "text")
+            raise readers.no_columns(path, column or "text")
         if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
             row = row["translation"]
         column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
@@ -148,18 +143,19 @@ def first_column(name: str, row: Row, candidates: Sequence[str], what: str) -> s
 def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
     """The text in a column. Raises UserError where there is none."""
     if column not in row:
-        raise no_column(path, number, column, row)
+        raise readers.no_column(path, number, column, row)
     if not isinstance(row[column], str):
         raise UserError(f"{path}: row {number}: column {column!r} holds {row[column]!r}, not text.")
     return row[column]
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any case:
-    at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the token there.)"""
+    """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any
+    case: at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the
+    token there.)"""
 
     def blocks() -> Iterator[str]:
-        with io.TextIOWrapper(open_packed(path), encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
             text = ""
             while more := file.read(BLOCK):
                 text += more
@@ -179,7 +175,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
     def paragraphs() -> Iterator[str]:
         lines, size = [], 0
-        for line in whole_lines(path, newline=None):
+        for line in readers.whole_lines(path, newline=None):
             if line.strip():
                 lines.append(line)
                 size += len(line)
@@ -221,3 +217,134 @@ def cached_bpe(
         train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
 
     return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write, Path.is_dir))
+
+
+# ---------------------------------------------------------------- tokenised once
+
+
+class TokenFile:
+    """Token ids of many texts in one memory-mapped file, with the place where each text begins.
+
+    ids: (n_tokens,) uint16 or uint32. offsets: (n_texts + 1,) int64. `about` holds n_bytes (UTF-8), n_words (between
+    white space) and n_lines of the texts. Pickled by its folder, so that workers map the same file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.about: dict[str, Any] = json.loads((self.folder / "about.json").read_text())
+        self.ids = np.memmap(self.folder / "ids.bin", dtype=self.about["dtype"], mode="r")
+        self.offsets = np.memmap(self.folder / "offsets.bin", dtype="<i8", mode="r")
+
+    def __reduce__(self):
+        return TokenFile, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    def text(self, i: int) -> np.ndarray:
+        """The ids of text i, int64."""
+        return self.ids[self.offsets[i] : self.offsets[i + 1]].astype(np.int64)
+
+    def lengths(self) -> np.ndarray:
+        """(n_texts,) tokens of each text."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def of(cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None) -> TokenFile:
+        """`build` of a corpus."""
+        return cls.build(corpus, tokenizer, corpus.key, eos, name=corpus.name, cache=cache)
+
+    @classmethod
+    def build(
+        cls, texts: Iterable[str], tokenizer: Tokenizer, key: str, eos: bool = False, *, name: str = "text",
+        cache: str | Path | None = None, beside: Callable[[], dict[str, Any]] = dict,
+    ) -> TokenFile:  # fmt: skip
+        """Tokenise texts in a stream into the cache, or open what is there under (key, tokenizer, eos): then `texts` is
+        not touched.
+
+        key: a hash of the texts' content (`identity`, `Corpus.key`). eos: an end-of-text token after each text. beside:
+        called after the last text for more to keep in `about`. Raises UserError where there is no text, no end-of-text
+        token, or no room.
+        """
+        if eos and tokenizer.eos_id is None:
+            raise UserError(
+                "The tokenizer has no end-of-text token, which must stand between documents. "
+                "Use another, such as tokenizer.kind=bpe."
+            )
+        folder = files.cache_dir(cache) / "tokens" / digest(1, key, tokenizer.fingerprint, eos)
+        end = [tokenizer.eos_id] if eos else []
+        return cls(keep(folder, lambda aside: _write(aside, texts, tokenizer, end, name, beside), _whole))
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        sizes = [(folder / name).stat().st_size for name in ("ids.bin", "offsets.bin")]
+        return sizes == [about["n_tokens"] * np.dtype(about["dtype"]).itemsize, 8 * (about["n_texts"] + 1)]
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write(
+    folder: Path, texts: Iterable[str], tokenizer: Tokenizer, end: list[int], name: str, beside: Callable
+) -> None:
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
+    progress = _progress(name)
+    with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
+        offsets.write(np.zeros(1, "<i8").tobytes())
+        for batch in _batches(texts):
+            try:
+                about["n_bytes"] += sum(len(text.encode()) for text in batch)
+            except UnicodeEncodeError as e:
+                first, last = about["n_texts"] + 1, about["n_texts"] + len(batch)
+                half = f"half a character in one of them ({e.reason})"
+                raise UserError(f"{name}: texts {first} to {last}: {half}. Mend it.") from None
+            rows = [row + end for row in tokenizer.encode_batch(batch)]
+            lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())).tobytes())
+            offsets.write((np.cumsum(lengths) + about["n_tokens"]).astype("<i8").tobytes())
+            about["n_tokens"] += int(lengths.sum())
+            about["n_texts"] += len(rows)
+            about["n_words"] += sum(len(text.split()) for text in batch)
+            about["n_lines"] += sum(text.count("\n") for text in batch)
+            progress(about)
+    progress(about, last=True)
+    if about["n_tokens"] == 0:
+        raise UserError(f"{name}: empty: there is not one token in it.")
+    about |= {"dtype": dtype, "vocab_size": tokenizer.vocab_size, **beside()}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts by the million characters: enough to keep the tokenizer's threads busy, little enough to hold."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= 1 << 20 or len(batch) >= 1 << 13:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _progress(name: str) -> Callable[..., None]:
+    """Shows a line on stderr every 2 s (30 s where there is no terminal), from the third second on, and at the end."""
+    began, due = time.perf_counter(), 3.0
+    every, before, after = (2.0, "\r", "") if sys.stderr.isatty() else (30.0, "", "\n")
+
+    def show(about: dict[str, int], last: bool = False) -> None:
+        nonlocal due
+        spent = time.perf_counter() - began
+        if spent >= due or (last and due > 3.0):
+            due, end = spent + every, "\n" if last else after
+            done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
+            speed = f"{about['n_tokens'] / spent / 1e6:.2f} M tokens/s"
+            print(f"{before}tokenising {name}: {done}, {speed}", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -55,8 +55,8 @@ class Source:
 
 
 class TableSource(Source):
-    """Parquet files, or a split of a Hugging Face data set: columns `img` or `image` (struct of bytes and path, or plain
-    bytes) and `label`.
+    """Parquet files, or a split of a Hugging Face data set: columns `img` or `image` (struct of bytes and path, or
+    plain bytes) and `label`.
 
     files: (what messages call it, rows, column name → its Arrow arrays in order) of each. names: of the classes, by
     column. key: what names the content of some columns.
@@ -173,7 +173,8 @@ def _hash(files: list[Path], *words: str) -> str:
 
 
 class FolderSource(Source):
-    """folder/<class>/<image>. classes: those that there must be; names: whose order they have, where all are among these."""
+    """folder/<class>/<image>. classes: those that there must be; names: whose order they have, where all are among
+    these."""
 
     def __init__(self, folder: Path, classes: list[str] | None = None, names: Sequence[str] | None = None):
         self.name = str(folder)
@@ -278,7 +279,8 @@ def _pickles(path: Path) -> UserError:
 
 
 def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict[str, Source]:
-    """Split → source, the training split first. names: of the classes. Raises UserError where there is nothing to read."""
+    """Split → source, the training split first. names: of the classes. Raises UserError where there is nothing to
+    read."""
     if config.path is None:
         kinds = "a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)"
         raise DataError(f"data.path is missing: {kinds}")

@@ -6,6 +6,7 @@ A data set here is map-style: `dataset[i]` is {"image": uint8 array (channels, h
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -25,9 +26,6 @@ from gradus.recipe.schema import ImagesData
 
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
 FORMAT = 1  # of the cache
-
-
-# ---------------------------------------------------------------- opening
 
 
 def open_images(
@@ -73,8 +71,8 @@ def open_images(
 
 
 def _digits() -> dict[str, Any]:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8; grey levels 0 to 16 become 0 to 255. A fixed fifth of each class is
-    test."""
+    """scikit-learn's 1,797 handwritten digits, 8 x 8; grey levels 0 to 16 become 0 to 255. A fixed fifth of each class
+    is test."""
     bunch = need("sklearn.datasets", "vision", "data.source=digits", DataError).load_digits()
     images = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)  # (n, 1, 8, 8)
     digits = ArrayImages("digits", images, bunch.target.astype(np.int64), [str(c) for c in range(10)])
@@ -114,22 +112,17 @@ class ArrayImages:
             self.images = self._mapped()
 
 
+@dataclasses.dataclass
 class LazyImages:
-    """Images decoded when asked for. encoded[i] is a path or the bytes of a file; all come out as (n_channels,
-    image_size, image_size). where(i): what messages call image i."""
+    """Images decoded when asked for."""
 
-    def __init__(
-        self,
-        name: str,
-        encoded: Sequence[Path] | EncodedFile,
-        where: Callable[[int], str],
-        labels: np.ndarray,
-        classes: list[str],
-        shape: tuple[int, int, int],
-        folder: Path,
-    ):
-        self.name, self.encoded, self.where, self.labels, self.classes = name, encoded, where, labels, classes
-        self.shape, self.folder = shape, folder
+    name: str
+    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
+    where: Callable[[int], str]  # what messages call image i
+    labels: np.ndarray
+    classes: list[str]
+    shape: tuple[int, int, int]  # (n_channels, image_size, image_size), of all
+    folder: Path
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -141,7 +134,8 @@ class LazyImages:
 
 
 class EncodedFile:
-    """The files of many images in one: `folder`/encoded.bin, of which the i-th is bytes offsets[i] to offsets[i + 1]."""
+    """The files of many images in one: `folder`/encoded.bin, of which the i-th is bytes offsets[i] to offsets[i +
+    1]."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -202,7 +196,8 @@ def _size(shape: Sequence[int]) -> str:
 def _open(
     source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
 ) -> ArrayImages | LazyImages:
-    """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its numbers."""
+    """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
+    numbers."""
     folder = files.cache_dir() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
     whole = lambda folder: (folder / "about.json").exists()  # noqa: E731
     keep(folder, lambda aside: _decode(source, aside), whole, "GRADUS_CACHE")
@@ -246,7 +241,8 @@ def _classes(
 
 
 def _decode(source: Source, folder: Path) -> None:
-    """labels.npy, about.json, and: images.npy when all have one size; else the encoded files in one, if they are rows."""
+    """labels.npy, about.json, and: images.npy when all have one size; else the encoded files in one, if they are
+    rows."""
     labels = source.labels()
     if len(labels) == 0:
         raise UserError(f"{source.name}: holds no images")

@@ -12,10 +12,9 @@ import numpy as np
 
 from gradus import limits
 from gradus.data.cache import digest, identity
-from gradus.data.corpus import TEXT_COLUMNS, first_column, text_of
+from gradus.data.corpus import TEXT_COLUMNS, TokenFile, first_column, text_of
 from gradus.data.readers import class_names, kind_of, no_column, read_rows
 from gradus.data.tokenizers import Tokenizer
-from gradus.data.tokens import TokenFile
 from gradus.errors import UserError, did_you_mean
 
 LABEL_COLUMNS = ("label", "labels", "class", "target")

@@ -66,11 +66,13 @@ def open_packed(path: Path) -> io.BufferedIOBase:
 
 
 def whole_lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
-    """The lines with their ends. Raises UserError for one that does not end: what is no text, or was packed to burst."""
+    """The lines with their ends. Raises UserError for one that does not end: what is no text, or was packed to
+    burst."""
     with io.TextIOWrapper(open_packed(path), encoding="utf-8-sig", newline=newline) as file:
         while line := file.readline(limits.LINE):
             if len(line) == limits.LINE:
-                raise UserError(f"{path}: a line of more than {limits.LINE:,} characters. Is it text? Break it into lines.")
+                long = f"a line of more than {limits.LINE:,} characters"
+                raise UserError(f"{path}: {long}. Is it text? Break it into lines.")
             yield line
 
 
@@ -79,7 +81,8 @@ def _without_ends(lines: Iterable[str]) -> Iterator[str]:
 
 
 def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
-    """Passes rows on; says of a failure to read which file it was and after which row. No rows at all is a failure too."""
+    """Passes rows on; says of a failure to read which file it was and after which row. No rows at all is a failure
+    too."""
     n = 0
     try:
         for row in rows:
@@ -105,7 +108,8 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row | str]:
-    """The rows of a file in a stream: lines (str) of .txt; dicts of .jsonl, .csv, .tsv and .parquet; each also .gz or .xz.
+    """The rows of a file in a stream: lines (str) of .txt; dicts of .jsonl, .csv, .tsv and .parquet; each also .gz or
+    .xz.
 
     `hf:NAME[:CONFIG][#SPLIT]` is a Hugging Face data set, and so is a folder that `datasets.save_to_disk` wrote.
     columns: keep only these. A .csv is quoted as usual, a .tsv (as GLUE's) never; both begin with the names of columns.
@@ -129,8 +133,8 @@ def no_columns(path: str | Path, wanted: str) -> UserError:
 
 
 def no_column(path: str | Path, row: int, column: str, there: Iterable[str]) -> UserError:
-    names = ", ".join(map(str, there))
-    return UserError(f"{path}: row {row} has no column {column!r}; it has: {names[:200] or 'none'}. Name the one to use.")
+    names = ", ".join(map(str, there))[:200] or "none"
+    return UserError(f"{path}: row {row} has no column {column!r}; it has: {names}. Name the one to use.")
 
 
 def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None) -> Row:
@@ -145,8 +149,8 @@ def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as e:
-            why = str(e).split(";")[0]
-            raise UserError(f"{path}: row {row} is not valid JSON ({why}). Each line must be one JSON object.") from None
+            wrong = f"row {row} is not valid JSON ({str(e).split(';')[0]})"
+            raise UserError(f"{path}: {wrong}. Each line must be one JSON object.") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}: row {row} is a JSON {type(record).__name__}. Each line must be one JSON object.")
         yield _pick(path, row, record, columns)
@@ -212,7 +216,8 @@ def hub_splits(name: str, where: str) -> dict[str, Any]:
 
 
 def hub_split(path: str | Path) -> Any:
-    """The table of `hf:NAME[:CONFIG][#SPLIT]`; without a split the training one. Raises UserError where there is none."""
+    """The table of `hf:NAME[:CONFIG][#SPLIT]`; without a split the training one. Raises UserError where there is
+    none."""
     name, _, split = str(path).removeprefix("hf:").partition("#")
     splits, split = hub_splits(name, f"hf:{name}"), split or "train"
     for alias in (split, *next((names for names in SPLITS.values() if split in names), ())):
@@ -229,7 +234,8 @@ def _hub_rows(path: str | Path, columns: Sequence[str] | None) -> Iterator[Row]:
 
 
 def class_names(path: str | Path, columns: Sequence[str]) -> list[str] | None:
-    """What Hugging Face's features call the numbers in the first of these columns that a Parquet file or a data set has.
+    """What Hugging Face's features call the numbers in the first of these columns that a Parquet file or a data set
+    has.
 
     None where they say nothing.
     """

@@ -12,8 +12,8 @@ from gradus.data.tokenizers import Tokenizer, write_config
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a SentencePiece `.model` (its bytes). `extra_ids` sentinels follow the pieces, the first of them last, as T5
-    has it. Raises RuntimeError or ValueError for a model that the package cannot read."""
+    """Wraps a SentencePiece `.model` (its bytes). `extra_ids` sentinels follow the pieces, the first of them last, as
+    T5 has it. Raises RuntimeError or ValueError for a model that the package cannot read."""
 
     def __init__(self, model: bytes, extra_ids: int = 0):
         from sentencepiece import SentencePieceProcessor
@@ -72,9 +72,9 @@ class SentencePieceTokenizer(Tokenizer):
 class Llama2cTokenizer(SentencePieceTokenizer):
     """The `.bin` of llama2.c: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
 
-    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of SentencePiece's
-    BPE, which is run on them. The file does not say how many tokens it has: one cut exactly between two is told from a
-    whole one only by the longest that it lacks. Raises ValueError for a file that is not whole.
+    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
+    SentencePiece's BPE, which is run on them. The file does not say how many tokens it has: one cut exactly between two
+    is told from a whole one only by the longest that it lacks. Raises ValueError for a file that is not whole.
     """
 
     def __init__(self, data: bytes):
@@ -122,7 +122,7 @@ class Llama2cTokenizer(SentencePieceTokenizer):
         (folder / "tokenizer.bin").write_bytes(self.data)
 
 
-# ---------------------------------------------------------------- SentencePiece's ModelProto (sentencepiece_model.proto)
+# ---------------------------------------------------------------- ModelProto, of sentencepiece_model.proto
 
 UNKNOWN, CONTROL, BYTE, NORMAL = 2, 3, 6, 1  # kinds of pieces
 

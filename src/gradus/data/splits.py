@@ -12,7 +12,8 @@ from gradus.recipe.load import looked_for
 
 
 def find_split(path: str | Path, split: str, explicit: str | None = None, required: bool = True) -> Path | None:
-    """The file of a split (train, valid, test) of a folder, by its name: `train.*`, `valid.*`, `val-*`, `wiki.test.*` ...
+    """The file of a split (train, valid, test) of a folder, by its name: `train.*`, `valid.*`, `val-*`, `wiki.test.*`
+    ...
 
     explicit: the file's name below `path`, where it is not a usual one. A single file is its own train split. `hf:NAME`
     gives `hf:NAME#SPLIT`, which `read_rows` takes. Raises UserError, with what is there, for no file or several; with
@@ -62,7 +63,8 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def _named(files: list[Path], split: str) -> list[Path]:
-    """Files called after a split: exactly (`train.csv`), else as one part of the name (`train-00000-of-00001.parquet`)."""
+    """Files called after a split: exactly (`train.csv`), else as one part of the name
+    (`train-00000-of-00001.parquet`)."""
     exact = [f for f in files if f.name.split(".")[0] in SPLITS[split]]
     return exact or [f for f in files if set(re.split(r"[-_.]", f.name)) & set(SPLITS[split])]
 

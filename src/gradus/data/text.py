@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gradus.data.corpus import Corpus
+from gradus.data.corpus import Corpus, TokenFile
 from gradus.data.tokenizers import Tokenizer
-from gradus.data.tokens import TokenFile
 from gradus.errors import UserError
 
 
@@ -116,7 +115,8 @@ class DocumentsDataset:
             self.lengths = np.diff(self.starts, append=n)
         else:
             pieces = -(-np.diff(offsets) // max_len)  # of each document
-            number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+            first = np.cumsum(pieces) - pieces  # of each document
+            number = np.arange(pieces.sum()) - np.repeat(first, pieces)  # of each piece in its document
             self.starts = np.repeat(offsets[:-1], pieces) + number * max_len
             self.lengths = np.minimum(max_len, np.repeat(offsets[1:], pieces) - self.starts)
 

@@ -23,10 +23,10 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError, did_you_mean
 
-# looked for in a folder, in this order
-FILES = (
-    OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model", "tokenizer.bin",
-)  # fmt: skip
+FILES = (  # looked for in a folder, in this order
+    *(OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json"),
+    *("spiece.model", "tokenizer.model", "tokenizer.bin"),
+)
 KINDS = (
     "tokenizer.json, vocab.txt, encoder.json + vocab.bpe, vocab.json + merges.txt, "
     "a SentencePiece .model or a llama2.c .bin"
@@ -226,8 +226,9 @@ def _read_wordpiece(file: Path) -> Tokenizer:
 def _read_byte_bpe(file: Path) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
     package = package_tokenizers()
-    openais = file.name in ("encoder.json", "vocab.bpe")
-    table, rules = (file.parent / n for n in (("encoder.json", "vocab.bpe") if openais else ("vocab.json", "merges.txt")))
+    pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+    names = next(pair for pair in pairs if file.name in pair)
+    table, rules = (file.parent / name for name in names)
     for one, other in ((table, rules), (rules, table)):
         if not one.is_file():
             raise UserError(f"{other}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")

@@ -57,7 +57,8 @@ class Tokenizer:
         raise NotImplementedError
 
     def token(self, i: int) -> str:
-        """How one token is written in the vocabulary; `<i>` for an id without one (a vocabulary padded to a round size)."""
+        """How one token is written in the vocabulary; `<i>` for an id without one (a vocabulary padded to a round
+        size)."""
         raise NotImplementedError
 
     def sentinel(self, i: int) -> int:
@@ -147,7 +148,8 @@ class TableTokenizer(Tokenizer):
 
 
 class CharTokenizer(TableTokenizer):
-    """One token a character. Without `<unk>` among the specials, a character that is not in the vocabulary is an error."""
+    """One token a character. Without `<unk>` among the specials, a character that is not in the vocabulary is an
+    error."""
 
     kind = "char"
 
@@ -361,15 +363,17 @@ def train_bpe(
 ) -> FastTokenizer:
     """Byte-level BPE (Sennrich et al. 2016; bytes as in Radford et al. 2019) trained on `texts`, which are streamed.
 
-    The first ids are `<pad> <s> </s> <unk> <mask>` and then `specials`. A small text may not have `vocab_size` tokens in
-    it; the result's `vocab_size` is what there is. Raises UserError where `vocab_size` leaves no room for the 256 bytes.
+    The first ids are `<pad> <s> </s> <unk> <mask>` and then `specials`. A small text may not have `vocab_size` tokens
+    in it; the result's `vocab_size` is what there is. Raises UserError where `vocab_size` leaves no room for the 256
+    bytes.
     """
     package = package_tokenizers()
     names = [*SPECIALS, *(s for s in specials if s not in SPECIALS)]
     least = 256 + len(names)
     if vocab_size < least:
         raise UserError(
-            f"tokenizer.vocab_size={vocab_size} is less than the {least} of bytes and special tokens. Use {least} or more."
+            f"tokenizer.vocab_size={vocab_size} is less than the {least} of bytes and special tokens. "
+            f"Use {least} or more."
         )
     rust = package.Tokenizer(package.models.BPE())
     if lowercase:

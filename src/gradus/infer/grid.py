@@ -17,8 +17,8 @@ def picture_grid(
 ) -> None:
     """Write a PNG of images with titles above them, about as many rows as columns.
 
-    images: uint8 (channels, height, width), 1 or 3 channels, of any sizes; small ones are enlarged to be seen, large ones reduced.
-    colours: of the titles, by name ("green", "red") or #rrggbb. The file is written aside and renamed.
+    images: uint8 (channels, height, width), 1 or 3 channels, of any sizes; small ones are enlarged to be seen, large
+    ones reduced. colours: of the titles, by name ("green", "red") or #rrggbb. The file is written aside and renamed.
     """
     what = "a picture of images"
     Image, ImageDraw, ImageFont = (need(f"PIL.{m}", "vision", what) for m in ("Image", "ImageDraw", "ImageFont"))

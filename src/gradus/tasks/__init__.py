@@ -34,3 +34,9 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
         if any((folder / name).exists() for name in tokenizer_files.FILES):
             found[place] = tokenizer_files.load(folder)
     return found or None
+
+
+def save_tokenizers(folder: Path, tokenizers: dict) -> None:
+    """Write tokenizers as `load_tokenizers` finds them: a second one, for the target language, in `target/`."""
+    for place, tokenizer in tokenizers.items():
+        tokenizer.save(folder / place)

@@ -33,7 +33,8 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def fetch(recipe: Recipe, to: Path, command: Sequence[str] | None = None) -> Iterator[str]:
-    """Fill `to`/weights, `to`/tokenizer and `to`/data, and yield a line for each, then the command that trains from them.
+    """Fill `to`/weights, `to`/tokenizer and `to`/data, and yield a line for each, then the command that trains from
+    them.
 
     What the recipe names on the Hugging Face hub is downloaded (data sets as one parquet file a split), what lies on
     this machine is copied. command: the words behind `gradus train` (a recipe and its overrides; None: the recipe's

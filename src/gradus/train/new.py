@@ -35,19 +35,11 @@ MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
 WHAT = {
-    "labelled": "texts with a label",
-    "images": "images with a label",
-    "text": "running text",
+    "labelled": "texts with a label", "images": "images with a label", "text": "running text",
     "pairs": "parallel sentences",
-}
-RATE = {
-    "bert": 5e-5,
-    "vit": 5e-5,
-    "gpt": 5e-5,
-    "llama": 2e-5,
-    "t5": 3e-4,
-    "seq2seq": 1e-4,
-}  # of fine-tuning, for models of published sizes
+}  # fmt: skip
+# of fine-tuning, for models of published sizes
+RATE = {"bert": 5e-5, "vit": 5e-5, "gpt": 5e-5, "llama": 2e-5, "t5": 3e-4, "seq2seq": 1e-4}
 SMALL = 512  # d_model below which a pre-trained model takes a larger rate
 
 
@@ -472,7 +464,8 @@ def _steps(
 
 
 def _recipe(target: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
-    return resolve.load(target.stem, [], resolve.Given(settings={"text": yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}))[0]
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return resolve.load(target.stem, [], resolve.Given(settings={"text": text}))[0]
 
 
 def _comments(sections: dict[str, dict[str, Any]], init: str | None) -> dict[str, str]:
