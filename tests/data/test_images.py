@@ -23,7 +23,7 @@ from gradus.data.augment import Augment, resize
 from gradus.data.image_sources import CIFAR10, CifarSource, find_sources
 from gradus.data.images import ArrayImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.loader import Loader, Plan
-from gradus.data.parts import Part
+from gradus.data.splits import Part
 from gradus.errors import UserError
 from gradus.infer.grid import picture_grid
 from gradus.recipe.schema import ImagesData

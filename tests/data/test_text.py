@@ -22,10 +22,9 @@ import pytest
 from gradus.data import cache as kept
 from gradus.data import corpus as corpora
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe, stdlib_texts
-from gradus.data.labels import LabelledDataset
 from gradus.data.readers import read_lines, read_rows
 from gradus.data.splits import find_pairs, find_split
-from gradus.data.text import DocumentsDataset, LMDataset, PairsDataset
+from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer
 from gradus.errors import UserError
@@ -340,7 +339,7 @@ def test_data_sets_too_start_from_the_cache(tmp_path):
 def test_killed_while_writing_leaves_nothing_that_is_used(tmp_path, cache):
     code = """
         import os, signal, sys
-                from gradus.data.tokenizers import ByteTokenizer
+        from gradus.data.tokenizers import ByteTokenizer
 
         def texts():
             for i in range(20_000):
@@ -408,7 +407,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     code = """
         import re, sys
         from gradus.data.corpus import Corpus, TokenFile
-                from gradus.data.tokenizers import ByteTokenizer
+        from gradus.data.tokenizers import ByteTokenizer
         n = TokenFile.of(Corpus.open(sys.argv[1]), ByteTokenizer()).n_tokens
         print(n, re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # getrusage would count its parent's
     """

@@ -54,7 +54,7 @@ class Corpus:
             return cls.column(path, column)
         read = _paragraphs if documents else _blocks
         key = digest(read.__name__, identity(path))
-        return cls(functools.partial(read, expanded(path)), key, str(path), documents)
+        return cls(functools.partial(_named, read, expanded(path)), key, str(path), documents)
 
     @classmethod
     def column(cls, path: str | Path, column: str | None) -> Corpus:
@@ -149,46 +149,40 @@ def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
     return row[column]
 
 
+def _named(read: Callable[[Path], Iterator[str]], path: Path) -> Iterator[str]:
+    return named(path, read(path), read.__name__.strip("_s"))
+
+
 def _blocks(path: Path) -> Iterator[str]:
     """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any
     case: at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the
     token there.)"""
-
-    def blocks() -> Iterator[str]:
-        with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
-            text = ""
-            while more := file.read(BLOCK):
-                text += more
-                for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
-                    if cut := max((m.end() for m in re.finditer(border, text)), default=0):
-                        yield text[:cut]
-                        text = text[cut:]
-                        break
-            if text:
-                yield text
-
-    return named(path, blocks(), "block")
+    with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
+        text = ""
+        while more := file.read(BLOCK):
+            text += more
+            for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
+                if cut := max((m.end() for m in re.finditer(border, text)), default=0):
+                    yield text[:cut]
+                    text = text[cut:]
+                    break
+        if text:
+            yield text
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
     """The documents of a text file: what stands between blank lines."""
-
-    def paragraphs() -> Iterator[str]:
-        lines, size = [], 0
-        for line in readers.whole_lines(path, newline=None):
-            if line.strip():
-                lines.append(line)
-                size += len(line)
-                if size > LONGEST:
-                    many = f"{size >> 20} M characters without a blank line, which parts documents"
-                    raise UserError(f"{path}: {many}. Use data.pack=stream.")
-            elif lines:
-                yield "".join(lines).removesuffix("\n")
-                lines, size = [], 0
-        if lines:
+    lines, size = [], 0
+    for line in itertools.chain(readers.whole_lines(path, newline=None), [""]):
+        if line.strip():
+            lines.append(line)
+            size += len(line)
+            if size > LONGEST:
+                many = f"{size >> 20} M characters without a blank line, which parts documents"
+                raise UserError(f"{path}: {many}. Use data.pack=stream.")
+        elif lines:
             yield "".join(lines).removesuffix("\n")
-
-    return named(path, paragraphs(), "paragraph")
+            lines, size = [], 0
 
 
 def stdlib_texts() -> Iterator[str]:

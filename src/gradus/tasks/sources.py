@@ -9,10 +9,8 @@ from typing import Any
 
 from gradus import models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
-from gradus.data.labels import LabelledDataset
-from gradus.data.parts import hold_out, limited
-from gradus.data.splits import find_pairs, find_split
-from gradus.data.text import DocumentsDataset, LMDataset, PairsDataset
+from gradus.data.splits import find_pairs, find_split, hold_out, limited
+from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
