@@ -339,6 +339,7 @@ def test_data_sets_too_start_from_the_cache(tmp_path):
 def test_killed_while_writing_leaves_nothing_that_is_used(tmp_path, cache):
     code = """
         import os, signal, sys
+        from gradus.data.corpus import TokenFile
         from gradus.data.tokenizers import ByteTokenizer
 
         def texts():

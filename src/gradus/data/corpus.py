@@ -310,7 +310,7 @@ def _write(
     progress(about, last=True)
     if about["n_tokens"] == 0:
         raise UserError(f"{name}: empty: there is not one token in it.")
-    about |= {"dtype": dtype, "vocab_size": tokenizer.vocab_size, **beside()}
+    about |= {"dtype": dtype, **beside()}
     (folder / "about.json").write_text(json.dumps(about))
 
 
