@@ -39,6 +39,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         (path / "below").mkdir(parents=True)
         (path / "below" / "x").write_text("1")
     assert {"below", "x"} < set(synced) and len(synced) == 3 and names(tmp_path) == ["b"]
+    monkeypatch.undo()
     with pytest.raises(OSError), files.aside(tmp_path / "b") as path:  # a folder with files in it stays
         path.mkdir()
     assert (tmp_path / "b" / "below" / "x").read_text() == "1" and names(tmp_path) == ["b"]

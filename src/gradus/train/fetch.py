@@ -19,15 +19,8 @@ from gradus.recipe.schema import Recipe
 
 DESCRIPTION = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
 TOKENIZERS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "encoder.json",
-    "*.model",
-    "tok*.bin",
-    "gradus_tokenizer.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json"),
+    *("vocab.*", "merges.txt", "encoder.json", "*.model", "tok*.bin"),
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -62,8 +55,7 @@ def fetch(recipe: Recipe, to: Path, command: Sequence[str] | None = None) -> Ite
     yield f"  gradus train {shlex.join(words)}"
 
 
-# ---------------------------------------------------------------- one piece each
-#                                                                  (where from, settings that name the staged copy)
+# ---------------------------------------------------------------- one piece each: (where from, settings that name it)
 
 
 def _weights(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
