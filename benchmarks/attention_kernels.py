@@ -12,13 +12,35 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from gradus.layers.kernels import get_kernel
-from gradus.measure.memory import peak_of
+from gradus.measure.memory import Timeline
 from gradus.train.log import environment
+
+
+def peak_of(function: Callable[[], object], device: torch.device | str = "cpu") -> tuple[int, int, int]:
+    """(allocated before, allocated after, peak) in bytes of tensor memory while `function()` runs; what it returns is let go.
+
+    On CUDA by the allocator's own count. On a CPU before is 0 and the others count from there: what `function()` itself allocates
+    and releases (releases of older memory are not seen).
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return before, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    with Timeline() as timeline:
+        function()
+        timeline.mark("after")
+    _, after, peak = timeline.phases()[0]
+    return 0, after, peak
 
 
 def call(kernel, q, k, v, backward: bool, causal: bool):

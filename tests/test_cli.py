@@ -234,9 +234,9 @@ def test_library_recipes_are_listed(capsys):
 def test_tokenizer_train(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
     assert main(["tokenizer", "train", str(tmp_path / "text.txt"), "--vocab-size", "280", "--to", str(tmp_path / "bpe")]) == 0
-    from gradus.data import tokenizers
+    from gradus.data import tokenizer_files
 
-    t = tokenizers.load(tmp_path / "bpe")
+    t = tokenizer_files.load(tmp_path / "bpe")
     assert t.decode(t.encode("the cat sat")) == "the cat sat" and len(t.encode("the cat")) < 7
     assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
 

@@ -520,10 +520,11 @@ def fetch(args) -> int:
 
 
 def tokenizer(args) -> int:
-    from gradus.data import text, tokenizers
+    from gradus.data.corpus import Corpus
+    from gradus.data.tokenizers import train_bpe
 
-    texts = (piece for file in args.files for piece in text.Corpus.open(file, args.text))
-    made = tokenizers.train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
+    texts = (piece for file in args.files for piece in Corpus.open(file, args.text))
+    made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     made.save(Path(args.to))
     use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
     print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}")

@@ -19,9 +19,13 @@ import torch
 from PIL import Image
 
 from gradus.data import images as module
-from gradus.data.images import ArrayImages, Augment, CifarSource, LazyImages, channel_stats, open_images, picture_grid, read_image, resize
+from gradus.data.augment import Augment, resize
+from gradus.data.image_sources import CIFAR10, CifarSource, find_sources
+from gradus.data.images import ArrayImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.loader import Loader, Plan
+from gradus.data.splits import Part
 from gradus.errors import UserError
+from gradus.infer.grid import picture_grid
 from gradus.recipe.schema import ImagesData
 
 
@@ -318,9 +322,9 @@ def test_cifar_archive_and_folder(tmp_path):
         config = ImagesData(path=str(path))
         with pytest.raises(UserError, match="no class has 10 images"):
             open_images(config)
-        train = module._open(module._find(config)["train"], None, None)
+        train = module._open(find_sources(config)["train"], None, None)
         assert train.classes[3] == "cat" and content(train) == [(image.tolist(), label) for image, label in zip(images[:50], labels)]
-        assert content(module._open(module._find(config)["test"], None, None)) == [
+        assert content(module._open(find_sources(config)["test"], None, None)) == [
             (image.tolist(), label) for image, label in zip(images[50:], labels[50:])
         ]
 
@@ -350,7 +354,7 @@ def test_cifar_10_channel_statistics_are_the_published_ones(shared_data, tmp_pat
     path = shared_data / "cifar10" / "test.parquet"
     test = open_images(ImagesData(path=str(path)))
     base = test["train"].dataset
-    assert base.classes == module.CIFAR10 and np.bincount(base.labels).tolist() == [1000] * 10
+    assert base.classes == CIFAR10 and np.bincount(base.labels).tolist() == [1000] * 10
     (tmp_path / "data_batch_1.bin").write_bytes(records(base.images, base.labels.tolist()))
     rebuilt = module._open(CifarSource(tmp_path, "train"), None, None)
     assert np.array_equal(rebuilt.images, base.images) and np.array_equal(rebuilt.labels, base.labels)
@@ -403,7 +407,7 @@ def test_channel_stats_are_exact():
     mean, std = channel_stats(data)
     np.testing.assert_allclose(mean, (data.images / 255).mean((0, 2, 3)), rtol=1e-13)
     np.testing.assert_allclose(std, (data.images / 255).std((0, 2, 3)), rtol=1e-13)
-    part = module.Part(data, np.array([3, 4]), "two")
+    part = Part(data, np.array([3, 4]), "two")
     np.testing.assert_allclose(channel_stats(part)[0], (data.images[3:5] / 255).mean((0, 2, 3)), rtol=1e-13)
     with pytest.raises(UserError, match=r"black: channel 0 has one value everywhere"):
         channel_stats(ArrayImages("black", np.zeros((2, 1, 4, 4), np.uint8), np.zeros(2, int), ["a"]))

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from gradus.data import tokenizers
-from gradus.data.tokenizers import SPECIALS, ByteTokenizer, CharTokenizer, WordTokenizer, load, train_bpe
+from gradus.data.tokenizer_files import load
+from gradus.data.tokenizers import SPECIALS, ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe
 from gradus.errors import UserError
 
 ODD = [
@@ -222,13 +223,12 @@ def test_bpe_training():
         train_bpe([], 300)
 
 
-def test_word_look_up_grows_until_frozen():
-    ours = WordTokenizer(specials=("<unk>",))
-    assert ours.encode("Eiffel Tower is in Paris") == [1, 2, 3, 4, 5]
-    before = ours.fingerprint
-    assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8 and ours.fingerprint != before
-    ours.frozen = True
-    assert ours.encode("Tower in Rome") == [2, 4, 0] and ours.vocab_size == 8
+def test_word_look_up():
+    ours = WordTokenizer.from_texts(["Eiffel Tower is in Paris", "Paris is in France\n"], specials=("<unk>",))
+    assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8
+    assert ours.encode("Tower in Rome") == [2, 4, 0]
+    with pytest.raises(UserError, match="'Rome' is not in the vocabulary of 1 words, which has no <unk>"):
+        WordTokenizer(["in"], specials=()).encode("in Rome")
 
 
 def test_unknown_character():
@@ -241,8 +241,9 @@ def test_unknown_character():
 def test_word_level_wikitext2_has_the_published_size(shared_data):
     """Merity et al. 2016, table 1: a vocabulary of 33,278 (a line's end is one), 2,088,628 tokens."""
     with lzma.open(shared_data / "wikitext-2/train.txt.xz", "rt", encoding="utf-8") as file:
-        ours = WordTokenizer(specials=("<unk>",))
-        assert sum(len(ours.encode(line)) for line in file) == 2_088_628
+        lines = list(file)
+    ours = WordTokenizer.from_texts(lines, specials=("<unk>",))
+    assert sum(len(ours.encode(line)) for line in lines) == 2_088_628
     assert ours.vocab_size == 33_278
 
 

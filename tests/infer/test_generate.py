@@ -11,7 +11,7 @@ import torch
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main, parse
-from gradus.data import tokenizers
+from gradus.data import tokenizer_files, tokenizers
 from gradus.infer import find
 from gradus.infer.generate import Stream, generate
 from gradus.models.decoding import complete
@@ -180,7 +180,7 @@ def test_metas_own_layout(tmp_path, capsys):
     folder = tmp_path / "meta"
     folder.mkdir()
     (tmp_path / "spm.model").rename(folder / "tokenizer.model")
-    tokenizer = tokenizers.load(folder)
+    tokenizer = tokenizer_files.load(folder)
     v, d, f = tokenizer.vocab_size, 16, 24
     torch.manual_seed(0)
     matrix = lambda *shape: torch.randn(*shape) * 0.3  # noqa: E731
@@ -228,7 +228,7 @@ def test_a_run_folder_gives_its_best_checkpoint_and_tokenizer(tmp_path, capsys):
         schedule={"warmup_steps": 0}, layout={"device": "cpu"}, data={"max_len": None},
     )  # fmt: skip
     train(recipe)
-    tokenizer = tokenizers.load(tmp_path / "run" / "checkpoints" / "best")
+    tokenizer = tokenizer_files.load(tmp_path / "run" / "checkpoints" / "best")
     model = models.load(tmp_path / "run" / "checkpoints" / "best").eval()
     capsys.readouterr()
     for words, start in ((["once"], "once"), ([], "\n")):  # an empty prompt: a line begins, as lines did in training

@@ -16,7 +16,7 @@ import torch
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main, parse
-from gradus.data import tokenizers
+from gradus.data import tokenizer_files, tokenizers
 from gradus.errors import UserError
 from gradus.infer.predict import evaluate, predict
 from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
@@ -113,7 +113,7 @@ def test_masked_words(tmp_path, marker):
         name = lambda i: {"[PAD]": "[PAD]"}.get(WORDS[i], WORDS[i])  # noqa: E731
         assert line.split(": ")[1] == "; ".join(f"{name(i)} {v:.4f}" for i, v in zip(guesses.tolist(), values.tolist()))
     best = [WORDS[i] for i in (int(p[2].argmax()), int(p[4].argmax()))]
-    filled = tokenizers.load(tmp_path).decode([5, WORDS.index(best[0]), 8, WORDS.index(best[1]), 11])
+    filled = tokenizer_files.load(tmp_path).decode([5, WORDS.index(best[0]), 8, WORDS.index(best[1]), 11])
     assert lines[0] == filled
 
 
@@ -245,7 +245,7 @@ def test_a_runs_split_with_right_and_wrong(digits, monkeypatch, tmp_path):
     def picture_grid(images, titles, colours, path):
         shown.update(images=images, titles=titles, colours=colours, path=path)
 
-    monkeypatch.setattr("gradus.data.images.picture_grid", picture_grid)
+    monkeypatch.setattr("gradus.infer.grid.picture_grid", picture_grid)
     lines = run(folder, "--split", "test", "--n", "20", "--grid", tmp_path / "g.png", "--to", tmp_path / "o.jsonl")
     session = open_session(recipes.load(folder))
     data, model = session.task.splits["test"], models.load(folder).eval()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gradus import models
 from gradus import recipe as recipes
 from gradus.measure.flops import count_flops, flops_per_token, for_run, known_peak, to_meta
-from gradus.measure.memory import component_bytes, peak_of
+from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import use_checkpointing, use_kernel
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, T5Config, ViTConfig
 from gradus.train.session import open_session
@@ -213,6 +213,7 @@ def test_peak_of_known_allocations():
         del a
         torch.empty(2000, dtype=torch.uint8)
 
-    before, after, peak = peak_of(work)
-    assert (before, after) == (0, 2000)
-    assert peak == 6000
+    with Timeline() as timeline:
+        work()
+        timeline.mark("after")
+    assert timeline.phases()[0][1:] == (2000, 6000)

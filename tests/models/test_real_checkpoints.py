@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradus import models
-from gradus.data import tokenizers
+from gradus.data import tokenizer_files
 from gradus.models.weights import LoadReport
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
@@ -18,7 +18,7 @@ STORY = "Once upon a time, there was a little girl named Lily. She loved to play
 @pytest.mark.shared_data
 def test_stories260k_tells_its_story(shared_data):
     model = models.load(shared_data / "stories260K" / "stories260K.bin").eval()
-    tokenizer = tokenizers.load(shared_data / "stories260K" / "tok512.bin")
+    tokenizer = tokenizer_files.load(shared_data / "stories260K" / "tok512.bin")
     ids = [tokenizer.bos_id]
     with torch.no_grad():
         while not tokenizer.decode(ids).endswith("ball."):

@@ -10,7 +10,7 @@ import torch
 
 from gradus import models
 from gradus import recipe as recipes
-from gradus.data import tokenizers
+from gradus.data import tokenizer_files, tokenizers
 from gradus.errors import UserError
 from gradus.recipe.schema import BertConfig
 from gradus.train.fetch import fetch
@@ -134,7 +134,7 @@ def test_the_hub_is_asked_for_weights_tokenizer_and_data(hub, tmp_path):
     assert data == ("load_dataset", "owner/films", "small")
     assert sorted(p.name for p in (to / "data").iterdir()) == ["train.parquet", "validation.parquet"]
     assert shlex.split(lines[-1])[2:] == ["imdb-bert", f"model.init={to}/weights", f"tokenizer.path={to}/tokenizer", f"data.path={to}/data"]
-    assert tokenizers.load(to / "tokenizer").vocab_size == len(WORDS)
+    assert tokenizer_files.load(to / "tokenizer").vocab_size == len(WORDS)
 
     staged = recipes.load(
         "imdb-bert", [*shlex.split(lines[-1])[3:], "data.max_len=16", "data.text=sentence", f"data.cache={tmp_path}/cache", "layout.device=cpu"],
@@ -192,7 +192,7 @@ def test_a_file_brings_what_belongs_to_it(tmp_path):
     lines = list(fetch(recipe, tmp_path / "to", ["shakespeare-char-gpt", *overrides]))
     assert sorted(p.name for p in (tmp_path / "to" / "data").iterdir()) == ["held.txt", "story.txt"]
     assert sorted(p.name for p in (tmp_path / "to" / "tokenizer").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-    assert tokenizers.load(tmp_path / "to" / "tokenizer").fingerprint == made.fingerprint
+    assert tokenizer_files.load(tmp_path / "to" / "tokenizer").fingerprint == made.fingerprint
     words = shlex.split(lines[-1])[3:]
     assert words == [
         "data.valid=held.txt",

@@ -269,7 +269,7 @@ def test_names_of_the_recipe_order_the_classes_and_may_name_what_has_no_rows(tmp
     path = table(tmp_path / "train.csv", reviews(), ("id", "text", "label"))
     task = open_session(recipe_of(tmp_path, path, task={"classes": ["good", "fair", "bad", "none"]})).task
     assert task.classes == ["good", "fair", "bad", "none"] and task.recipe.model.n_classes == 4
-    assert [task.classes[i] for i in task.splits["train"].data.labels[:3]] == ["bad", "good", "fair"]
+    assert [task.classes[i] for i in task.splits["train"].dataset.labels[:3]] == ["bad", "good", "fair"]
     with pytest.raises(UserError, match="bad stands there twice"):
         open_session(recipe_of(tmp_path, path, task={"classes": ["bad", "bad", "x"]}))
 
@@ -296,7 +296,7 @@ def test_a_tenth_of_each_class_is_held_out_and_no_row_is_in_both(tmp_path):
     assert np.bincount(splits["valid"].labels).tolist() == [2, 2, 2] and np.bincount(
         splits["train"].labels
     ).tolist() == [18, 18, 18]
-    assert sorted([*splits["train"].chosen, *splits["valid"].chosen]) == list(range(60))
+    assert sorted([*splits["train"].indices, *splits["valid"].indices]) == list(range(60))
 
 
 def test_every_tenth_pair_is_held_out_with_its_text(tmp_path):

@@ -1,8 +1,8 @@
 """Which samples make a step, and the loader that brings them.
 
-A global batch is formed first, from (seed, epoch, position) alone. Only then is it cut into ranks' shares and micro-batches,
-and only per sample is anything drawn at random. So the number of workers, of micro-batches or of processes, and the point
-from which a run is resumed, change nothing about what is learnt from.
+A global batch is formed first, from (seed, epoch, position) alone. Only then is it cut into ranks' shares and
+micro-batches, and only per sample is anything drawn at random. So the number of workers, of micro-batches or of
+processes, and the point from which a run is resumed, change nothing about what is learnt from.
 """
 
 from __future__ import annotations
@@ -25,43 +25,35 @@ import torch
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
 
-POOL = 50  # batches whose samples are sorted by length together: enough for little padding, few enough for a random order
+POOL = 50  # batches whose samples are sorted by length together: little padding, and still a random order
 
 
 class Plan:
     """The order of the samples: a pure function of the arguments and the epoch.
 
-    n: number of samples. Exactly one of batch_samples (samples a step) and batch_tokens (as many samples a step as fit, with
-    padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens a sample, needed by batch_tokens and by bucket.
-    bucket: batches of samples of like length; with shuffle, the samples are shuffled, cut into pools of 50 batches, sorted
-    within a pool, and the batches shuffled among themselves; without (evaluation), all are sorted. The last, smaller batch
-    is kept: every sample comes exactly once an epoch.
+    n: number of samples. Exactly one of batch_samples (samples a step) and batch_tokens (as many samples a step as fit,
+    with padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens a sample, needed by batch_tokens and by
+    bucket. bucket: batches of samples of like length; with shuffle, the samples are shuffled, cut into pools of 50
+    batches, sorted within a pool, and the batches shuffled among themselves; without (evaluation), all are sorted. The
+    last, smaller batch is kept: every sample comes exactly once an epoch.
 
     Raises UserError for no samples, a missing `lengths`, and a sample longer than batch_tokens.
     """
 
     def __init__(
-        self,
-        n: int,
-        seed: int,
-        batch_samples: int | None = None,
-        batch_tokens: int | None = None,
-        lengths: np.ndarray | None = None,
-        bucket: bool = False,
-        shuffle: bool = True,
-    ):
+        self, n: int, seed: int, batch_samples: int | None = None, batch_tokens: int | None = None,
+        lengths: np.ndarray | None = None, bucket: bool = False, shuffle: bool = True,
+    ):  # fmt: skip
         assert (batch_samples is None) != (batch_tokens is None), "give exactly one of batch_samples and batch_tokens"
-        assert (batch_samples or batch_tokens) > 0
         if n == 0:
             raise UserError("the data set is empty: there is no sample to make a batch of")
         if lengths is None and (batch_tokens is not None or bucket):
             what = "batch.tokens" if batch_tokens is not None else "data.pad=bucket"
-            raise UserError(f"{what} needs the length of every sample, which this data set does not have. Use batch.samples, unbucketed")
+            lacks = "the length of every sample, which this data set does not have"
+            raise UserError(f"{what} needs {lacks}. Use batch.samples, unbucketed")
         self.n, self.seed, self.bucket, self.shuffle = n, seed, bucket, shuffle
         self.batch_samples, self.batch_tokens = batch_samples, batch_tokens
         self.lengths = None if lengths is None else np.asarray(lengths)
-        if self.lengths is not None:
-            assert self.lengths.shape == (n,), f"lengths has shape {self.lengths.shape}, expected ({n},)"
         if batch_tokens is not None and self.lengths.max() > batch_tokens:
             i = int(self.lengths.argmax())
             raise UserError(
@@ -98,27 +90,18 @@ class Plan:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Steps of epoch 0. With batch_tokens, shuffled, other epochs may have a few more or fewer: len(plan.epoch(e)) is exact."""
+        """Steps of epoch 0. With batch_tokens, shuffled, other epochs may have a few more or fewer: len(plan.epoch(e))
+        is exact."""
         return -(-self.n // self.batch_samples) if self.batch_samples is not None else len(self.epoch(0))
-
-    def describe(self) -> dict[str, float | int]:
-        """What epoch 0 holds: samples, steps and, where lengths are known, tokens and `padding`: the share (0..1) of all
-        places that is padding when each global batch is padded to its longest sample. Smaller micro-batches have less."""
-        batches = self.epoch(0)
-        about: dict[str, float | int] = {"samples": self.n, "steps": len(batches)}
-        if self.lengths is not None:
-            places = sum(int(self.lengths[b].max()) * len(b) for b in batches)
-            about["tokens"] = int(self.lengths.sum())
-            about["padding"] = 1.0 - about["tokens"] / places if places else 0.0
-        return about
 
 
 @dataclasses.dataclass
 class Step:
     """What one process takes for one optimizer step: its samples, in order, and their micro-batches.
 
-    Every rank has as many micro-batches as the one with most samples, since in some layouts all must compute at once. One that
-    is there for that reason alone holds a sample of the batch again, counts nothing, and says so: `batch["idle"]` is there.
+    Every rank has as many micro-batches as the one with most samples, since in some layouts all must compute at once.
+    One that is there for that reason alone holds a sample of the batch again, counts nothing, and says so:
+    `batch["idle"]` is there.
     """
 
     epoch: int
@@ -130,50 +113,42 @@ class Step:
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The generator of one sample in one epoch."""
-    # The index as spawn key: [seed, epoch, 0] as plain entropy would be zero-padded into the very stream that made the order.
+    # The index as spawn key: [seed, epoch, 0] as plain entropy would be zero-padded into the order's stream.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch], spawn_key=(index,))))
 
 
 class Loader:
     """Brings the samples of a plan: item → prepare → collate, in this process (workers=0) or in background workers.
 
-    dataset: map-style; `dataset[i]`, or `dataset.item(i, epoch)` if it has a true `epoch_aware`. prepare(sample, rng): all that
-    is random about a sample, from a generator of (seed, epoch, index). collate(samples): a pure function to a dict of tensors.
-    micro_batch: samples a forward pass (None: the whole share). prefetch: steps ahead, per worker. persistent: workers outlive
-    an epoch. pin: page-locked memory, where there is a GPU. rank of world: takes the rank-th contiguous share of every batch.
-    `wait_s` is the time in seconds spent waiting for data so far; without workers, that is the time to make it.
+    dataset: map-style; `dataset[i]`, or `dataset.item(i, epoch)` if it has a true `epoch_aware`. prepare(sample, rng):
+    all that is random about a sample, from a generator of (seed, epoch, index). collate(samples): a pure function to a
+    dict of tensors. micro_batch: samples a forward pass (None: the whole share). prefetch: steps ahead, per worker.
+    persistent: workers outlive an epoch. pin: page-locked memory, where there is a GPU. rank of world: takes the
+    rank-th contiguous share of every batch. `wait_s` is the time in seconds spent waiting for data so far; without
+    workers, that is the time to make it.
 
-    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn). Plain fork
-    would copy the locks of this process's threads (OpenMP, Arrow, tokenizers, CUDA) in whatever state they are, and a worker
-    that then waits for one waits for ever. The price: data set, prepare and collate are pickled, so a large array belongs
-    into a memory map that is reopened by path. Batches return through pipes, not shared memory: neither open files nor a
-    container's small /dev/shm run out. Workers end with this process, however it ends, and when it says so: not by a Ctrl-C or
-    SIGTERM that reaches the whole process group, after which this process may want to finish its step.
+    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn). Plain
+    fork would copy the locks of this process's threads (OpenMP, Arrow, tokenizers, CUDA) in whatever state they are,
+    and a worker that then waits for one waits for ever. The price: data set, prepare and collate are pickled, so a
+    large array belongs into a memory map that is reopened by path. Batches return through pipes, not shared memory:
+    neither open files nor a container's small /dev/shm run out. Workers end with this process, however it ends, and
+    when it says so: not by a Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want
+    to finish its step.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        plan: Plan,
-        collate: Callable[[list[dict]], dict[str, torch.Tensor]],
-        *,
-        prepare: Callable[[dict, np.random.Generator], dict] | None = None,
-        seed: int = 0,
-        micro_batch: int | None = None,
-        workers: int = 0,
-        prefetch: int = 2,
-        persistent: bool = True,
-        pin: bool = False,
-        rank: int = 0,
-        world: int = 1,
-    ):
+        self, dataset: Any, plan: Plan, collate: Callable[[list[dict]], dict[str, torch.Tensor]], *,
+        prepare: Callable[[dict, np.random.Generator], dict] | None = None, seed: int = 0,
+        micro_batch: int | None = None, workers: int = 0, prefetch: int = 2, persistent: bool = True,
+        pin: bool = False, rank: int = 0, world: int = 1,
+    ):  # fmt: skip
         assert len(dataset) == plan.n, f"the plan is for {plan.n} samples, the data set has {len(dataset)}"
         assert 0 <= rank < world and workers >= 0 and prefetch >= 1 and (micro_batch is None or micro_batch >= 1)
         self.dataset, self.plan, self.rank, self.world = dataset, plan, rank, world
         self.pin = pin and torch.cuda.is_available()
         self.wait_s = 0.0
         self._fetch = _Fetch(dataset, prepare, collate, seed, micro_batch)
-        self._keys = _Keys()
+        self._keys: list = []  # what to fetch next; set anew before each iteration, so that the workers can stay
         self._workers, self._prefetch, self._persistent = workers, prefetch, persistent
         self._background: torch.utils.data.DataLoader | None = None
         self._turn = 0
@@ -181,8 +156,8 @@ class Loader:
     def steps(self, epoch: int, start: int = 0) -> Iterator[Step]:
         """The steps of an epoch from position `start` on. Begin the next epoch only when done with this one.
 
-        Raises UserError as the data set did; any other failure as RuntimeError that names the data set and the sample, a fault
-        of the machine as OSError.
+        Raises UserError as the data set did; any other failure as RuntimeError that names the data set and the sample,
+        a fault of the machine as OSError.
         """
         batches = self.plan.epoch(epoch)
         assert 0 <= start <= len(batches), f"epoch {epoch} has {len(batches)} steps; there is no position {start}"
@@ -222,9 +197,9 @@ class Loader:
             return map(self._fetch.__getitem__, keys)
         if not keys:
             return iter(())
-        self._keys.keys = keys
+        self._keys[:] = keys
         if self._background is None:
-            warnings.filterwarnings("ignore", message="This DataLoader will create")  # how many there are is the recipe's to say
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # how many is the recipe's to say
             self._background = torch.utils.data.DataLoader(
                 self._fetch,
                 batch_size=None,
@@ -235,7 +210,7 @@ class Loader:
                 collate_fn=_same,
                 worker_init_fn=_guard,
                 multiprocessing_context=_context(),
-                generator=torch.Generator(),  # else every start would draw from the global generator, and dropout with it
+                generator=torch.Generator(),  # else every start would draw from the one that dropout draws from
             )
         try:
             return iter(self._background)
@@ -243,29 +218,17 @@ class Loader:
             if "pickle" not in f"{type(e).__name__} {e}":
                 raise
             raise UserError(
-                f"data.workers={self._workers}: the data set, prepare and collate travel to the workers by pickle, and this fails ({e}). "
-                "Define them at the top level of a module, or set data.workers=0"
+                f"data.workers={self._workers}: the data set, prepare and collate travel to the workers by pickle, "
+                f"and this fails ({e}). Define them at the top level of a module, or set data.workers=0"
             ) from None
-
-
-class _Keys(torch.utils.data.Sampler):
-    """What to fetch next; set anew before each iteration, so that the workers can stay."""
-
-    def __init__(self):
-        self.keys: list = []
-
-    def __iter__(self):
-        return iter(self.keys)
-
-    def __len__(self):
-        return len(self.keys)
 
 
 class _Fetch(torch.utils.data.Dataset):
     """(epoch, step, indices) → micro-batches as numpy arrays, or the failure to make them."""
 
     def __init__(self, dataset, prepare, collate, seed, micro_batch):
-        self.dataset, self.prepare, self.collate, self.seed, self.micro_batch = dataset, prepare, collate, seed, micro_batch
+        self.dataset, self.prepare, self.collate = dataset, prepare, collate
+        self.seed, self.micro_batch = seed, micro_batch
 
     def sample(self, index: int, epoch: int) -> dict:
         sample = self.dataset.item(index, epoch) if getattr(self.dataset, "epoch_aware", False) else self.dataset[index]
@@ -298,7 +261,8 @@ class _Fetch(torch.utils.data.Dataset):
 
 @dataclasses.dataclass
 class _Failure:
-    """An exception on its way out of a worker. Sent as a value: a raised one would arrive with its traceback for a message."""
+    """An exception on its way out of a worker. Sent as a value: a raised one would arrive with its traceback for a
+    message."""
 
     message: str
     trace: str | None  # None: a UserError
@@ -325,7 +289,7 @@ def _guard(worker: int) -> None:
 
 
 def _watch() -> None:
-    # PyTorch's workers look for the death of the process that forked them. That is the server, which lives as long as they do.
+    # PyTorch's workers look for the death of the process that forked them: the server, which lives as long as they do.
     parent = multiprocessing.parent_process()
     while parent.is_alive():
         if not hasattr(signal, "sigtimedwait"):

@@ -17,9 +17,9 @@ class CopyDataset:
         start="first": place 0 always holds symbol 1, which starts the decoder (the annotated Transformer's copy task):
             target_in = data[:-1], target_out = data[1:], both (length - 1,).
 
-    Item i is a pure function of (seed, split, i) and costs the same for every i. The possible sequences are divided by a seeded
-    permutation: a tenth of them belongs to split="valid", the rest to split="train". Items are drawn uniformly from
-    their split's part, so a held-out sequence is never in the training set, however few sequences there are.
+    Item i is a pure function of (seed, split, i) and costs the same for every i. The possible sequences are divided by
+    a seeded permutation: a tenth of them belongs to split="valid", the rest to split="train". Items are drawn uniformly
+    from their split's part, so a held-out sequence is never in the training set, however few sequences there are.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class CopyDataset:
         split: Literal["train", "valid"] = "train",
     ):
         assert n_symbols >= 3 and length >= 2 and start in ("zero", "first") and split in ("train", "valid")
-        self.n, self.n_symbols, self.length, self.seed, self.start, self.split = n, n_symbols, length, seed, start, split
+        self.n, self.n_symbols, self.length = n, n_symbols, length
+        self.seed, self.start, self.split = seed, start, split
         self.name = f"copy/{split}"
         self.base, self.drawn = n_symbols - 1, length - (start == "first")
         self.total = self.base**self.drawn  # possible sequences, at least 2

@@ -8,12 +8,11 @@ import datetime
 import functools
 import os
 import re
-import secrets
 import statistics
 from pathlib import Path
 from typing import Any
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Cluster, Device, Grid, Link, Price
 from gradus.hardware.units import in_unit, quantity
@@ -392,13 +391,9 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     known.pop(device.name, None)
     known[device.name] = device_entry(device)
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-    try:
+    with files.aside(file) as aside:
         aside.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=140), encoding="utf-8")
         load(aside)  # what is written can be read, or the old file stays
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
     return file
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradus import models
 from gradus import recipe as recipes
-from gradus.data import tokenizers as reading
+from gradus.data import tokenizer_files
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -45,14 +45,14 @@ class Place:
         if given is None and self._read is not None:
             return self._read
         if given is not None:
-            found = {"": reading.load(given)}
+            found = {"": tokenizer_files.load(given)}
         else:
             try:
-                found = {"": reading.load(self.folder)}
+                found = {"": tokenizer_files.load(self.folder)}
             except UserError as e:
                 raise UserError(f"{e} Give one with --tokenizer PATH.") from None
             if (self.folder / "target").is_dir():
-                found["target"] = reading.load(self.folder / "target")
+                found["target"] = tokenizer_files.load(self.folder / "target")
         for place, tokenizer in found.items():
             size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
             if tokenizer.vocab_size > (size or self.config.vocab_size):

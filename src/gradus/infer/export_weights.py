@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradus import models
+from gradus import models, tasks
 from gradus.errors import UserError
 from gradus.infer import Place, find, note
 from gradus.models import weights
@@ -35,8 +35,7 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
             tokenizers = place.tokenizers()
         except UserError as e:
             note(f"without a tokenizer: {str(e).removesuffix(' Give one with --tokenizer PATH.')}")
-    for sub, tokenizer in tokenizers.items():
-        tokenizer.save(to / sub)
+    tasks.save_tokenizers(to, tokenizers)
     models.convert(place.path, to, shard_gb * 1e9)
     if place.recipe is not None and place.config.reads == "images":
         (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradus import limits, models, tasks
+from gradus import files, limits, models, tasks
 from gradus import recipe as recipes
-from gradus.data import images as pictures
+from gradus.data.augment import normalise, resize
 from gradus.data.collate import pad_sequences
+from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, did_you_mean
-from gradus.infer import Place, encode, find, note, special
+from gradus.infer import Place, encode, find, grid, note, special
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import alone
@@ -75,7 +74,7 @@ def predict(args: Any) -> Iterator[str]:
     if args.grid:
         colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
         try:
-            pictures.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
+            grid.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
         except OSError as e:
             raise UserError(f"--grid={args.grid}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
         yield f"wrote {args.grid}"
@@ -122,13 +121,10 @@ def visible(record: Record) -> Record:
 
 def write(path: Path, fill: Any) -> None:
     """Write a file aside and rename it. Raises UserError where the disk refuses."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(aside, "wb") as file:
+        with files.aside(path) as aside, open(aside, "wb") as file:
             fill(file)
-        os.replace(aside, path)
     except OSError as e:
-        aside.unlink(missing_ok=True)
         raise UserError(f"--to={path}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
 
 
@@ -281,7 +277,7 @@ def read_images(place: Place, files: list[str | bytes]) -> list[np.ndarray]:
         if isinstance(file, str) and not Path(file).is_file():
             beside = [p.name for p in Path(file).parent.iterdir()] if Path(file).parent.is_dir() else []
             raise UserError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
-    return [pictures.read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
+    return [read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
 
 
 def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
@@ -307,8 +303,8 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
 def prepared(place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device) -> Tensor:
     """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
     size = place.config.image_size
-    resized = [pictures.resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
-    return pictures.normalise(torch.cat(resized), mean, std)
+    resized = [resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
+    return normalise(torch.cat(resized), mean, std)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
 from gradus.layers.positions import (
     apply_rotary,
-    halves_to_interleaved,
     interleaved_to_halves,
     relative_buckets,
     rotary_frequencies,
@@ -24,6 +23,6 @@ __all__ = [
     "Attention", "Block", "Cache", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
     "MixtureOfExperts", "Patches",
     "apply_rotary", "attention_mask", "chunked", "decoder_inputs", "extract", "get_activation", "get_kernel",
-    "halves_to_interleaved", "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
+    "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "truncated_normal_",
 ]  # fmt: skip

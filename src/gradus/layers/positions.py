@@ -77,11 +77,6 @@ def interleaved_to_halves(weight: Tensor, n_heads: int) -> Tensor:
     return weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def halves_to_interleaved(weight: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `interleaved_to_halves`."""
-    return weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
 def relative_buckets(query_pos: Tensor, key_pos: Tensor, bidirectional: bool, n_buckets: int = 32, max_distance: int = 128) -> Tensor:
     """T5's buckets of the distance from a query to a key (Raffel et al. 2020, section 2.1): one each for near keys, logarithmic ones
     up to max_distance, one for all that is farther; half of them for later keys when bidirectional, else later keys count as distance 0.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from gradus.errors import UserError, did_you_mean, need
+from gradus import hub
+from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
 from gradus.models.weights import checksums
@@ -116,23 +117,9 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
 
 
 def _from_hub(name: str, weights_too: bool) -> Path:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    hub = need("huggingface_hub", "hf", f"{name}: not a local folder, and reading it from the hub")
     description = ["*.json", "*.txt", "*.model"]
     patterns = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"]] if weights_too else [["config.json"]]
-    try:
-        for allowed in patterns:
-            folder = Path(hub.snapshot_download(name, allow_patterns=allowed, local_files_only=offline))
-            if not weights_too or any(folder.glob("*.safetensors")):
-                break
-    except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
-        if offline:
-            raise UserError(
-                f"{name}: no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1). "
-                "Where there is internet run `gradus fetch RECIPE --to DIR`, then give the folder"
-            ) from None
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise UserError(f"{name}: no such folder, and the hub does not give it ({reason}). Check the name, or `gradus fetch` it elsewhere") from None
+    folder = hub.download(name, patterns, lambda folder: not weights_too or any(folder.glob("*.safetensors")), name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: the local copy of the hub has no config.json. `gradus fetch` it where there is internet, then give the folder")
     return folder

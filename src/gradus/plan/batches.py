@@ -131,7 +131,7 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None, target_len:
 
 
 def _images(recipe: Recipe) -> Task:
-    from gradus.data.images import Augment
+    from gradus.data.augment import Augment
 
     model = recipe.model
     shape = (model.n_channels, model.image_size, model.image_size)

@@ -362,11 +362,6 @@ def local_parameters(m: ModelConfig, layout: Layout) -> int:
     return max(sum(math.prod(part.local(layout.tensor, layout.expert)) * times for part, times in held(m, layout, r, a)) for r in ranks)
 
 
-def held_parameters(m: ModelConfig, layout: Layout, rank: int = 0) -> int:
-    """Elements of parameters on the fullest device of pipeline rank `rank`, under tensor, expert, pipeline and FSDP."""
-    return sum(fullest(part, layout) * times for part, times in held(m, layout, rank))
-
-
 def korthikanti(b: int, s: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, checkpointing: str = "none") -> float:
     """Activation bytes of one layer, in 16 bits, dropout masks of 1 byte (Korthikanti et al. 2022, table 2). Ours differ: see `block_saved`.
 

@@ -26,11 +26,17 @@ def open_task(recipe: Recipe, tokenizers: dict | None = None) -> Task:
 
 def load_tokenizers(checkpoint: Path) -> dict | None:
     """The tokenizers saved with a checkpoint, or None where it has none."""
-    from gradus.data import tokenizers
+    from gradus.data import tokenizer_files
 
     found = {}
     for place in ("", "target"):
         folder = checkpoint / place
-        if any((folder / name).exists() for name in tokenizers.FILES):
-            found[place] = tokenizers.load(folder)
+        if any((folder / name).exists() for name in tokenizer_files.FILES):
+            found[place] = tokenizer_files.load(folder)
     return found or None
+
+
+def save_tokenizers(folder: Path, tokenizers: dict) -> None:
+    """Write tokenizers as `load_tokenizers` finds them: a second one, for the target language, in `target/`."""
+    for place, tokenizer in tokenizers.items():
+        tokenizer.save(folder / place)

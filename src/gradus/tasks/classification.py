@@ -110,7 +110,8 @@ class ImageClassification(Classification):
     counts_tokens = False
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
-        from gradus.data.images import Augment, open_images
+        from gradus.data.augment import Augment
+        from gradus.data.images import open_images
 
         super().__init__(recipe)
         self.splits = open_images(recipe.data, recipe.model.image_size, recipe.task.classes)

@@ -4,74 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gradus import models
-from gradus.data import tokenizers as reading
-from gradus.data.text import (
-    Corpus,
-    DocumentsDataset,
-    LabelledDataset,
-    LMDataset,
-    PairsDataset,
-    TokenFile,
-    cached_bpe,
-    find_pairs,
-    find_split,
-    tenths,
-)
-from gradus.data.tokenizers import Tokenizer
+from gradus.data.corpus import Corpus, TokenFile, cached_bpe
+from gradus.data.splits import find_pairs, find_split, hold_out, limited
+from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset
+from gradus.data.tokenizer_files import load
+from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
 
 
-class Chosen:
-    """Some samples of a data set."""
-
-    def __init__(self, data: Any, chosen: np.ndarray):
-        self.data, self.chosen = data, chosen
-        self.epoch_aware = getattr(data, "epoch_aware", False)
-        self.lengths = data.lengths[self.chosen]
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self.data.labels[self.chosen]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.data[int(self.chosen[i])]
-
-    def item(self, i: int, epoch: int) -> dict[str, Any]:
-        return self.data.item(int(self.chosen[i]), epoch)
-
-
-def limited(recipe: Recipe, splits: dict[str, Any]) -> dict[str, Any]:
-    for split, limit in (("train", recipe.data.limit), ("valid", recipe.data.limit_valid)):
-        if limit is not None and split in splits and limit < len(splits[split]):
-            first = np.random.Generator(np.random.PCG64(0)).permutation(len(splits[split]))[:limit]  # of a fixed shuffle
-            splits[split] = Chosen(splits[split], first)
-    return splits
-
-
-def held_out(data: LabelledDataset) -> tuple[Chosen, Chosen]:
-    """(the rest, every tenth row of each class)."""
-    rest, held = tenths(data.labels, data.name)
-    return Chosen(data, rest), Chosen(data, held)
-
-
 def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with the tokenizer's vocabulary size where it has none. Raises UserError where the tokenizer has more tokens than the model."""
+    """The model with the tokenizer's vocabulary size where it has none.
+
+    Raises UserError where the tokenizer has more tokens than the model.
+    """
     if model.vocab_size is None:
         return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
-            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out, or use the model's own tokenizer."
+            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. "
+            "Leave it out, or use the model's own tokenizer."
         )
     return model
 
@@ -83,29 +41,38 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
         beside = recipe.model.init
         if beside is None:
             raise UserError(
-                "tokenizer: none is given. Set tokenizer.path=FILE, or tokenizer.kind=byte, char, word or bpe, or start from weights with model.init."
+                "tokenizer: none is given. Set tokenizer.path=FILE, or tokenizer.kind=byte, char, word or bpe, "
+                "or start from weights with model.init."
             )
         place = models.locate(beside)
-        return reading.load(place if place.is_dir() else place.parent)
+        return load(place if place.is_dir() else place.parent)
     if config.kind == "file":
-        return reading.load(config.path)
+        return load(config.path)
     if config.kind == "byte":
-        return reading.ByteTokenizer()
+        return ByteTokenizer()
     corpora = texts()
-    stream = lambda: itertools.chain.from_iterable(corpora)  # noqa: E731
     if config.kind == "char":
-        return reading.CharTokenizer.from_texts(stream())
+        return CharTokenizer.from_texts(itertools.chain.from_iterable(corpora))
     if config.kind == "word":
-        return reading.WordTokenizer.from_texts(stream(), config.lowercase)
-    return cached_bpe(
-        stream, config.vocab_size, config.lowercase, recipe.task.name == "span_corruption", recipe.data.cache, key="".join(c.key for c in corpora)
-    )
+        return WordTokenizer.from_texts(itertools.chain.from_iterable(corpora), config.lowercase)
+    sentinels = recipe.task.name == "span_corruption"
+    return cached_bpe(corpora, config.vocab_size, config.lowercase, sentinels, recipe.data.cache)
 
 
 def needs_path(recipe: Recipe) -> str:
     if recipe.data.path is None:
         raise DataError(f"data.path: not given. Set data.path=FILE_OR_FOLDER (or hf:NAME) for {recipe.name}.")
     return recipe.data.path
+
+
+def _files(recipe: Recipe) -> dict[str, Path]:
+    """The file of each split that the data have. Raises UserError where there is no training split."""
+    data, path = recipe.data, needs_path(recipe)
+    found = {
+        split: find_split(path, split, getattr(data, split), required=split == "train")
+        for split in ("train", "valid", "test")
+    }
+    return {split: file for split, file in found.items() if file is not None}
 
 
 def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
@@ -116,19 +83,19 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
             raise UserError(f"data.path={data.path} has no effect with data.source=stdlib. Leave one of them out.")
         corpora = {"train": Corpus.stdlib()}
     else:
-        path = needs_path(recipe)
-        files = {split: find_split(path, split, getattr(data, split), required=split == "train") for split in ("train", "valid", "test")}
-        corpora = {split: Corpus.open(file, data.text, documents) for split, file in files.items() if file is not None}
+        corpora = {split: Corpus.open(file, data.text, documents) for split, file in _files(recipe).items()}
     if "valid" not in corpora:
         corpora["train"], corpora["valid"] = corpora["train"].split(data.valid_fraction)
     return corpora
 
 
-def open_running_text(recipe: Recipe, given: Tokenizers | None, seq_len: int) -> tuple[Tokenizers, dict[str, Any], dict[str, dict[str, int]]]:
+def open_running_text(
+    recipe: Recipe, given: Tokenizers | None, seq_len: int
+) -> tuple[Tokenizers, dict[str, Any], dict[str, dict[str, int]]]:
     """(tokenizers, splits of windows, sizes of the evaluated texts) for next-token prediction."""
     data = recipe.data
     corpora = running_text(recipe, documents=data.pack == "documents")
-    # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text alone
+    # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text
     seen = list(corpora) if recipe.tokenizer is not None and recipe.tokenizer.kind == "char" else ["train"]
     tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora[s] for s in seen])}
     splits, sizes = {}, {}
@@ -137,45 +104,48 @@ def open_running_text(recipe: Recipe, given: Tokenizers | None, seq_len: int) ->
         tokens = TokenFile.of(corpus, tokenizers[""], eos=end, cache=data.cache)
         splits[split] = LMDataset(tokens, seq_len, recipe.train.seed, data.pack, shuffle_phase=split == "train")
         if split != "train" and not (split == "valid" and data.limit_valid):
-            about = tokens.about
-            sizes[split] = {"bytes": about["n_bytes"], "words": about["n_words"] + about["n_lines"], "targets": splits[split].n_targets}
-    return tokenizers, limited(recipe, splits), sizes
+            about, targets = tokens.about, splits[split].n_targets
+            words = about["n_words"] + about["n_lines"]
+            sizes[split] = {"bytes": about["n_bytes"], "words": words, "targets": targets}
+    return tokenizers, limited(splits, data.limit, data.limit_valid), sizes
 
 
 def open_documents(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
     """(tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
-    corpora = running_text(recipe, documents=True)
+    data, corpora = recipe.data, running_text(recipe, documents=True)
     tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
-    across = recipe.data.pack == "stream"
-    splits = {s: DocumentsDataset(TokenFile.of(c, tokenizers[""], cache=recipe.data.cache), room, across) for s, c in corpora.items()}
-    return tokenizers, limited(recipe, splits)
+    tokens = {split: TokenFile.of(corpus, tokenizers[""], cache=data.cache) for split, corpus in corpora.items()}
+    splits = {split: DocumentsDataset(t, room, across=data.pack == "stream") for split, t in tokens.items()}
+    return tokenizers, limited(splits, data.limit, data.limit_valid)
 
 
 def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
-    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, which is said; without both, a
-    fixed tenth of the training rows of every class."""
-    data, path = recipe.data, needs_path(recipe)
-    files = {split: find_split(path, split, getattr(data, split), required=split == "train") for split in ("train", "valid", "test")}
-    files = {split: file for split, file in files.items() if file is not None}
+    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, which is
+    said; without both, a fixed tenth of the training rows of every class."""
+    data, files = recipe.data, _files(recipe)
     if "valid" not in files and "test" in files:
-        print(f"note: {path} has no valid split: the test split is evaluated instead. Choose nothing by it.", flush=True)
+        instead = "has no valid split: the test split is evaluated instead. Choose nothing by it."
+        print(f"note: {data.path} {instead}", flush=True)
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
     tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], data.text)])}
-    options = {"text": data.text, "label": data.label, "n_classes": recipe.model.n_classes, "cache": data.cache}
-    train = LabelledDataset.open(files["train"], tokenizers[""], room, names=recipe.task.classes, **options)
+    options = {"columns": (data.text, data.label), "n_classes": recipe.model.n_classes, "cache": data.cache}
+    train = LabelledDataset(files["train"], tokenizers[""], room, names=recipe.task.classes, **options)
     splits: dict[str, Any] = {"train": train}
     for split in ("valid", "test"):
         if split in files:
-            splits[split] = LabelledDataset.open(files[split], tokenizers[""], room, like=train, **options)
+            splits[split] = LabelledDataset(files[split], tokenizers[""], room, like=train, **options)
     if "valid" not in splits:
-        splits["train"], splits["valid"] = held_out(train)
-    return tokenizers, limited(recipe, splits), train.classes
+        splits["train"], splits["valid"] = hold_out(train)
+    return tokenizers, limited(splits, data.limit, data.limit_valid), train.classes
 
 
-def open_pairs(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
-    """(tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth training pair is held out."""
+def open_pairs(
+    recipe: Recipe, given: Tokenizers | None, room: int
+) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
+    """(tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth training pair
+    is held out."""
     data, path = recipe.data, needs_path(recipe)
     corpora = {}
     for split in ("train", "valid", "test"):
@@ -188,13 +158,17 @@ def open_pairs(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tok
         corpora["train"], corpora["valid"] = (tuple(side.every(10, held) for side in pair) for held in (False, True))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
-        raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. Set tokenizer.shared=true.")
+        raise UserError(
+            "tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. "
+            "Set tokenizer.shared=true."
+        )
     if given:
         tokenizers = given
     elif shared:
         tokenizers = {"": make_tokenizer(recipe, lambda: list(corpora["train"]))}
     else:
-        tokenizers = {place: make_tokenizer(recipe, lambda i=i: [corpora["train"][i]]) for i, place in enumerate(("", "target"))}
+        sides = zip(("", "target"), corpora["train"])
+        tokenizers = {place: make_tokenizer(recipe, lambda side=side: [side]) for place, side in sides}
     source, target = tokenizers[""], tokenizers.get("target", tokenizers[""])
     splits = {split: PairsDataset(*pair, source, target, room, data.cache) for split, pair in corpora.items()}
-    return tokenizers, limited(recipe, splits), corpora
+    return tokenizers, limited(splits, data.limit, data.limit_valid), corpora

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gradus import models, tasks
+from gradus import files, models, tasks
 from gradus.errors import UserError, disk_full, not_written
 from gradus.models.weights import checksums, some
 from gradus.parallel.engine import Parallel
@@ -53,16 +53,6 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.mps.set_rng_state(state["rng.mps"])
 
 
-def _flush(folder: Path) -> None:
-    """Force files, then their folder's entries, onto the disk before the rename says that they are there."""
-    for path in [p for p in folder.rglob("*") if p.is_file()] + [folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
     """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already stays.
 
@@ -70,37 +60,25 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
     """
     if target.exists():
         return
-    aside = target.with_name(f".writing-{target.name}")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        fill(aside)
-        checksums.write(aside)
-        _flush(aside)
-        os.replace(aside, target)
+        with files.aside(target) as aside:
+            aside.mkdir(parents=True)
+            fill(aside)
+            checksums.write(aside)
     except (OSError, SafetensorError, UserError) as e:
-        shutil.rmtree(aside, ignore_errors=True)
         if isinstance(e, UserError) and not disk_full(e):
             raise
         then = "the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
         raise not_written(target.parent, e, then) from None
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder so that half of it never looks whole: first out of sight, then away."""
-    out = folder.with_name(f".removing-{folder.name}")
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(folder, out)
-    shutil.rmtree(out, ignore_errors=True)
-
-
-def together(value: Any) -> list[Any]:
-    """What every process says, by rank. Collective."""
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every process of the group, by rank. Collective."""
     if not dist.is_initialized():
         return [value]
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
@@ -161,8 +139,8 @@ class Checkpoints:
         None where there is no checkpoint. Raises UserError where there are some and none is whole. Collective.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(together(self.steps())[0]):
-            problem = next(filter(None, together(damage(path, *_place()))), None)
+        for path in reversed(gathered(self.steps())[0]):
+            problem = next(filter(None, gathered(damage(path, *_place()))), None)
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
@@ -206,7 +184,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self.keep]:
-            remove(old)
+            files.remove(old)
 
     def _begin(self, target: Path, parallel: Parallel, tokenizers: dict, optimizer, precision: Precision, state: dict) -> None:
         from gradus.train import sharded
@@ -225,7 +203,7 @@ class Checkpoints:
 
         def fill(aside: Path) -> None:
             (aside / "training.json").write_text(json.dumps(state, indent=1))
-            save_tokenizers(aside, tokenizers)
+            tasks.save_tokenizers(aside, tokenizers)
 
         self.pending = sharded.save(target, parallel.bare.config, tensors, fill, self.group)
 
@@ -272,7 +250,7 @@ class Checkpoints:
         os.replace(link, self.folder / "best")
         for old in self.folder.glob("best-step-*"):
             if old != target and metric in _evaluated(old).get("metrics", {}):
-                remove(old)
+                files.remove(old)
 
     def best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
         """What the best of the weights kept were evaluated to by `metric` ("value", "step"), and `best` names them.
@@ -281,7 +259,7 @@ class Checkpoints:
         known: the checkpoint's word ("step", "metric", "value") for weights of an earlier version, which have none of their own.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
-        return together(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
+        return gathered(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
 
     def _find_best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
         found: list[tuple[float, int, Path]] = []
@@ -391,10 +369,4 @@ def _evaluated(best: Path) -> dict[str, Any]:
 def save_weights(folder: Path, parallel: Parallel, tokenizers: dict) -> None:
     """Weights in the Hugging Face layout, the tokenizer beside them (a second one, for the target language, in `target/`)."""
     models.save(parallel.bare, folder)
-    save_tokenizers(folder, tokenizers)
-
-
-def save_tokenizers(folder: Path, tokenizers: dict) -> None:
-    for place, tokenizer in tokenizers.items():
-        (folder / place).mkdir(exist_ok=True)
-        tokenizer.save(folder / place)
+    tasks.save_tokenizers(folder, tokenizers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -9,33 +10,28 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from gradus import models
+from gradus import hub, models
 from gradus import recipe as recipes
-from gradus.errors import UserError, need
+from gradus.data import tokenizer_files
+from gradus.data.splits import SPLITS
+from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
 
 DESCRIPTION = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
 TOKENIZERS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "encoder.json",
-    "*.model",
-    "tok*.bin",
-    "gradus_tokenizer.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json"),
+    *("vocab.*", "merges.txt", "encoder.json", "*.model", "tok*.bin"),
 )
-SPLITS = ("train", "valid", "validation", "val", "dev", "test")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def fetch(recipe: Recipe, to: Path, command: Sequence[str] | None = None) -> Iterator[str]:
-    """Fill `to`/weights, `to`/tokenizer and `to`/data, and yield a line for each, then the command that trains from them.
+    """Fill `to`/weights, `to`/tokenizer and `to`/data, and yield a line for each, then the command that trains from
+    them.
 
-    What the recipe names on the Hugging Face hub is downloaded (data sets as one parquet file a split), what lies on this machine is
-    copied. command: the words behind `gradus train` (a recipe and its overrides; None: the recipe's name). Every piece is
-    tried; raises UserError at the end, with one line for each that could not be had.
+    What the recipe names on the Hugging Face hub is downloaded (data sets as one parquet file a split), what lies on
+    this machine is copied. command: the words behind `gradus train` (a recipe and its overrides; None: the recipe's
+    name). Every piece is tried; raises UserError at the end, with one line for each that could not be had.
     """
     settings: dict[str, str] = {}
     failed: list[str] = []
@@ -59,7 +55,7 @@ def fetch(recipe: Recipe, to: Path, command: Sequence[str] | None = None) -> Ite
     yield f"  gradus train {shlex.join(words)}"
 
 
-# ---------------------------------------------------------------- one piece each: (where from, settings that name the staged copy)
+# ---------------------------------------------------------------- one piece each: (where from, settings that name it)
 
 
 def _weights(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
@@ -73,22 +69,24 @@ def _weights(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
             return init, {"model.init": str(to / place.name)}
         _copy([f for f in place.iterdir() if not f.name.startswith(("training.", "."))], to)
     else:
-        _from_hub(init, "model.init", to, [[*DESCRIPTION, "*.safetensors"], [*DESCRIPTION, "*.bin"]], lambda: any(to.glob("*.safetensors")))
+        patterns = [[*DESCRIPTION, "*.safetensors"], [*DESCRIPTION, "*.bin"]]
+        _from_hub(init, "model.init", to, patterns, lambda folder: any(folder.glob("*.safetensors")))
     models.config_of(to)  # raises where this is no model that can be read
     return init, {"model.init": str(to)}
 
 
 def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
     config = recipe.tokenizer
-    if config is None or config.kind != "file":
-        return f"{config.kind}, made from the training text: nothing to fetch" if config else "none: nothing to fetch", {}
+    if config is None:
+        return "none: nothing to fetch", {}
+    if config.kind != "file":
+        return f"{config.kind}, made from the training text: nothing to fetch", {}
     if config.path is None:
         return "beside the weights: nothing more to fetch", {}
-    from gradus.data import tokenizers
-
     path = Path(os.path.expanduser(config.path))
     if path.is_file():  # files that say how to read this one lie beside it
-        _copy([path, *(f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe"))], to)
+        beside = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe")]
+        _copy([path, *beside], to)
         place = to / path.name
     else:
         if path.is_dir():
@@ -96,7 +94,7 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         else:
             _from_hub(config.path, "tokenizer.path", to, [[*DESCRIPTION, *TOKENIZERS]])
         place = to
-    tokenizers.load(place)
+    tokenizer_files.load(place)
     return config.path, {"tokenizer.path": str(place)}
 
 
@@ -107,8 +105,8 @@ def _data(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return "made or found on any machine: nothing to fetch", {}
     explicit = {split: getattr(data, split) for split in ("train", "valid", "test") if getattr(data, split, None)}
     if path.startswith("hf:"):
-        splits = _load_dataset(path.removeprefix("hf:").partition("#")[0])
-        wanted = [*SPLITS, *explicit.values()]
+        splits = hub.data_set(path.removeprefix("hf:").partition("#")[0], f"data.path={path}")
+        wanted = [*itertools.chain(*SPLITS.values()), *explicit.values()]
         to.mkdir(parents=True, exist_ok=True)
         for name, table in splits.items():
             if name in wanted:
@@ -116,7 +114,8 @@ def _data(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return path, {"data.path": str(to), **{f"data.{split}": f"{name}.parquet" for split, name in explicit.items()}}
     place = Path(os.path.expanduser(path))
     if not place.exists():
-        raise UserError(f"data.path={path}: no such file or folder{recipes.looked_for(path)}. Give one that is here, or hf:NAME.")
+        where = recipes.looked_for(path)
+        raise UserError(f"data.path={path}: no such file or folder{where}. Give one that is here, or hf:NAME.")
     if place.is_file():  # other splits lie beside it, by name
         _copy([place, *(place.parent / name for name in explicit.values())], to)
         return path, {"data.path": str(to / place.name)}
@@ -124,36 +123,14 @@ def _data(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
     return path, {"data.path": str(to)}
 
 
-# ---------------------------------------------------------------- the hub
-
-
-def _from_hub(name: str, key: str, to: Path, patterns: list[list[str]], enough: Callable[[], bool] = lambda: True) -> None:
-    """Download the files of a hub repository: of the first patterns, and while these do not give enough, of the next."""
+def _from_hub(
+    name: str, key: str, to: Path, patterns: list[list[str]], enough: Callable[[Path], bool] = lambda folder: True
+) -> None:
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"{key}={name}: no such file or folder, and no name of the hub (like bert-base-cased or OWNER/NAME).")
-    hub = need("huggingface_hub", "hf", f"{key}={name}: not a local folder, and downloading it")
-    try:
-        for allowed in patterns:
-            hub.snapshot_download(name, local_dir=str(to), allow_patterns=allowed)
-            if enough():
-                break
-    except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
         raise UserError(
-            f"{key}={name}: no such file or folder, and the hub does not give it ({_reason(e)}). Check the name and the connection."
-        ) from None
-
-
-def _load_dataset(name: str) -> dict:
-    datasets = need("datasets", "hf", f"data.path=hf:{name}")
-    try:
-        found = datasets.load_dataset(*name.split(":", 1))
-    except Exception as e:  # of many kinds: offline, unknown, gated, no such configuration
-        raise UserError(f"data.path=hf:{name}: the hub does not give it ({_reason(e)}). Check the name and the connection.") from None
-    return dict(found) if isinstance(found, dict) else {"train": found}
-
-
-def _reason(e: Exception) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+            f"{key}={name}: no such file or folder, and no name of the hub (like bert-base-cased or OWNER/NAME)."
+        )
+    hub.download(name, patterns, enough, f"{key}={name}", to)
 
 
 # ---------------------------------------------------------------- files

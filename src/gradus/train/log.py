@@ -8,7 +8,6 @@ import fcntl
 import itertools
 import json
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import TextIO
 
 import torch
 
+from gradus import files
 from gradus.errors import EnvironmentFault, UserError, need, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
@@ -270,14 +270,9 @@ def _lock(folder: Path) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written aside, under a name that no other writer has, and renamed. Raises EnvironmentFault where the disk fails."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with writing(path, RESUME):
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    """Written aside and renamed. Raises EnvironmentFault where the disk fails."""
+    with writing(path, RESUME):
+        files.write_text(path, text)
 
 
 def write_json(path: Path, value: dict) -> None:

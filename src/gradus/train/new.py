@@ -15,7 +15,12 @@ import numpy as np
 import yaml
 
 from gradus import models, tasks
-from gradus.data import images, text
+from gradus.data.corpus import TEXT_COLUMNS, Corpus
+from gradus.data.image_sources import SUFFIXES
+from gradus.data.images import LazyImages
+from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
+from gradus.data.splits import Part, find_pairs, find_split, visible_files
+from gradus.data.text import LABEL_COLUMNS
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe.check import learners
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -23,17 +28,15 @@ from gradus.train import resolve
 from gradus.train.session import derive, open_session
 
 LOOKED = 1000  # rows that the columns are guessed from
-TEXT_NAMES = (*text.TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
-LABEL_NAMES = (*text.LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
+TEXT_NAMES = (*TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
+LABEL_NAMES = (*LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
 WHAT = {
-    "labelled": "texts with a label",
-    "images": "images with a label",
-    "text": "running text",
+    "labelled": "texts with a label", "images": "images with a label", "text": "running text",
     "pairs": "parallel sentences",
-}
+}  # fmt: skip
 SMALL = 512  # d_model below which a pre-trained model takes a larger rate
 
 
@@ -60,13 +63,12 @@ def new(
     Raises UserError where `file` is there already, for data that no reader knows or that cannot be trained on, and for
     an init of another kind.
     """
-    target = Path(os.path.expanduser(file))
+    target = expanded(file)
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
     if target.exists():
-        raise UserError(
-            f"{file}: there is such a file already, and it stays as it is. Give another name, or remove it first."
-        )
+        stays = "there is such a file already, and it stays as it is"
+        raise UserError(f"{file}: {stays}. Give another name, or remove it first.")
     if not target.parent.is_dir():
         raise UserError(f"{file}: there is no folder {target.parent}. Make it first.")
     found = look(paths, text_column, label)
@@ -77,8 +79,8 @@ def new(
             "Give such weights, or none."
         )
     yield from found.lines
-    if init and Path(os.path.expanduser(init)).exists():
-        init = str(Path(os.path.expanduser(init)).absolute())
+    if init and expanded(init).exists():
+        init = str(expanded(init).absolute())
     sections = _draft(found, init, config)
     task = tasks.open_task(_recipe(target, sections))
     facts = Facts(task, found)
@@ -105,17 +107,17 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
     columns = {"--text": text_column, "--label": label}
     if len(paths) > 2:
         raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
-    path = Path(os.path.expanduser(paths[0]))
+    path = expanded(paths[0])
     if len(paths) == 2:
-        found = _pair(path, Path(os.path.expanduser(paths[1])))
+        found = _pair(path, expanded(paths[1]))
     elif not str(paths[0]).startswith("hf:") and not path.exists() and len(sides := _sides(path)) == 2:
         found = _pair(*sides)
-    elif path.is_dir() and not text.is_hub(path):
+    elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
     elif re.search(r"\.(tar|tar\.gz|tgz)$", path.name):
         found = _images(path)
     else:
-        found = _table(paths[0], text.find_split(paths[0], "train"), text_column, label)
+        found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
     for option, column in columns.items():
         if column is not None and column not in found.data.values():
             raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
@@ -131,16 +133,13 @@ def _sides(prefix: Path) -> list[Path]:
 def _side(file: Path) -> tuple[str, str] | None:
     """(name, language) of one side of parallel text."""
     match = re.fullmatch(r"(.+)\.([A-Za-z]{2,3}([-_]\w+)?)", re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", file.name))
-    return (match[1], match[2]) if match and f".{match[2]}" not in text.KINDS and file.is_file() else None
+    return (match[1], match[2]) if match and f".{match[2]}" not in KINDS and file.is_file() else None
 
 
 def _pair(first: Path, second: Path) -> Found:
     for file in (first, second):
         if not file.is_file():
-            raise UserError(
-                f"{file}: no such file."
-                + (did_you_mean(file.name, os.listdir(file.parent)) if file.parent.is_dir() else "")
-            )
+            raise UserError(f"{file}: no such file.{near(file)}")
     a, b = _side(first), _side(second)
     if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
         raise UserError(
@@ -152,7 +151,7 @@ def _pair(first: Path, second: Path) -> Found:
 
 def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
     data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
-    if not {name} <= set(text.SPLITS["train"]):
+    if not {name} <= set(SPLITS["train"]):
         data["train"] = name
     lines = [
         f"found      {folder / name}.{source} and .{target}: parallel sentences, "
@@ -162,74 +161,69 @@ def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
 
 
 def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
-    files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    files = visible_files(folder)
     if (folder / "cifar-10-batches-bin").is_dir() or any(
         re.fullmatch(r"data_batch_1\.bin|cifar-10-binary\.tar\.gz", f.name) for f in files
     ):
         return _images(folder)
-    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in images.SUFFIXES)
+    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
     if next(pictures, None):
         return _images(folder)
-    if any(f.suffix.lower() in images.SUFFIXES for f in files):
+    if any(f.suffix.lower() in SUFFIXES for f in files):
         raise UserError(
             f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat' / files[0].name}, say."
         )
-    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"]})
+    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in SPLITS["train"]})
     if len(languages) == 2:
-        name = next(side[0] for f in files if (side := _side(f)) and side[0] in text.SPLITS["train"])
+        name = next(side[0] for f in files if (side := _side(f)) and side[0] in SPLITS["train"])
         return _pairs(folder, name, *languages)
     shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
     if len(files) == 1 and not shards:
         return _table(files[0], files[0], text_column, label)
-    return _table(folder, shards[0] if shards else text.find_split(folder, "train"), text_column, label)
+    return _table(folder, shards[0] if shards else find_split(folder, "train"), text_column, label)
 
 
-def _images(path: Path, columns: dict[str, str] | None = None) -> Found:
-    return Found(
-        {"kind": "images", "path": str(path.absolute()), **(columns or {})}, [f"found      {path}: images with a label"]
-    )
+def _images(path: Path) -> Found:
+    return Found({"kind": "images", "path": str(path.absolute())}, [f"found      {path}: images with a label"])
 
 
 def _table(path: str | Path, file: Path, text_column: str | None, label: str | None) -> Found:
-    where = str(path) if str(path).startswith("hf:") else str(Path(os.path.expanduser(path)).absolute())
-    rows = list(itertools.islice(text.read_rows(file), LOOKED))
+    where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
+    rows = list(itertools.islice(read_rows(file), LOOKED))
     if isinstance(rows[0], str):
         return Found({"kind": "text", "path": where}, [f"found      {path}: running text, learnt token by token"])
     columns = {c: [row.get(c) for row in rows] for c in rows[0]}
-    lines = [f"found      {path}: a table with columns {', '.join(columns)}"]
+    there = ", ".join(columns)
     for option, column in (("--text", text_column), ("--label", label)):
         if column is not None and column not in columns:
             raise UserError(f"{option} {column}: {file} has no such column.{did_you_mean(column, columns)}")
-    picture = next(
-        (c for c, v in columns.items() if isinstance(v[0], bytes) or (isinstance(v[0], dict) and "bytes" in v[0])), None
-    )
+    picture = next((c for c, v in columns.items() if _is_image(v[0])), None)
     words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
-    if picture is None and text_column is None and not words:
-        raise UserError(
-            f"{file}: no column holds text in every row; there are: {', '.join(columns)}. Name one: --text COLUMN."
-        )
-    first, why = (
-        (picture, "it holds images") if picture else (text_column, "--text") if text_column else _text_column(words)
-    )
-    what, other = ("image", "") if picture else ("text", "" if text_column else "; another with --text COLUMN")
-    lines.append(f"{what:10} column {first!r}: {why}{other}")
-    found, why = (
-        (label, "--label") if label else _label_column({c: v for c, v in columns.items() if c not in (first, picture)})
-    )
-    if found is None and picture:
-        raise UserError(
-            f"{file}: no column looks like a label; there are: {', '.join(columns)}. Name it: --label COLUMN."
-        )
-    lines.append(
-        f"label      column {found!r}: {why}" + ("" if label else "; another with --label COLUMN")
-        if found
-        else f"label      {why}"
-    )
+    if picture is not None:
+        what, first, why, other = "image", picture, "it holds images", ""
+    elif text_column is not None:
+        what, first, why, other = "text", text_column, "--text", ""
+    elif words:
+        what, other = "text", "; another with --text COLUMN"
+        first, why = _text_column(words)
+    else:
+        raise UserError(f"{file}: no column holds text in every row; there are: {there}. Name one: --text COLUMN.")
+    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}{other}"]
+    if label:
+        lines.append(f"label      column {label!r}: --label")
+    else:
+        label, why = _label_column({c: v for c, v in columns.items() if c not in (first, picture)})
+        if label is None and picture:
+            raise UserError(f"{file}: no column looks like a label; there are: {there}. Name it: --label COLUMN.")
+        lines.append(f"label      {f'column {label!r}: {why}; another with --label COLUMN' if label else why}")
     if picture:
-        return Found({"kind": "images", "path": where, "image": picture, "label": found}, lines)
-    if found is None:
-        return Found({"kind": "text", "path": where, "text": first}, lines)
-    return Found({"kind": "labelled", "path": where, "text": first, "label": found}, lines)
+        return Found({"kind": "images", "path": where, "image": picture, "label": label}, lines)
+    data = {"kind": "labelled" if label else "text", "path": where, "text": first}
+    return Found(data | ({"label": label} if label else {}), lines)
+
+
+def _is_image(cell: Any) -> bool:
+    return isinstance(cell, bytes) or (isinstance(cell, dict) and "bytes" in cell)
 
 
 def _text_column(words: dict[str, list[str]]) -> tuple[str, str]:
@@ -245,11 +239,8 @@ def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
     """(column or None, why)."""
     values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
     most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
-    few = {
-        c
-        for c, v in columns.items()
-        if 1 <= len(values[c]) <= most and all(_is_label(x) for x in v if x not in (None, ""))
-    }
+    small = {c: v for c, v in columns.items() if 1 <= len(values[c]) <= most}
+    few = {c for c, v in small.items() if all(_is_label(x) for x in v if x not in (None, ""))}
     for name in LABEL_NAMES:
         if column := next((c for c in columns if c in few and c.strip().casefold() == name), None):
             n = len(values[column])
@@ -280,27 +271,21 @@ class Facts:
 
     def lengths(self) -> np.ndarray:
         """Tokens of each training sample, of a pair of the longer side."""
-        data, chosen = (
-            (self.train.data, self.train.chosen) if hasattr(self.train, "chosen") else (self.train, slice(None))
-        )
-        if self.found.kind == "pairs":
-            return np.maximum(data.source_lengths, data.target_lengths)[chosen]
-        return np.asarray(data.lengths)[chosen]
+        if self.found.kind != "pairs":
+            return np.asarray(self.train.lengths)
+        part = isinstance(self.train, Part)
+        data, rows = (self.train.dataset, self.train.indices) if part else (self.train, slice(None))
+        return np.maximum(data.source_lengths, data.target_lengths)[rows]
 
     def lines(self) -> Iterator[str]:
         """What was found."""
         splits, kind = self.task.splits, self.found.kind
         unit = {"text": "windows", "pairs": "pairs"}.get(kind, kind if kind == "images" else "texts")
-        yield (
-            "splits     "
-            + ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
-            + f" {unit}"
-            + self._held_out()
-        )
+        sizes = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
+        yield f"splits     {sizes} {unit}{self._held_out()}"
         if kind in ("labelled", "images"):
-            counts = np.bincount(
-                np.concatenate([self.train.labels, splits["valid"].labels]), minlength=len(self.task.classes)
-            )
+            labels = np.concatenate([self.train.labels, splits["valid"].labels])
+            counts = np.bincount(labels, minlength=len(self.task.classes))
             shown = [f"{name} {n:,}" for name, n in zip(self.task.classes, counts)]
             yield f"classes    {len(shown)}: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
             if not counts.all():
@@ -319,30 +304,23 @@ class Facts:
 
     @property
     def one_size(self) -> bool:
-        return not isinstance(getattr(self.train, "dataset", self.train), images.LazyImages)
+        return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
 
     def _held_out(self) -> str:
         kind, data = self.found.kind, self.found.data
         if kind == "images":
-            return (
-                "; valid is every tenth of each class, held out"
-                if self.task.splits["valid"].name.endswith("(held out)")
-                else ""
-            )
+            held = self.task.splits["valid"].name.endswith("(held out)")
+            return "; valid is every tenth of each class, held out" if held else ""
         if kind == "pairs":
-            there = text.find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
+            there = find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
         else:
-            there = text.find_split(data["path"], "valid", required=False)
+            there = find_split(data["path"], "valid", required=False)
         if there is not None:
             return ""
-        if kind == "labelled" and text.find_split(data["path"], "test", required=False) is not None:
+        if kind == "labelled" and find_split(data["path"], "test", required=False) is not None:
             return "; there is no valid split: test is evaluated in its place"
-        how = {
-            "labelled": "every tenth of each class",
-            "pairs": "every tenth pair",
-            "text": "the last tenth of the text",
-        }
-        return f"; valid is {how[kind]}, held out"
+        tenth = {"labelled": "every tenth of each class", "pairs": "every tenth pair"}
+        return f"; valid is {tenth.get(kind, 'the last tenth of the text')}, held out"
 
 
 # ---------------------------------------------------------------- the recipe
@@ -368,15 +346,11 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
         if kind == "text":
             sections["data"]["max_len"] = min(config.seq_len, 128)
     elif kind == "text" and not path.startswith("hf:"):
-        sections["tokenizer"], model["seq_len"] = _alphabet(
-            text.Corpus.open(text.find_split(path, "train"), found.data.get("text", "text"))
-        )
+        corpus = Corpus.open(find_split(path, "train"), found.data.get("text", "text"))
+        sections["tokenizer"], model["seq_len"] = _alphabet(corpus)
     elif kind != "images":
-        sections["tokenizer"] = {
-            "kind": "bpe",
-            "vocab_size": 4_000,
-            **({"lowercase": True} if kind == "labelled" else {}),
-        }
+        lowercase = {"lowercase": True} if kind == "labelled" else {}
+        sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
     if init and kind == "images":
         sections["data"] |= _normalisation(init)
     rate = (models.family(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
@@ -384,15 +358,11 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
     sections["train"] = {"steps": 100, "clip_norm": 1.0, "seed": 0}
-    sections["evaluate"] = {
-        "every": 20,
-        "samples": 1 if kind == "text" else 3,
-        **({"max_new": 100} if kind == "text" else {}),
-    }
+    sections["evaluate"] = {"every": 20, **({"samples": 1, "max_new": 100} if kind == "text" else {"samples": 3})}
     return sections
 
 
-def _alphabet(corpus: text.Corpus) -> tuple[dict[str, Any], int]:
+def _alphabet(corpus: Corpus) -> tuple[dict[str, Any], int]:
     """(tokenizer, seq_len): letter by letter where the text is small and of few letters."""
     n, letters = 0, set()
     for piece in corpus:
@@ -430,9 +400,8 @@ def _fit_to(sections: dict[str, dict[str, Any]], facts: Facts, config: ModelConf
         channels, height, width = facts.train.shape
         side = min(height, width, 64) if facts.one_size else 64
         model["image_size"] = max(8, 4 * (side // 4))
-        model["patch_size"] = (
-            4 if model["image_size"] <= 32 else next(p for p in (8, 7, 6, 5, 4) if model["image_size"] % p == 0)
-        )
+        side = model["image_size"]
+        model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
         if channels != 3:
             model["n_channels"] = channels
     sections["batch"]["samples"] = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
@@ -448,9 +417,8 @@ def _steps(
     else:
         length = facts.task.seq_len if kind == "text" else float(facts.lengths().mean()) + 2
     counts = derived["parameters_by_component"]
-    weights = (
-        counts["attention"] + counts["feedforward"] + (m.vocab_size * m.d_model if kind in ("text", "pairs") else 0)
-    )
+    weights = counts["attention"] + counts["feedforward"]
+    weights += m.vocab_size * m.d_model if kind in ("text", "pairs") else 0
     seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
     epoch = derived["steps_an_epoch"]
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
@@ -462,7 +430,8 @@ def _steps(
 
 
 def _recipe(target: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
-    return resolve.load(target.stem, [], resolve.Given(settings={"text": yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}))[0]
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return resolve.load(target.stem, [], resolve.Given(settings={"text": text}))[0]
 
 
 def _comments(sections: dict[str, dict[str, Any]], init: str | None) -> dict[str, str]:
@@ -476,20 +445,15 @@ def _comments(sections: dict[str, dict[str, Any]], init: str | None) -> dict[str
     }[kind]
     classes = " The classes and their names come from the data." if kind in ("labelled", "images") else ""
     scratch = "Small, for a first result on a CPU. More data or a GPU: more n_layers and d_model, or model.init=FOLDER."
-    tuned = (
-        "Fine-tuned from these weights, whose configuration holds; a head of another number of classes starts afresh."
-    )
-    rate = (
-        "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual."
-        if init
-        else "The first thing to tune: 3e-4 to 3e-3."
-    )
+    afresh = "a head of another number of classes starts afresh"
+    tuned = f"Fine-tuned from these weights, whose configuration holds; {afresh}."
+    small = "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual."
     return {
         "task": f"What is learnt.{classes}",
         "model": tuned if init else scratch,
         "data": f"A relative path is looked for below the working directory, then beside this file. {split}",
         "tokenizer": "Beside the weights." if init else "Made from the training text and kept with the weights.",
-        "optimizer": rate,
+        "optimizer": small if init else "The first thing to tune: 3e-4 to 3e-3.",
         "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
         "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
@@ -507,10 +471,8 @@ def _text(target: Path, sections: dict[str, dict[str, Any]], head: list[str], in
             shown[name][key] = os.path.relpath(value, base)
     comments, lines = _comments(sections, init), [f"# {line}" for line in head]
     for name, section in shown.items():
-        body = yaml.safe_dump(
-            section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
-        ).strip()
-        lines += ["", *(f"# {line}" for line in textwrap.wrap(comments[name], 110)), f"{name}: {body}"]
+        body = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(comments[name], 110)), f"{name}: {body.strip()}"]
     return "\n".join(lines) + "\n"
 
 
@@ -518,11 +480,6 @@ def _write(target: Path, content: str) -> None:
     try:
         with open(target, "x", encoding="utf-8") as file:
             file.write(content)
-    except FileExistsError:
-        raise UserError(
-            f"{target}: there is such a file already, and it stays as it is. Give another name, or remove it first."
-        ) from None
     except OSError as e:
-        raise UserError(
-            f"{target}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
-        ) from None
+        why = f"cannot be written ({e.strerror or e})"
+        raise UserError(f"{target}: {why}. Give a file in a folder you may write.") from None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -30,13 +29,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gradus import models
+from gradus import files, models, tasks
 from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, not_written
 from gradus.models import weights
 from gradus.models.weights import Stored, checksums
 from gradus.models.weights import sharded as stored_sharded
 from gradus.recipe.schema import ModelConfig
-from gradus.train.checkpoint import _flush, write_aside
+from gradus.train.checkpoint import gathered, write_aside
 
 # ---------------------------------------------------------------- names and parts
 
@@ -93,14 +92,11 @@ def _first(group: dist.ProcessGroup | None) -> bool:
 
 def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
     """What went wrong on one process goes wrong on all. Returns the `value` of every process. Collective."""
-    told: list[tuple[tuple[str, int] | None, Any]] = [(None if error is None else (str(error), exit_code(error)), value)]
-    if dist.is_initialized():
-        told *= dist.get_world_size(group)
-        dist.all_gather_object(told, told[0], group=group)
-    problem = next((t for t, _ in told if t is not None), None)
+    answers = gathered((None if error is None else (str(error), exit_code(error)), value), group)
+    problem = next((problem for problem, _ in answers if problem is not None), None)
     if problem is not None:
         raise (EnvironmentFault if problem[1] == FAULT else UserError)(problem[0])
-    return [v for _, v in told]
+    return [value for _, value in answers]
 
 
 def _not_written(target: Path, error: BaseException) -> UserError:
@@ -197,9 +193,7 @@ class Pending:
             )
         try:
             checksums.write(self.aside, sums)
-            _flush(self.aside / stored_sharded.FOLDER)
-            _flush(self.aside)
-            os.replace(self.aside, self.target)
+            files.appear(self.aside, self.target)
         except OSError as e:
             raise _not_written(self.target, e) from None
 
@@ -349,9 +343,7 @@ def export(
     def fill(aside: Path) -> None:
         dtype = next(iter(parameters.values())).dtype
         weights.write(_theirs(parts, config), models.to_config_json(config, dtype), aside)
-        for place, tokenizer in tokenizers.items():
-            (aside / place).mkdir(exist_ok=True)
-            tokenizer.save(aside / place)
+        tasks.save_tokenizers(aside, tokenizers)
         fill_more(aside)
 
     if _first(group):

@@ -19,7 +19,6 @@ Files are written aside and renamed, config.json last: a folder without config.j
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -30,7 +29,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.models.family import rules_of
 from gradus.models.weights import checksums
@@ -426,16 +425,13 @@ def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Pat
             moves.append((aside / "index", folder / "model.safetensors.index.json"))
         (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
         moves.append((aside / "config", folder / "config.json"))
-        for source, _ in moves:
-            with open(source, "rb") as f:
-                os.fsync(f.fileno())
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
             if WEIGHT_FILES.fullmatch(old.name):
                 old.unlink()
         for source, target in moves:
-            os.replace(source, target)
+            files.appear(source, target)
         aside.rmdir()
     except (OSError, SafetensorError) as e:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,90 @@
+"""What was made once and is kept: folders by the hash of what they are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradus import files, limits
+from gradus.data.readers import expanded, hub_split, is_hub, near
+from gradus.errors import DataError, UserError
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+
+def identity(path: str | Path) -> str:
+    """A hash of a source's content, whatever its name or date.
+
+    That of a large file is remembered as long as size and date stay.
+    """
+    if is_hub(path):
+        return digest("hf", hub_split(path)._fingerprint)
+    path = expanded(path)
+    try:
+        with open(limits.regular(path), "rb") as file:
+            about = os.fstat(file.fileno())
+            stamp, large = [about.st_size, about.st_mtime_ns], about.st_size >= 1 << 26
+            memo = files.cache_dir() / "files" / f"{digest(str(path.resolve()))}.json"
+            if large:
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    known = json.loads(memo.read_text())
+                    if known["stamp"] == stamp:
+                        return known["hash"]
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        meant = near(path) if isinstance(e, FileNotFoundError) else ""
+        raise DataError(f"{path}: cannot be read ({e.strerror}).{meant}") from None
+    if large and time.time() - about.st_mtime > 5:  # a younger file may change again without its date showing it
+        with contextlib.suppress(OSError):  # only a convenience
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(memo, {"stamp": stamp, "hash": content})
+    return content
+
+
+def keep(
+    folder: Path, write: Callable[[Path], None], whole: Callable[[Path], bool], setting: str = "data.cache"
+) -> Path:
+    """The folder, made by `write` unless it is there and whole.
+
+    Several processes may make the same one at the same time, in other containers and on other hosts that share the
+    disk. Raises UserError where the cache cannot be written or the disk is full; `setting` names it.
+    """
+    if whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(f".*-{folder.name}-*"):  # of a process that was killed
+            if time.time() - _touched(left) > 86400:
+                shutil.rmtree(left, ignore_errors=True)
+        with files.aside(folder) as aside:
+            aside.mkdir()
+            write(aside)
+            if not whole(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    files.remove(folder)
+    except OSError as e:
+        if e.errno in (errno.ENOTEMPTY, errno.EEXIST) and whole(folder):  # another process made it first
+            return folder
+        why = f"cannot write the cache ({e.strerror or e})"
+        raise UserError(f"{folder.parent}: {why}. Set {setting} to a folder with room.") from None
+    return folder
+
+
+def _touched(folder: Path) -> float:
+    """When a folder or anything in it last changed, in seconds since the epoch. A file that grows leaves its
+    folder's."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # renamed by now
+            times.append(path.stat().st_mtime)
+    return max(times, default=time.time())

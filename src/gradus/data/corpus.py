@@ -1,0 +1,344 @@
+"""Texts in a stream (running text, documents, a column of a table), and their tokens in a memory-mapped file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradus import files
+from gradus.data import readers
+from gradus.data.cache import digest, identity, keep
+from gradus.data.readers import Row, expanded, kind_of, named, read_lines, read_rows
+from gradus.data.tokenizer_files import load
+from gradus.data.tokenizers import Tokenizer, train_bpe
+from gradus.errors import UserError
+
+TEXT_COLUMNS = ("text", "sentence", "review", "content")
+BLOCK = 1 << 16  # characters of running text that are tokenised as one
+LONGEST = 1 << 24  # characters of one document between blank lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Texts in a stream, as often as wanted: iterate over it. `key` is a hash of the content and of how it is read.
+
+    separate: each text is a document (a row, a paragraph, a file), after which an end-of-text token makes sense; else
+    the texts are consecutive pieces of one running text.
+    """
+
+    make: Callable[[], Iterator[str]]
+    key: str
+    name: str
+    separate: bool
+
+    def __iter__(self) -> Iterator[str]:
+        return self.make()
+
+    @classmethod
+    def open(cls, path: str | Path, column: str = "text", documents: bool = False) -> Corpus:
+        """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is
+        cut at blank lines instead. Of every other kind each row's `column` is a document."""
+        if kind_of(path) != "txt":
+            return cls.column(path, column)
+        read = _paragraphs if documents else _blocks
+        key = digest(read.__name__, identity(path))
+        return cls(functools.partial(_named, read, expanded(path)), key, str(path), documents)
+
+    @classmethod
+    def column(cls, path: str | Path, column: str | None) -> Corpus:
+        """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document."""
+        key = digest("column", kind_of(path), column, identity(path))
+        return cls(functools.partial(_column, path, column), key, str(path), True)
+
+    @classmethod
+    def lines(cls, path: str | Path) -> Corpus:
+        """Each line of a text file of any name is a document, the empty ones too: one side of parallel text."""
+        return cls(functools.partial(read_lines, path), digest("lines", identity(path)), str(path), True)
+
+    @classmethod
+    def stdlib(cls) -> Corpus:
+        """The Python standard library of this machine; each file is a document."""
+        content = hashlib.sha256()
+        for text in stdlib_texts():
+            content.update(text.encode() + b"\0")
+        name = f"the standard library of Python {sys.version.split()[0]}"
+        return cls(stdlib_texts, digest("stdlib", content.hexdigest()), name, True)
+
+    def split(self, fraction: float) -> tuple[Corpus, Corpus]:
+        """All but the last `fraction` of the characters, and the rest. A document belongs to where it begins."""
+        first = self._made(self._part, (fraction, False), (fraction, False), f"first {1 - fraction:.0%}")
+        return first, self._made(self._part, (fraction, True), (fraction, True), f"last {fraction:.0%}")
+
+    def every(self, n: int, held: bool) -> Corpus:
+        """Every n-th text (held), or all others."""
+        share = f"every {n}th" if held else f"without every {n}th"
+        return self._made(self._every, (n, held), ("every", n, held), share)
+
+    def _made(self, make: Callable, arguments: tuple, key: tuple, share: str) -> Corpus:
+        make = functools.partial(make, *arguments)
+        return dataclasses.replace(self, make=make, key=digest(self.key, *key), name=f"{self.name} ({share})")
+
+    def _every(self, n: int, held: bool) -> Iterator[str]:
+        at = 0
+        for at, text in enumerate(self, 1):
+            if (at % n == 0) == held:
+                yield text
+        if at < n:
+            raise UserError(
+                f"{self.name}: {at} lines are too few to hold out every {n}th for validation. Give a valid split."
+            )
+
+    @functools.cached_property
+    def n_characters(self) -> int:
+        return sum(map(len, self))
+
+    def _part(self, fraction: float, last: bool) -> Iterator[str]:
+        cut, at, n = int(self.n_characters * (1 - fraction)), 0, 0
+        for text in self:
+            begin, at = at, at + len(text)
+            if self.separate:
+                part = text if (begin >= cut) == last else None
+            else:
+                first = max(0, cut - begin)
+                part = (text[first:] if last else text[:first]) or None
+            if part is not None:
+                n += 1
+                yield part
+        if n == 0:
+            share = f"{fraction:.0%} of it for validation"
+            raise UserError(f"{self.name}: too little text to take {share}. Set data.valid=NAME.")
+
+
+def _column(path: str | Path, column: str | None) -> Iterator[str]:
+    for number, row in enumerate(read_rows(path), 1):
+        if isinstance(row, str):
+            raise readers.no_columns(path, column or "text")
+        if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
+            row = row["translation"]
+        column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
+        yield text_of(path, number, row, column)
+
+
+def first_column(name: str, row: Row, candidates: Sequence[str], what: str) -> str:
+    """The first of the candidates that a row has. Raises UserError where it has none."""
+    for column in candidates:
+        if column in row:
+            return column
+    names, there = ", ".join(candidates), ", ".join(row)[:200]
+    raise UserError(f"{name}: no {what} column ({names}); there are: {there}. Set data.{what}=NAME.")
+
+
+def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
+    """The text in a column. Raises UserError where there is none."""
+    if column not in row:
+        raise readers.no_column(path, number, column, row)
+    if not isinstance(row[column], str):
+        raise UserError(f"{path}: row {number}: column {column!r} holds {row[column]!r}, not text.")
+    return row[column]
+
+
+def _named(read: Callable[[Path], Iterator[str]], path: Path) -> Iterator[str]:
+    return named(path, read(path), read.__name__.strip("_s"))
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any
+    case: at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the
+    token there.)"""
+    with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
+        text = ""
+        while more := file.read(BLOCK):
+            text += more
+            for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
+                if cut := max((m.end() for m in re.finditer(border, text)), default=0):
+                    yield text[:cut]
+                    text = text[cut:]
+                    break
+        if text:
+            yield text
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """The documents of a text file: what stands between blank lines."""
+    lines, size = [], 0
+    for line in itertools.chain(readers.whole_lines(path, newline=None), [""]):
+        if line.strip():
+            lines.append(line)
+            size += len(line)
+            if size > LONGEST:
+                many = f"{size >> 20} M characters without a blank line, which parts documents"
+                raise UserError(f"{path}: {many}. Use data.pack=stream.")
+        elif lines:
+            yield "".join(lines).removesuffix("\n")
+            lines, size = [], 0
+
+
+def stdlib_texts() -> Iterator[str]:
+    """The .py files of the running Python's standard library, by name; without site-packages and tests."""
+    import sysconfig
+    import tokenize
+
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    sources = sorted(f for f in root.rglob("*.py") if not left_out & set(f.relative_to(root).parts))
+    if not sources:
+        raise UserError(f"{root}: no source files of the standard library here. Give another text (data.path).")
+    for source in sources:
+        with tokenize.open(source) as file:  # minds the encoding that a file declares
+            yield file.read()
+
+
+def cached_bpe(
+    corpora: Sequence[Corpus], vocab_size: int, lowercase: bool, sentinels: bool, cache: str | Path | None = None
+) -> Tokenizer:
+    """`train_bpe` of these texts, done once and kept in the cache. sentinels: with T5's 100 `<extra_id_i>`."""
+    specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
+    made_of: tuple[Any, ...] = ("".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
+
+    def write(aside: Path) -> None:
+        train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
+
+    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write, Path.is_dir))
+
+
+# ---------------------------------------------------------------- tokenised once
+
+
+class TokenFile:
+    """Token ids of many texts in one memory-mapped file, with the place where each text begins.
+
+    ids: (n_tokens,) uint16 or uint32. offsets: (n_texts + 1,) int64. `about` holds n_bytes (UTF-8), n_words (between
+    white space) and n_lines of the texts. Pickled by its folder, so that workers map the same file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.about: dict[str, Any] = json.loads((self.folder / "about.json").read_text())
+        self.ids = np.memmap(self.folder / "ids.bin", dtype=self.about["dtype"], mode="r")
+        self.offsets = np.memmap(self.folder / "offsets.bin", dtype="<i8", mode="r")
+
+    def __reduce__(self):
+        return TokenFile, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    def text(self, i: int) -> np.ndarray:
+        """The ids of text i, int64."""
+        return self.ids[self.offsets[i] : self.offsets[i + 1]].astype(np.int64)
+
+    def lengths(self) -> np.ndarray:
+        """(n_texts,) tokens of each text."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def of(cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None) -> TokenFile:
+        """`build` of a corpus."""
+        return cls.build(corpus, tokenizer, corpus.key, eos, name=corpus.name, cache=cache)
+
+    @classmethod
+    def build(
+        cls, texts: Iterable[str], tokenizer: Tokenizer, key: str, eos: bool = False, *, name: str = "text",
+        cache: str | Path | None = None, beside: Callable[[], dict[str, Any]] = dict,
+    ) -> TokenFile:  # fmt: skip
+        """Tokenise texts in a stream into the cache, or open what is there under (key, tokenizer, eos): then `texts` is
+        not touched.
+
+        key: a hash of the texts' content (`identity`, `Corpus.key`). eos: an end-of-text token after each text. beside:
+        called after the last text for more to keep in `about`. Raises UserError where there is no text, no end-of-text
+        token, or no room.
+        """
+        if eos and tokenizer.eos_id is None:
+            raise UserError(
+                "The tokenizer has no end-of-text token, which must stand between documents. "
+                "Use another, such as tokenizer.kind=bpe."
+            )
+        folder = files.cache_dir(cache) / "tokens" / digest(1, key, tokenizer.fingerprint, eos)
+        end = [tokenizer.eos_id] if eos else []
+        return cls(keep(folder, lambda aside: _write(aside, texts, tokenizer, end, name, beside), _whole))
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        sizes = [(folder / name).stat().st_size for name in ("ids.bin", "offsets.bin")]
+        return sizes == [about["n_tokens"] * np.dtype(about["dtype"]).itemsize, 8 * (about["n_texts"] + 1)]
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write(
+    folder: Path, texts: Iterable[str], tokenizer: Tokenizer, end: list[int], name: str, beside: Callable
+) -> None:
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
+    progress = _progress(name)
+    with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
+        offsets.write(np.zeros(1, "<i8").tobytes())
+        for batch in _batches(texts):
+            try:
+                about["n_bytes"] += sum(len(text.encode()) for text in batch)
+            except UnicodeEncodeError as e:
+                first, last = about["n_texts"] + 1, about["n_texts"] + len(batch)
+                half = f"half a character in one of them ({e.reason})"
+                raise UserError(f"{name}: texts {first} to {last}: {half}. Mend it.") from None
+            rows = [row + end for row in tokenizer.encode_batch(batch)]
+            lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())).tobytes())
+            offsets.write((np.cumsum(lengths) + about["n_tokens"]).astype("<i8").tobytes())
+            about["n_tokens"] += int(lengths.sum())
+            about["n_texts"] += len(rows)
+            about["n_words"] += sum(len(text.split()) for text in batch)
+            about["n_lines"] += sum(text.count("\n") for text in batch)
+            progress(about)
+    progress(about, last=True)
+    if about["n_tokens"] == 0:
+        raise UserError(f"{name}: empty: there is not one token in it.")
+    about |= {"dtype": dtype, **beside()}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts by the million characters: enough to keep the tokenizer's threads busy, little enough to hold."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= 1 << 20 or len(batch) >= 1 << 13:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _progress(name: str) -> Callable[..., None]:
+    """Shows a line on stderr every 2 s (30 s where there is no terminal), from the third second on, and at the end."""
+    began, due = time.perf_counter(), 3.0
+    every, before, after = (2.0, "\r", "") if sys.stderr.isatty() else (30.0, "", "\n")
+
+    def show(about: dict[str, int], last: bool = False) -> None:
+        nonlocal due
+        spent = time.perf_counter() - began
+        if spent >= due or (last and due > 3.0):
+            due, end = spent + every, "\n" if last else after
+            done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
+            speed = f"{about['n_tokens'] / spent / 1e6:.2f} M tokens/s"
+            print(f"{before}tokenising {name}: {done}, {speed}", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,261 @@
+"""Rows of text files, tables and Hugging Face data sets, read in a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import gzip
+import io
+import json
+import lzma
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus import hub, limits
+from gradus.errors import DataError, UserError, did_you_mean, need
+
+KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
+    f".{kind}": kind for kind in ("csv", "tsv", "parquet")
+}
+SPLITS = {"train": ("train", "training"), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
+
+Row = dict[str, Any]
+
+
+def expanded(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path))
+
+
+def near(path: Path) -> str:
+    """What was probably meant by a path that is not there, for the end of an error."""
+    if path.parent.is_dir():
+        return did_you_mean(path.name, os.listdir(path.parent))
+    return f" There is no folder {path.parent} either."
+
+
+def suffix(path: Path) -> str:
+    """The suffix before .gz or .xz."""
+    return Path(path.stem).suffix if path.suffix in (".gz", ".xz") else path.suffix
+
+
+def kind_of(path: str | Path) -> str:
+    """hf, txt, jsonl, csv, tsv or parquet. Raises UserError for another kind of file."""
+    if is_hub(path):
+        return "hf"
+    end = suffix(Path(path))
+    if end not in KINDS:
+        known = did_you_mean(end, KINDS) if end else f" Known: {', '.join(KINDS)}."
+        raise UserError(
+            f"{path}: not a kind of file that is read ({end or 'no suffix'}).{known} Each may also end in .gz or .xz."
+        )
+    return KINDS[end]
+
+
+def open_packed(path: Path) -> io.BufferedIOBase:
+    """A file's content, unpacked where its name ends in .gz or .xz."""
+    limits.regular(path)
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+
+
+def whole_lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
+    """The lines with their ends. Raises UserError for one that does not end: what is no text, or was packed to
+    burst."""
+    with io.TextIOWrapper(open_packed(path), encoding="utf-8-sig", newline=newline) as file:
+        while line := file.readline(limits.LINE):
+            if len(line) == limits.LINE:
+                long = f"a line of more than {limits.LINE:,} characters"
+                raise UserError(f"{path}: {long}. Is it text? Break it into lines.")
+            yield line
+
+
+def _without_ends(lines: Iterable[str]) -> Iterator[str]:
+    return (line.removesuffix("\n").removesuffix("\r") for line in lines)
+
+
+def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
+    """Passes rows on; says of a failure to read which file it was and after which row. No rows at all is a failure
+    too."""
+    n = 0
+    try:
+        for row in rows:
+            n += 1
+            yield row
+    except UnicodeDecodeError as e:
+        byte = f"0x{e.object[e.start]:02x}"
+        raise UserError(f"{path}: not UTF-8 text after {unit} {n} (byte {byte}). Convert the file to UTF-8.") from None
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
+        raise UserError(f"{path}: truncated or corrupt after {unit} {n} ({e}). Get the file again.") from None
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.{near(Path(path))}") from None
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e.strerror or e}).") from None
+    if n == 0:
+        raise UserError(f"{path}: empty: there is no {unit} in it. Give a file with some.")
+
+
+def read_lines(path: str | Path) -> Iterator[str]:
+    """The lines of a text file of any name (also .gz, .xz), without their ends. Raises UserError as `read_rows`."""
+    path = expanded(path)
+    return named(path, _without_ends(whole_lines(path)), "line")
+
+
+def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row | str]:
+    """The rows of a file in a stream: lines (str) of .txt; dicts of .jsonl, .csv, .tsv and .parquet; each also .gz or
+    .xz.
+
+    `hf:NAME[:CONFIG][#SPLIT]` is a Hugging Face data set, and so is a folder that `datasets.save_to_disk` wrote.
+    columns: keep only these. A .csv is quoted as usual, a .tsv (as GLUE's) never; both begin with the names of columns.
+    Raises UserError, with file and row (counted from 1, without header and blank lines), for a row that is no JSON
+    object, has another number of fields, or lacks a column; and for a file that is missing, empty, truncated or of an
+    unknown kind.
+    """
+    kind = kind_of(path)
+    if kind == "hf":
+        return named(path, _hub_rows(path, columns))
+    path = expanded(path)
+    if kind == "txt":
+        if columns:
+            raise no_columns(path, ", ".join(columns))
+        return read_lines(path)
+    return named(path, {"jsonl": _jsonl, "csv": _csv, "tsv": _tsv, "parquet": _parquet}[kind](path, columns))
+
+
+def no_columns(path: str | Path, wanted: str) -> UserError:
+    return UserError(f"{path}: a text file has no columns, so no {wanted}. Use .jsonl, .csv, .tsv or .parquet.")
+
+
+def no_column(path: str | Path, row: int, column: str, there: Iterable[str]) -> UserError:
+    names = ", ".join(map(str, there))[:200] or "none"
+    return UserError(f"{path}: row {row} has no column {column!r}; it has: {names}. Name the one to use.")
+
+
+def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None) -> Row:
+    try:
+        return record if columns is None else {c: record[c] for c in columns}
+    except KeyError as e:
+        raise no_column(path, row, e.args[0], record) from None
+
+
+def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    for row, line in enumerate(filter(str.strip, whole_lines(path)), 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            wrong = f"row {row} is not valid JSON ({str(e).split(';')[0]})"
+            raise UserError(f"{path}: {wrong}. Each line must be one JSON object.") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: row {row} is a JSON {type(record).__name__}. Each line must be one JSON object.")
+        yield _pick(path, row, record, columns)
+
+
+def _table(path: Path, records: Iterator[list[str]], columns: Sequence[str] | None) -> Iterator[Row]:
+    header = next(records, [])
+    for row, values in enumerate(records, 1):
+        if len(values) != len(header):
+            there = f"the header names {len(header)}: {', '.join(header)[:200]}"
+            raise UserError(f"{path}: row {row} has {len(values)} fields, but {there}.")
+        yield _pick(path, row, dict(zip(header, values)), columns)
+
+
+def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # the module's own limit, 128 KiB, is less than many documents
+    reader = csv.reader(whole_lines(path, newline=""), strict=True)
+    try:
+        yield from _table(path, filter(None, reader), columns)
+    except csv.Error as e:
+        raise UserError(f"{path}: not valid CSV at line {reader.line_num} ({e}). Mend the quotes there.") from None
+
+
+def _tsv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line), columns)
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    pq = need("pyarrow.parquet", "hf", "A Parquet file", DataError)
+    arrow = need("pyarrow", "hf", "A Parquet file")
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_packed(path))
+        if path.suffix in (".gz", ".xz"):  # Parquet is read from its end, so the file must be unpacked first
+            packed, file = file, stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(packed, file)
+        try:
+            table = pq.ParquetFile(file)
+            _need_columns(path, columns, table.schema_arrow.names)
+            for batch in table.iter_batches(batch_size=1024, columns=list(columns) if columns else None):
+                yield from batch.to_pylist()
+        except arrow.ArrowException as e:
+            why = str(e).splitlines()[0]
+            raise UserError(f"{path}: not a whole Parquet file ({why}). Get the file again.") from None
+
+
+def _need_columns(path: str | Path, columns: Sequence[str] | None, there: Sequence[str]) -> None:
+    for missing in set(columns or ()) - set(there):
+        raise no_column(path, 1, missing, there)
+
+
+# ---------------------------------------------------------------- Hugging Face data sets
+
+
+def is_hub(path: str | Path) -> bool:
+    """`hf:NAME`, or a folder that `save_to_disk` wrote."""
+    return str(path).startswith("hf:") or hub.is_saved(expanded(path))
+
+
+@functools.lru_cache(maxsize=4)
+def hub_splits(name: str, where: str) -> dict[str, Any]:
+    """`hub.data_set`, loaded once."""
+    return hub.data_set(name, where)
+
+
+def hub_split(path: str | Path) -> Any:
+    """The table of `hf:NAME[:CONFIG][#SPLIT]`; without a split the training one. Raises UserError where there is
+    none."""
+    name, _, split = str(path).removeprefix("hf:").partition("#")
+    splits, split = hub_splits(name, f"hf:{name}"), split or "train"
+    for alias in (split, *next((names for names in SPLITS.values() if split in names), ())):
+        if alias in splits:
+            return splits[alias]
+    raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
+
+
+def _hub_rows(path: str | Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    table = hub_split(path)
+    _need_columns(path, columns, table.column_names)
+    for batch in (table.select_columns(list(columns)) if columns else table).iter(1000):
+        yield from (dict(zip(batch, values)) for values in zip(*batch.values()))
+
+
+def class_names(path: str | Path, columns: Sequence[str]) -> list[str] | None:
+    """What Hugging Face's features call the numbers in the first of these columns that a Parquet file or a data set
+    has.
+
+    None where they say nothing.
+    """
+    if is_hub(path):
+        features = {name: getattr(feature, "names", None) for name, feature in hub_split(path).features.items()}
+    elif Path(path).suffix == ".parquet":
+        pq, arrow = (need(f"pyarrow{part}", "hf", "A Parquet file") for part in (".parquet", ""))
+        try:
+            features = features_in(pq.read_schema(expanded(path)).metadata)
+        except (OSError, arrow.ArrowException):
+            return None  # told where the rows are read
+    else:
+        return None
+    return features.get(next((c for c in columns if c in features), None))
+
+
+def features_in(metadata: dict[bytes, bytes] | None) -> dict[str, list[str] | None]:
+    """Column → names of its classes, of what `datasets` writes into a Parquet file."""
+    try:
+        features = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return {name: feature.get("names") for name, feature in features.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}

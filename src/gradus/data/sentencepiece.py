@@ -1,0 +1,176 @@
+"""SentencePiece's models, and llama2.c's files, which hold the pieces of one."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus.data.tokenizers import Tokenizer, write_config
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Wraps a SentencePiece `.model` (its bytes). `extra_ids` sentinels follow the pieces, the first of them last, as
+    T5 has it. Raises RuntimeError or ValueError for a model that the package cannot read."""
+
+    def __init__(self, model: bytes, extra_ids: int = 0):
+        from sentencepiece import SentencePieceProcessor
+
+        self.model, self.extra_ids = model, extra_ids
+        self.sp = SentencePieceProcessor(model_proto=model)
+        self.n_pieces = self.sp.get_piece_size()
+        self.vocab_size = self.n_pieces + extra_ids
+        for role in ("pad", "bos", "eos", "unk"):
+            i = getattr(self.sp, f"{role}_id")()
+            setattr(self, f"{role}_id", None if i < 0 else i)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self.extra_ids and any("<extra_id_" in text for text in texts):
+            return [self._with_sentinels(text) for text in texts]
+        return self.sp.encode(list(texts))
+
+    def _with_sentinels(self, text: str) -> list[int]:
+        parts = re.split(r"<extra_id_(\d+)>", text)
+        ids = self.sp.encode(parts[0])
+        for number, part in zip(parts[1::2], parts[2::2]):
+            ids += [self.sentinel(int(number)), *self.sp.encode(part)]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [int(i) for i in ids if 0 <= i < self.n_pieces and i != self.unk_id]
+        return self.sp.decode([i for i in known if not self.sp.is_control(i)])
+
+    def token(self, i: int) -> str:
+        if self.n_pieces <= i < self.vocab_size:
+            return f"<extra_id_{self.vocab_size - 1 - i}>"
+        return self.sp.id_to_piece(int(i)) if 0 <= i < self.n_pieces else f"<{i}>"
+
+    def sentinel(self, i: int) -> int:
+        return self.vocab_size - 1 - i if 0 <= i < self.extra_ids else super().sentinel(i)
+
+    def _content(self) -> bytes:
+        return self.model + str(self.extra_ids).encode()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model under the name that Hugging Face's T5 or Llama tokenizer looks for, and its settings."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        name, kind = ("spiece.model", "T5Tokenizer") if self.extra_ids else ("tokenizer.model", "LlamaTokenizer")
+        (folder / name).write_bytes(self.model)
+        config: dict[str, Any] = {"tokenizer_class": kind, "extra_ids": self.extra_ids}
+        for role in ("pad", "bos", "eos", "unk"):
+            i = getattr(self, f"{role}_id")
+            config[f"{role}_token"] = None if i is None else self.token(i)
+        write_config(folder, config)
+
+
+class Llama2cTokenizer(SentencePieceTokenizer):
+    """The `.bin` of llama2.c: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
+
+    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
+    SentencePiece's BPE, which is run on them. The file does not say how many tokens it has: one cut exactly between two
+    is told from a whole one only by the longest that it lacks. Raises ValueError for a file that is not whole.
+    """
+
+    def __init__(self, data: bytes):
+        self.data = data
+        self.pieces: list[bytes] = []
+        scores: list[float] = []
+        try:
+            (longest,) = struct.unpack_from("<i", data)
+            at = 4
+            while at < len(data):
+                score, length = struct.unpack_from("<fi", data, at)
+                at += 8 + length
+                if length < 0 or at > len(data):
+                    raise ValueError("truncated")
+                self.pieces.append(data[at - length : at])
+                scores.append(score)
+            whole = max(map(len, self.pieces)) == longest
+            if not whole or (self.pieces[3], self.pieces[258]) != (b"<0x00>", b"<0xFF>"):
+                raise ValueError("not whole")
+        except (struct.error, IndexError) as e:
+            raise ValueError("truncated") from e
+        super().__init__(_model_of(self.pieces, scores))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts, first = [], True  # the first piece, at the start or after <s>, has a space that the text has not
+        for i in ids:
+            if 2 < i < self.vocab_size:
+                part = bytes([i - 3]) if i < 259 else self.pieces[i]
+                parts.append(part.removeprefix(b" ") if first else part)
+            first = i == self.bos_id or (first and i <= 2)
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def token(self, i: int) -> str:
+        if not 0 <= i < self.vocab_size:
+            return f"<{i}>"
+        return self.pieces[i].decode("utf-8", errors="replace").strip("\n") or "\n"
+
+    def _content(self) -> bytes:
+        return self.data
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.bin (llama2.c's own form; Hugging Face has none for it)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.bin").write_bytes(self.data)
+
+
+# ---------------------------------------------------------------- ModelProto, of sentencepiece_model.proto
+
+UNKNOWN, CONTROL, BYTE, NORMAL = 2, 3, 6, 1  # kinds of pieces
+
+
+def _model_of(pieces: list[bytes], scores: list[float]) -> bytes:
+    """The model of BPE with byte fallback that has these pieces. A space in a piece is ▁ there."""
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
+    parts = []
+    for i, (piece, score) in enumerate(zip([b"<unk>", b"<s>", b"</s>", *pieces[3:]], scores)):
+        text = piece.decode().replace(" ", "▁").encode()
+        kind = kinds[i] if i < len(kinds) else NORMAL
+        parts.append(_message(1, _message(1, text) + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])))
+    trainer = b"\x18\x02" + b"\x98\x02\x01"  # model_type: BPE; byte_fallback
+    normalizer = _message(1, b"identity") + b"\x20\x00"  # remove_extra_whitespaces: no
+    return b"".join(parts) + _message(2, trainer) + _message(3, normalizer)
+
+
+def _message(field: int, content: bytes) -> bytes:
+    length, size = bytearray(), len(content)
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes([field << 3 | 2, *length, size]) + content
+
+
+def whole_model(data: bytes) -> bool:
+    """Is this a whole ModelProto? A file cut between two pieces still parses, but lacks what comes after them: field 2,
+    how it was trained, and field 3, how text is normalised."""
+    at, fields = 0, set()
+    try:
+        while at < len(data):
+            tag, at = _number(data, at)
+            if tag & 7 != 2:  # every field is a message, written with its length
+                return False
+            length, at = _number(data, at)
+            at += length
+            fields.add(tag >> 3)
+    except IndexError:
+        return False
+    return at == len(data) and fields >= {1, 2, 3}
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """(a number of at most ten bytes, where it ends)."""
+    value = 0
+    for place in range(10):
+        byte = data[at + place]
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value, at + place + 1
+    raise IndexError

@@ -1,0 +1,157 @@
+"""Which file, or which part of a data set, is which split."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradus.data.corpus import Corpus
+from gradus.data.readers import KINDS, SPLITS, expanded, hub_splits, is_hub, near, suffix
+from gradus.errors import DataError, UserError, did_you_mean
+from gradus.recipe.text import looked_for
+
+
+def find_split(path: str | Path, split: str, explicit: str | None = None, required: bool = True) -> Path | None:
+    """The file of a split (train, valid, test) of a folder, by its name: `train.*`, `valid.*`, `val-*`, `wiki.test.*`
+    ...
+
+    explicit: the file's name below `path`, where it is not a usual one. A single file is its own train split. `hf:NAME`
+    gives `hf:NAME#SPLIT`, which `read_rows` takes. Raises UserError, with what is there, for no file or several; with
+    required=False no file is None.
+    """
+    if is_hub(path):
+        return _find_hub_split(str(path).removeprefix("hf:").partition("#")[0], split, explicit, required)
+    path = expanded(path)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{near(path)}")
+    if explicit is not None:
+        file = (path if path.is_dir() else path.parent) / explicit
+        if not file.is_file():
+            raise UserError(f"data.{split}={explicit}: no such file in {file.parent}.{near(file)}")
+        return file
+    if path.is_file():
+        if split == "train" or not required:
+            return path if split == "train" else None
+        how = f"Set data.{split}=NAME (a file beside it), or give a folder"
+        raise UserError(f"{path}: one file, so there is no {split} split. {how}.")
+    files = visible_files(path)
+    matching = _named([f for f in files if suffix(f) in KINDS], split)
+    if len(matching) > 1:
+        raise _several(path, split, [f.name for f in matching])
+    if not matching and required:
+        there = ", ".join(f.name for f in files[:20]) or "no files"
+        names = ", ".join(f"{alias}.*" for alias in SPLITS[split])
+        raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
+    return matching[0] if matching else None
+
+
+def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
+    there = hub_splits(name, f"hf:{name}")
+    alias = next((s for s in ((explicit,) if explicit else SPLITS[split]) if s in there), None)
+    if alias is None and (required or explicit):
+        asked = explicit or split
+        raise UserError(f"hf:{name}: no split {asked!r}; there are: {', '.join(there)}. Set data.{split}=NAME.")
+    return None if alias is None else Path(f"hf:{name}#{alias}")
+
+
+def _several(path: Path, split: str, names: list[str]) -> UserError:
+    return UserError(f"{path}: several files for the {split} split: {', '.join(names)}. Set data.{split}=NAME.")
+
+
+def visible_files(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.startswith("."))
+
+
+def _named(files: list[Path], split: str) -> list[Path]:
+    """Files called after a split: exactly (`train.csv`), else as one part of the name
+    (`train-00000-of-00001.parquet`)."""
+    exact = [f for f in files if f.name.split(".")[0] in SPLITS[split]]
+    return exact or [f for f in files if set(re.split(r"[-_.]", f.name)) & set(SPLITS[split])]
+
+
+def find_pairs(
+    path: str | Path, split: str, source: str = "de", target: str = "en", explicit: str | None = None,
+    required: bool = True,
+) -> tuple[Corpus, Corpus] | None:  # fmt: skip
+    """The two sides of a split of parallel text: files `train.de`, `train.en` (also .txt, .gz, .xz) of a folder, or two
+    columns of a table.
+
+    explicit: the files' common name (`test_2016_flickr`), or that of the table. Raises UserError as `find_split` does,
+    and where one side is missing.
+    """
+    folder = expanded(path)
+    if not is_hub(path) and folder.is_dir():
+        sides: dict[str, dict[str, Path]] = {source: {}, target: {}}
+        side = re.compile(rf"(.+)\.({re.escape(source)}|{re.escape(target)})(\.txt)?(\.gz|\.xz)?")
+        for file in visible_files(folder):
+            if match := side.fullmatch(file.name):
+                sides[match[2]][match[1]] = file
+        names = sorted(set(sides[source]) | set(sides[target]))
+        matching = [n.name for n in _named([Path(name) for name in names], split)]
+        if explicit is not None:
+            matching = [name for name in names if name == explicit]
+        if len(matching) > 1:
+            raise _several(folder, split, matching)
+        if matching:
+            name = matching[0]
+            for language, files in sides.items():
+                if name not in files:
+                    one = f"no {name}.{language} to go with the other language"
+                    raise UserError(f"{path}: {one}. Set data.source and data.target.")
+            return Corpus.lines(sides[source][name]), Corpus.lines(sides[target][name])
+        if explicit is not None and not (folder / explicit).is_file():
+            pair = f"{explicit}.{source} and {explicit}.{target}"
+            meant = did_you_mean(explicit, names)
+            raise UserError(f"data.{split}={explicit}: {path} has neither this file nor {pair}.{meant}")
+    file = find_split(path, split, explicit, required)
+    return None if file is None else (Corpus.column(file, source), Corpus.column(file, target))
+
+
+# ---------------------------------------------------------------- some samples of one
+
+
+class Part:
+    """Some samples of a data set, in the order of `indices`, with what is known of them."""
+
+    def __init__(self, dataset: Any, indices: np.ndarray, name: str | None = None):
+        self.dataset, self.indices = dataset, indices
+        self.name = name or getattr(dataset, "name", type(dataset).__name__)
+        self.epoch_aware = getattr(dataset, "epoch_aware", False)
+        for of_each in ("lengths", "labels"):
+            if hasattr(dataset, of_each):
+                setattr(self, of_each, getattr(dataset, of_each)[indices])
+        for of_all in ("classes", "shape", "folder"):
+            if hasattr(dataset, of_all):
+                setattr(self, of_all, getattr(dataset, of_all))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.dataset[int(self.indices[i])]
+
+    def item(self, i: int, epoch: int) -> dict[str, Any]:
+        return self.dataset.item(int(self.indices[i]), epoch)
+
+
+def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, Part]:
+    """(the rest, the part held out): of each label every `every`-th sample, a fixed and stratified choice."""
+    held = np.zeros(len(dataset), dtype=bool)
+    for label in np.unique(dataset.labels):
+        held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
+    if not held.any():
+        why = f"no class has {every} {unit}, so that none can be held out for validation"
+        raise UserError(f"{dataset.name}: {why}. Add a valid split.")
+    return Part(dataset, np.flatnonzero(~held)), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
+
+
+def limited(splits: dict[str, Any], limit: int | None, limit_valid: int | None) -> dict[str, Any]:
+    """The splits, of which train and valid keep the first so many samples of a fixed shuffle."""
+    for split, most in (("train", limit), ("valid", limit_valid)):
+        if most is not None and split in splits and most < len(splits[split]):
+            order = np.random.Generator(np.random.PCG64(0)).permutation(len(splits[split]))
+            splits[split] = Part(splits[split], order[:most])
+    return splits

@@ -1,0 +1,285 @@
+"""Tokenizers of files: whatever a checkpoint brings, and what `save` wrote."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradus import limits
+from gradus.data.readers import expanded, near
+from gradus.data.sentencepiece import Llama2cTokenizer, SentencePieceTokenizer, whole_model
+from gradus.data.tokenizers import (
+    OURS,
+    USUAL,
+    ByteTokenizer,
+    CharTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    package_tokenizers,
+)
+from gradus.errors import DataError, UserError, did_you_mean
+
+FILES = (  # looked for in a folder, in this order
+    *(OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json"),
+    *("spiece.model", "tokenizer.model", "tokenizer.bin"),
+)
+KINDS = (
+    "tokenizer.json, vocab.txt, encoder.json + vocab.bpe, vocab.json + merges.txt, "
+    "a SentencePiece .model or a llama2.c .bin"
+)
+
+
+def load(path: str | Path) -> Tokenizer:
+    """The tokenizer of a folder or a file: tokenizer.json, vocab.txt (BERT's WordPiece), encoder.json + vocab.bpe or
+    vocab.json + merges.txt (byte-level BPE), SentencePiece `.model`, llama2.c `.bin`, or what `save` wrote.
+
+    Raises UserError where there is none, or where a file is of an unknown kind, truncated or corrupt.
+    """
+    path = expanded(path)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder to read a tokenizer from.{near(path)}")
+    file = _find(path) if path.is_dir() else path
+    read = _reader(file)
+    try:
+        return read(limits.regular(file, limits.TOKENIZER_FILE))
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
+
+
+def _find(folder: Path) -> Path:
+    for name in FILES:
+        if (folder / name).is_file():
+            return folder / name
+    files = sorted(folder.iterdir())
+    others = [p for p in files if p.suffix == ".model" or (p.suffix == ".bin" and p.name.startswith("tok"))]
+    if len(others) == 1:
+        return others[0]
+    if others:
+        raise UserError(f"{folder}: several tokenizers ({', '.join(p.name for p in others)}). Name the one to use.")
+    there = ", ".join(p.name for p in files[:10]) or "nothing"
+    raise UserError(f"{folder}: no tokenizer in this folder, only {there}. A tokenizer is {KINDS}.")
+
+
+def _reader(file: Path) -> Callable[[Path], Tokenizer]:
+    name = file.name
+    if name == OURS:
+        return _read_ours
+    if name in ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"):
+        return _read_byte_bpe
+    if name == "tokenizer_config.json":
+        raise UserError(f"{file}: this names a tokenizer's settings, not its tokens. Give the folder.")
+    readers = {".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece, ".bin": _read_llama2c}
+    if file.suffix not in readers:
+        raise UserError(f"{file}: not a kind of tokenizer that is known. Use {KINDS}.")
+    return readers[file.suffix]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = limits.read_json(file, limits.TOKENIZER_FILE)
+    except UserError as e:
+        raise UserError(f"{e} Truncated or corrupt: get the file again.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds a {type(content).__name__}, not an object. Use {KINDS}.")
+    return content
+
+
+def _text(file: Path, otherwise: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not text, so {otherwise}") from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer say of it."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            config |= _json(folder / name)
+    extra = config.get("extra_ids") or 0
+    if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
+        raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
+    more = config.pop("additional_special_tokens", None)
+    if more:
+        names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
+        if not all(isinstance(name, str) for name in names):
+            raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
+        config["additional_special_tokens"] = names
+    return config
+
+
+def _read_ours(file: Path) -> Tokenizer:
+    state = _json(file)
+    try:
+        specials, tokens = state["specials"], state["tokens"]
+        if not all(isinstance(x, list) and all(isinstance(t, str) for t in x) for x in (specials, tokens)):
+            raise TypeError("a list of texts")
+        tokens = tokens[len(specials) :]
+        if state["kind"] == "char":
+            return CharTokenizer(tokens, specials)
+        if state["kind"] == "word":
+            return WordTokenizer(tokens, state["lowercase"], specials)
+        if state["kind"] == "byte":
+            return ByteTokenizer(specials)
+        meant = did_you_mean(state["kind"], ("char", "word", "byte"))
+        raise UserError(f"{file}: kind {state['kind']!r} is not known.{meant}")
+    except (KeyError, TypeError) as e:
+        wrong = f"{e} is missing or of the wrong type"
+        raise UserError(f"{file}: {wrong}: not a file that Gradus wrote. Get the file again.") from None
+
+
+def _read_json(file: Path) -> Tokenizer:
+    state = _json(file)
+    if "model" not in state:
+        raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
+    _numbers_one_could_mean(state, file)
+    content = json.dumps(state | {"truncation": None, "padding": None})
+    rust = _guarded(
+        lambda: package_tokenizers().Tokenizer.from_str(content), f"{file}: not a readable tokenizer.json"
+    )
+    tokenizer = FastTokenizer(rust, _config(file.parent), file.parent)
+    _guarded(
+        lambda: tokenizer.decode(tokenizer.encode("A word, 1 more.")), f"{file}: a tokenizer that cannot encode a text"
+    )
+    return tokenizer
+
+
+def _guarded(call: Callable[[], Any], wrong: str) -> Any:
+    """Of the package, which raises plain Exception, and where it panics a BaseException of its own."""
+    try:
+        return call()
+    except BaseException as e:
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
+        raise UserError(f"{wrong} ({_first_line(e)}). Get the file again.") from None
+
+
+def _numbers_one_could_mean(state: Any, file: Path) -> None:
+    """Raises UserError for an id, or any other number, that the package would reserve memory for without looking."""
+    left = [state]
+    while left:
+        node = left.pop()
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            wrong = None
+            if isinstance(value, dict | list):
+                left.append(value)
+            elif isinstance(value, int) and abs(value) > limits.TOKEN_IDS:
+                wrong = f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so no id of a token"
+            elif key == "precompiled_charsmap" and not _whole_charsmap(value):
+                wrong = "precompiled_charsmap: not a whole one"
+            elif key == "length" and value == 0:
+                wrong = "a pre_tokenizer of length 0"
+            if wrong:
+                raise UserError(f"{file}: {wrong}. Get the file again.")
+
+
+def _whole_charsmap(text: Any) -> bool:
+    """Is this SentencePiece's table of normalised characters: in base64 the size of a trie in bytes, the trie, the
+    characters? null is none."""
+    try:
+        data = base64.b64decode(text or "", validate=True)
+    except (ValueError, TypeError):
+        return False
+    size = int.from_bytes(data[:4], "little")
+    return not text or (len(data) > 4 and size % 4 == 0 and 0 < size <= len(data) - 4)
+
+
+def _read_wordpiece(file: Path) -> Tokenizer:
+    """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
+    with upper-case pieces is cased."""
+    package, special = package_tokenizers(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    lines = _text(file, f"not a WordPiece vocabulary. Use {KINDS}.").split("\n")
+    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
+    if missing := ", ".join(s for s in special if s not in vocab):
+        raise UserError(
+            f"{file}: no {missing} in it, so not a whole WordPiece vocabulary (one piece a line). Use {KINDS}."
+        )
+    config = _config(file.parent)
+    upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
+    lowercase = bool(config.get("do_lower_case", not upper))
+    rust = package.Tokenizer(package.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    rust.normalizer = package.normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"),
+        lowercase=lowercase,
+    )
+    rust.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    rust.decoder = package.decoders.WordPiece(prefix="##")
+    rust.add_special_tokens(special)
+    tokenizer = FastTokenizer(
+        rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent
+    )
+    tokenizer.around(vocab["[CLS]"], vocab["[SEP]"])
+    return tokenizer
+
+
+def _read_byte_bpe(file: Path) -> Tokenizer:
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
+    package = package_tokenizers()
+    pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+    names = next(pair for pair in pairs if file.name in pair)
+    table, rules = (file.parent / name for name in names)
+    for one, other in ((table, rules), (rules, table)):
+        if not one.is_file():
+            raise UserError(f"{other}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
+    vocab, merges = _json(table), _merges(rules)
+    wrong = next((i for i, m in enumerate(merges) if len(m) != 2 or m[0] + m[1] not in vocab), None)
+    if wrong is not None:
+        merge = f"merge {wrong + 1} ({' '.join(merges[wrong])!r})"
+        raise UserError(f"{rules}: {merge} is not one of {table.name}: truncated, or of another tokenizer.")
+    longer = sum(len(token) > 1 for token in vocab)
+    if len(merges) < 0.9 * longer - 100:  # every longer token comes from a merge; a hundred or so are special
+        few = f"{len(merges)} merges for the {longer} longer tokens of {table.name}"
+        raise UserError(f"{rules}: {few}: truncated. Get the file again.")
+    try:
+        rust = package.Tokenizer(package.models.BPE(vocab, merges))
+    except Exception as e:
+        raise UserError(f"{table}: not a vocabulary of byte-level BPE ({_first_line(e)}).") from None
+    config = _config(file.parent)
+    rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    rust.decoder = package.decoders.ByteLevel()
+    special = [*config.get("additional_special_tokens", []), *(s for names in USUAL.values() for s in names)]
+    rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
+    if "unk_token" not in config and "<|endoftext|>" in vocab:
+        config["unk_token"] = "<|endoftext|>"
+    return FastTokenizer(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
+
+
+def _merges(rules: Path) -> list[tuple[str, ...]]:
+    text = _text(rules, "not a list of merges. Get the file again.")
+    lines = text.replace("\r\n", "\n").split("\n")
+    return [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+
+
+def _read_sentencepiece(file: Path) -> Tokenizer:
+    data = file.read_bytes()
+    if not whole_model(data):
+        what = "not a whole SentencePiece model (truncated, corrupt or of another kind)"
+        raise UserError(f"{file}: {what}. Get the file again.")
+    try:
+        tokenizer = SentencePieceTokenizer(data)
+    except (RuntimeError, ValueError) as e:
+        why = _first_line(e)
+        raise UserError(f"{file}: not a readable SentencePiece model ({why}). Get the file again.") from None
+    # T5's files (padding 0, end 1, no begin) do not hold the 100 sentinels that its tokenizer puts after the pieces.
+    like_t5 = (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, None)
+    extra_ids = _config(file.parent).get("extra_ids", 100 if like_t5 else 0)
+    return SentencePieceTokenizer(data, extra_ids) if extra_ids else tokenizer
+
+
+def _read_llama2c(file: Path) -> Tokenizer:
+    try:
+        return Llama2cTokenizer(file.read_bytes())
+    except (RuntimeError, ValueError):
+        what = "not a whole llama2.c tokenizer (truncated, or of another kind)"
+        raise UserError(f"{file}: {what}. Get the file again.") from None

@@ -1,0 +1,73 @@
+"""The Hugging Face hub: files of a repository, and data sets, from the net or from their local copies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus.errors import DataError, UserError, need
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def download(
+    name: str, patterns: Sequence[Sequence[str]], enough: Callable[[Path], bool], where: str, to: Path | None = None
+) -> Path:
+    """The folder of a repository's files: of the first patterns, and while these are not `enough`, of the next too.
+
+    where: begins the error, e.g. `model.init=NAME`. to: download into this folder, not into the hub's own local copy.
+    Raises UserError where there is no such repository, or no way to it.
+    """
+    offline = _is_set("HF_HUB_OFFLINE")
+    hub = need("huggingface_hub", "hf", f"{where}: not a local folder, and reading it from the hub")
+    place: dict[str, Any] = {"local_files_only": offline} if to is None else {"local_dir": str(to)}
+    try:
+        for allowed in patterns:
+            folder = Path(hub.snapshot_download(name, allow_patterns=list(allowed), **place))
+            if enough(folder):
+                break
+    except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
+        if offline and to is None:
+            raise UserError(
+                f"{where}: no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1). "
+                "Where there is internet run `gradus fetch RECIPE --to DIR`, then give the folder"
+            ) from None
+        raise UserError(
+            f"{where}: no such file or folder, and the hub does not give it ({_reason(e)}). "
+            "Check the name and the connection, or `gradus fetch` it elsewhere."
+        ) from None
+    return folder
+
+
+def is_saved(folder: Path) -> bool:
+    """Did `datasets.save_to_disk` write this folder?"""
+    parts = [(folder / f"{name}.json").is_file() for name in ("dataset_dict", "dataset_info", "state")]
+    return parts[0] or all(parts[1:])
+
+
+def data_set(name: str, where: str) -> dict[str, Any]:
+    """The splits of `NAME[:CONFIG]`, or of a folder that `save_to_disk` wrote, as tables of the package `datasets`.
+
+    where: begins the error. Raises DataError where it cannot be loaded.
+    """
+    datasets = need("datasets", "hf", where, DataError)
+    folder = Path(os.path.expanduser(name))
+    try:
+        if is_saved(folder):
+            loaded = datasets.load_from_disk(str(folder))
+        else:
+            loaded = datasets.load_dataset(*name.split(":", 1))
+    except Exception as e:  # of many kinds: offline, unknown, gated, no such configuration
+        help = "Check the name and the connection."
+        if _is_set("HF_HUB_OFFLINE") or _is_set("HF_DATASETS_OFFLINE"):
+            help = "Give a local folder, or where there is internet, stage it first: gradus fetch"
+        raise DataError(f"{where}: cannot be loaded ({_reason(e)}). {help}") from None
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _reason(e: Exception) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]
