@@ -43,23 +43,24 @@ def gpt(folder: Path) -> list[str]:
 
 def train(world, name: str, overrides: list[str], resume: bool = False, stop_at: int | None = None) -> str:
     """`name` is a recipe, or with `resume` a run folder. stop_at: a SIGTERM comes to one process (the last) before that step."""
-    from gradus.train import loop, session
+    from gradus.train import loop, run
+    from gradus.train.signals import Stopped
 
-    original = loop.Trainer._train
+    original = loop.Trainer.take
 
     def interrupted(self, step):
         if self.progress.step + 1 == stop_at and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, step)
 
-    loop.Trainer._train = interrupted
+    loop.Trainer.take = interrupted
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            session.train(recipes.load(name, overrides), here=world, resume=Path(name) if resume else None)
-    except loop.Stopped as stop:
+            run.train(recipes.load(name, overrides), world=world, resume=Path(name) if resume else None)
+    except Stopped as stop:
         return str(stop.checkpoint)
     finally:
-        loop.Trainer._train = original
+        loop.Trainer.take = original
     return "done"
 
 
@@ -133,7 +134,7 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
     from gradus.models import decoding
     from gradus.parallel.apply import apply
     from gradus.tasks import translation
-    from gradus.train import loop
+    from gradus.train.evaluation import evaluate
     from gradus.train.session import open_session
 
     found, counts = [], []
@@ -144,13 +145,13 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
 
     translation.complete = counted
     for overrides in layouts:
-        session, mine = open_session(recipes.load(name, overrides), here=world), {}
+        session, mine = open_session(recipes.load(name, overrides), world=world), {}
         if hasattr(session.task, "decode_split"):
             original = session.task.decode_split
             session.task.decode_split = lambda *args, original=original, mine=mine: mine.update(original(*args)) or mine
         parallel = apply(session.build(), session.recipe.layout, session.mesh)
         counts.clear()
-        metrics = loop.evaluate(parallel, session.task, "valid", session.precision, session.device)
+        metrics = evaluate(parallel, session.task, "valid", session.precision, session.device)
         found.append((metrics, sum(counts), mine))
     translation.complete = decoding.complete
     return found

@@ -29,7 +29,7 @@ from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
-from gradus.train import loop
+from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.resolve import Given
 from gradus.train.session import open_session
 
@@ -454,7 +454,7 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     model = models.build(session.recipe.model)
     models.load_weights(model, place)
     parallel = apply(precision.cast(model).to(device), session.recipe.layout)
-    metrics = loop.evaluate(parallel, task, split, precision, device)
+    metrics = evaluate_split(parallel, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

@@ -138,7 +138,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
         model = session.build()
         apply(model, session.recipe.layout)
         model.train()
-        trainer = Trainer(session.recipe, session.task, model, folder, session.device, precision=session.precision)
+        trainer = Trainer(session, model, folder)
         timeline.mark("building")
         held = {}
         steps = endless(trainer)

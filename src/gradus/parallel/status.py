@@ -102,10 +102,17 @@ class Status:
         assert len(what) <= 64 and '"' not in what and len(record) < SIZE - 20, f"no name for a phase: {what}"
         os.pwrite(self.file, record.encode().ljust(SIZE - 1) + b"\n", 0)  # a shorter record covers a longer one
 
-    def close(self) -> None:
-        """The end of a run that went well."""
-        if self.file is not None:
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(done=kind is None)
+
+    def close(self, done: bool = True) -> None:
+        """The end of a run; of one that went well the record says so."""
+        if done:
             self.at("done")
+        if self.file is not None:
             os.close(self.file)
             self.file = None
 

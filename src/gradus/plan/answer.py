@@ -314,7 +314,7 @@ def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: boo
 
 
 def total_steps(recipe: Recipe, task=None) -> int:
-    from gradus.train.loop import total_steps as of_run
+    from gradus.train.schedule import total_steps as of_run
 
     if task is not None:
         return of_run(recipe, task.plan("train", recipe.batch.samples, recipe.batch.tokens))

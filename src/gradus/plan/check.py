@@ -141,7 +141,7 @@ class Looked:
         r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
         parallel = apply(self.session.build(), layout)
         parallel.bare.eval()
-        return Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
+        return Trainer(dataclasses.replace(self.session, recipe=r), parallel, Path(os.devnull))
 
     @property
     def model(self) -> nn.Module:

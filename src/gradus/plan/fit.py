@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gradus import limits
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.measure.scaling import columns, start
 from gradus.parallel import check
-from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World
 from gradus.plan import batches
@@ -32,7 +29,7 @@ from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer
-from gradus.train.session import Session, dropout_seed, open_for, open_session
+from gradus.train.session import Session, open_for, open_session
 
 TRACES = 12  # of a search along the line; then by halves
 TIMED, WARM_UP = 8, 3  # steps of a sweep
@@ -140,10 +137,7 @@ def parse_size(text: str, key: str = "--memory") -> int:
 
 def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any]]]:
     """(a trainer, this rank's micro-batches of the first epoch's largest step)."""
-    parallel = apply(session.build(), session.recipe.layout, session.mesh)
-    torch.manual_seed(dropout_seed(session.recipe.train.seed, session.mesh))
-    parallel.bare.train()
-    trainer = Trainer(session.recipe, session.task, parallel, folder, session.device, precision=session.precision)
+    trainer = Trainer(session, session.lay_out(session.build()), folder)
     return trainer, batches.micro_batches(session.recipe, session.mesh.world.size, task=session.task)
 
 
