@@ -173,7 +173,7 @@ def test_meters_tell_what_they_read_or_nothing(device):
         float(x.sum())
     assert (meter.source is None) == (meter.joules is None) and (meter.joules is None or meter.joules >= 0)
     assert [row.name for row in sampler.read() if row.name.startswith("gpu")] if sampler.gpus else True
-    sampler.__exit__()
+    sampler.close()
 
 
 @pytest.mark.parametrize("offload", [False, True])

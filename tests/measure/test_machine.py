@@ -220,7 +220,7 @@ def test_sampler_reads_the_gpu_of_this_process(fake, monkeypatch):
     }
     module.figures["nvmlDeviceGetPowerUsage"] = real.NVMLError_GpuIsLost()
     assert "gpu0/power" not in {r.name for r in asked.read(2)}
-    asked.__exit__()
+    asked.close()
     assert module.opened == 0 and not any(r.name.startswith("gpu") for r in asked.read(3))
 
 

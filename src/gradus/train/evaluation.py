@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Hook):
-    """Evaluates when the recipe says so, and keeps the best weights. A stop does not wait for an evaluation, which may take minutes: it
-    is cut, and done first when the run goes on."""
+    """Evaluates when the recipe says so, and keeps the best weights. A stop does not wait for an evaluation, which may
+    take minutes: it is cut, and done first when the run goes on."""
 
     def start(self, trainer: Trainer) -> None:
         p = trainer.progress
@@ -49,8 +49,10 @@ class Evaluation(Hook):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:
-        """Every sample of the split exactly once; metrics are sums divided by counts. Of `valid` it keeps the best weights, and a signal
-        cuts it. Collective."""
+        """Every sample of the split exactly once; metrics are sums divided by counts. Collective.
+
+        Of `valid` the best weights are kept, and a signal cuts it.
+        """
         p, task, parallel = trainer.progress, trainer.task, trainer.parallel
         with trainer.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
@@ -59,9 +61,8 @@ class Evaluation(Hook):
             between = functools.partial(self._cut_together, trainer) if stops and parallel.several else None
             found = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
         metrics = {f"{split}/{name}": value for name, value in found.items()}
-        rows = [Row(name, value, task.units.get(name.split("/")[1], ""), p.step) for name, value in metrics.items()]
-        line = f"step {p.step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        trainer.log(rows, line)
+        rows = [Row(f"{split}/{name}", value, task.units.get(name, ""), p.step) for name, value in found.items()]
+        trainer.log(rows, f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows))
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False
             self._keep_best(trainer)
@@ -97,7 +98,7 @@ def evaluate(
     parallel: Parallel, task: Task, split: str, precision: Precision, device: torch.device,
     between: Callable[[], None] | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """The task's metrics over a whole split, each sample exactly once, in evaluation mode; the model's mode is put back.
+    """The task's metrics over a whole split, each sample once, in evaluation mode; the model's mode is put back.
 
     Collective: processes take shares of every batch and sum what they found; for decoding each has the whole model, and
     its own share. between: called before every batch, on all alike.
@@ -135,10 +136,10 @@ def _loader(parallel: Parallel, task: Task, split: str, device: torch.device) ->
     batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // world)
     plan = task.plan(split, samples=batch_size * world, tokens=None)
     pin = r.data.pin and device.type == "cuda"
+    prepare = task.prepare_evaluation
     return Loader(
-        task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, seed=r.train.seed, pin=pin, rank=rank,
-        world=world,
-    )  # fmt: skip
+        task.splits[split], plan, task.collate, prepare=prepare, seed=r.train.seed, pin=pin, rank=rank, world=world
+    )
 
 
 def _add(totals: dict[str, list[float]], found: dict[str, tuple[float, int]]) -> None:

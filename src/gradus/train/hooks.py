@@ -1,4 +1,4 @@
-"""What goes on around the steps of a run, as hooks of one protocol: the log, evaluations, checkpoints, the proof of the plan, yours."""
+"""What goes on around the steps of a run are hooks of one protocol: log, evaluations, checkpoints, proof, yours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override what you need: here, every method does nothing. The hooks of a run are called one after the other, in the same order on
-    every process, so that they may use collectives. A hook that raises ends the run."""
+    """Override what you need: here, every method does nothing. The hooks of a run are called one after the other, in
+    the same order on every process, so that they may use collectives. A hook that raises ends the run."""
 
     def start(self, trainer: Trainer) -> None:
         """Before the first step of this start; a run that is resumed stands where it goes on."""
@@ -31,11 +31,11 @@ class Hook:
         return []
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
-        """Rows, and a line to print, of the training (`train/loss`, ...; then the device has been waited for) or of an evaluation."""
+        """Rows, and a line to print: of the training (`train/loss` first; the device is idle) or of an evaluation."""
 
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
-        """The last step is done, the last evaluation made. `summary` goes to summary.json once all hooks have seen it.
+        """The last step is done, the last evaluation made. Returns lines to print below the summary.
 
-        Returns lines to print below the summary.
+        summary: what goes to summary.json once all hooks have seen it.
         """
         return []

@@ -132,12 +132,6 @@ class RunLog(Hook):
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self.live = LiveLine(sys.stdout)
 
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def start(self, trainer: Trainer) -> None:
         trainer.metrics_position = self.file.position
         self.stepped(trainer.progress.step, trainer.last_step)

@@ -1,4 +1,4 @@
-"""The loop: batches become steps, and hooks do the rest (train.hooks)."""
+"""The loop: batches become steps. What else goes on in a run are hooks (train.hooks)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Taken:
-    """One step of a run. loss: the mean over the global batch; norm: of the gradient before clipping. Both stay on the device."""
+    """One step of a run."""
 
     step: int  # of the run, from 1 on
-    rate: float
-    loss: Tensor
-    norm: Tensor
+    rate: float  # of learning
+    loss: Tensor  # over the global batch; a scalar that stays on the device
+    norm: Tensor  # of the gradient before it was clipped, likewise
 
 
 class Trainer(Stepper):
-    """Trains one model on one task as a recipe says. `model` is already on its device, with its layout applied: a module that this
-    process has for itself, or what `parallel.apply.apply` made. Every process of a layout has its Trainer and calls the same methods.
+    """Trains one model on one task as a recipe says. `model` is on its device, with its layout applied: a module that
+    this process has for itself, or what `Session.lay_out` made. Every process has a Trainer and calls the same methods.
     """
 
     def __init__(self, session: Session, model: nn.Module | Parallel, folder: Path, hooks: Sequence[Hook] = ()):
@@ -47,24 +47,17 @@ class Trainer(Stepper):
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
+        data, mesh = recipe.data, self.parallel.mesh
+        plan = task.plan("train", recipe.batch.samples, recipe.batch.tokens)
         self.loader = Loader(
-            task.splits["train"],
-            task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens),
-            task.collate,
-            prepare=task.prepare,
-            seed=recipe.train.seed,
-            micro_batch=recipe.layout.micro_batch,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            persistent=recipe.data.persistent,
-            pin=recipe.data.pin and device.type == "cuda",
-            rank=self.parallel.mesh.rank(*DATA),
-            world=self.parallel.mesh.size(*DATA),
-        )
-        self.last_step = total_steps(recipe, self.loader.plan)
+            task.splits["train"], plan, task.collate, prepare=task.prepare, seed=recipe.train.seed,
+            micro_batch=recipe.layout.micro_batch, rank=mesh.rank(*DATA), world=mesh.size(*DATA), workers=data.workers,
+            prefetch=data.prefetch, persistent=data.persistent, pin=data.pin and device.type == "cuda",
+        )  # fmt: skip
+        self.last_step = total_steps(recipe, plan)
         self.start_step = 0  # where this start began
         self.epoch_steps = 0  # of the epoch under way
-        self.metrics_position = 0  # bytes of metrics.jsonl that are written; after a resume, that its checkpoint knows of
+        self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of
         self.hooks = [*hooks]
         if self.parallel.local_updates:
             self.hooks.append(LocalSync(self.parallel.local_updates, self.last_step))
@@ -73,7 +66,7 @@ class Trainer(Stepper):
         """Train to the last step. Raises Stopped after a signal, UserError on a loss that is not finite."""
         p = self.progress
         self.start_step = p.step
-        with contextlib.closing(self.loader), self.signals:
+        with contextlib.closing(self.loader), self.signals.noted():
             for hook in self.hooks:
                 hook.start(self)
             while p.step < self.last_step:
@@ -100,7 +93,8 @@ class Trainer(Stepper):
     def take(self, step: Step) -> Taken:
         """One step of a run, and the count of it in `progress`."""
         p, recipe = self.progress, self.recipe
-        rate = learning_rate(recipe.schedule, recipe.optimizer.lr, p.step + 1, self.last_step, recipe.model.d_model)
+        schedule, d_model = recipe.schedule, recipe.model.d_model
+        rate = learning_rate(schedule, recipe.optimizer.lr, p.step + 1, self.last_step, d_model)
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = rate
         with self.clock.count("train"):
@@ -112,19 +106,19 @@ class Trainer(Stepper):
             with self.clock.count("train"):
                 loss, norm = self.step(step.micro_batches, totals.counts)
         self.at("reading data", p.step + 2)
-        self._know(totals.tokens, totals.flags)
+        self._know(totals.tokens, *totals.flags)
         p.step, p.epoch_step = p.step + 1, step.step + 1
         p.accumulations += len(step.micro_batches)
         p.samples += step.samples
         return Taken(p.step, rate, loss, norm)
 
     def settle(self) -> None:
-        """The device has been waited for: what the processes told each other of the latest step is known too. Collective."""
-        if (told := self.read_totals()) is not None:
-            self._know(told[0], told[1:])
+        """The device has been waited for: what the processes told each other of the latest step is here. Collective."""
+        if told := self.read_totals():
+            self._know(*told)
 
-    def _know(self, tokens: int, flags: list[int]) -> None:
-        """Of all processes: tokens that they saw, which of them got a signal, which have their part of a checkpoint on disk."""
+    def _know(self, tokens: int, *flags: int) -> None:
+        """Of all processes: the tokens that they saw, how many got each signal and have a checkpoint's part on disk."""
         *signals, saved = flags
         self.progress.tokens += tokens
         self.signals.agree(signals)
@@ -133,7 +127,7 @@ class Trainer(Stepper):
 
     @property
     def synced(self) -> bool:
-        """Whether the weights are those of the whole run; between two syncs of local SGD or DiLoCo they are one worker's."""
+        """Whether the weights are the run's; between two syncs of local SGD or DiLoCo they are one worker's."""
         local = self.parallel.local_updates
         return local is None or local.due(self.progress.step)
 

@@ -25,7 +25,7 @@ COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the 
 
 
 class TrafficCount(Hook):
-    """Counts what one step (of local updates: one sync) sends to other processes. `found`: collective → calls and bytes."""
+    """Counts what one step (of local updates: one sync) sends to other processes."""
 
     def __init__(self):
         self.counted: Traffic | None = None
@@ -48,19 +48,15 @@ class TrafficCount(Hook):
         if counted is None:
             return []
         step = trainer.progress.step
-        conditions = {
-            "of": "one sync" if trainer.parallel.local_updates else "one step",
-            "counted": "ring algorithms, this process",
-        }
-        rows = [
-            Row(f"traffic/{name}", c.sent, "bytes", step, {**conditions, "calls": c.calls})
-            for name, c in counted.found.items()
-        ]
-        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, conditions)]
+        of = "one sync" if trainer.parallel.local_updates else "one step"
+        told = {"of": of, "counted": "ring algorithms, this process"}
+        by_kind = counted.found.items()
+        rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**told, "calls": c.calls}) for kind, c in by_kind]
+        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, told)]
 
 
 class Metrics(Hook):
-    """Reads the losses from the device now and then (the only place that waits for it), checks them, and logs them with the speed.
+    """Reads the losses from the device now and then (the only place that waits for it), checks and logs them.
 
     flops_per_token, peak_flops: model operations of a token's step, and operations a second of all devices, for MFU.
     """
@@ -107,8 +103,8 @@ class Metrics(Hook):
         speed = f"{human(tokens / elapsed)} tokens/s" if by_tokens else f"{human(samples / elapsed)} samples/s"
         if self.flops_per_token and self.peak_flops:
             mfu = self.flops_per_token * tokens / elapsed / self.peak_flops
-            conditions = {"convention": "model FLOPs, full attention, no recompute"}
-            rows.append(Row("train/mfu", mfu, "of peak", step, conditions))
+            told = {"convention": "model FLOPs, full attention, no recompute"}
+            rows.append(Row("train/mfu", mfu, "of peak", step, told))
             speed += f"  MFU {mfu:.1%}"
         for hook in trainer.hooks:
             rows += hook.rows(trainer)
@@ -140,7 +136,7 @@ class Metrics(Hook):
             return
         p.skipped += 1
         self.in_a_row += 1
-        scaler_skips = trainer.precision.scaler is not None and math.isfinite(loss)  # fp16: the scaler backs off by itself
+        scaler_skips = trainer.precision.scaler is not None and math.isfinite(loss)  # it backs off by itself
         if self.in_a_row < HOPELESS and (trainer.recipe.train.on_nonfinite != "stop" or scaler_skips):
             return
         last = trainer.checkpoints.latest()
@@ -148,6 +144,7 @@ class Metrics(Hook):
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         trainer.log([Row("train/nonfinite", str(loss), "", step)])
         raise UserError(
-            f"step {step}: {what}. {good} Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, "
-            "or layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and counts them."
+            f"step {step}: {what}. {good} Try a smaller optimizer.lr, a longer schedule.warmup_steps, "
+            "train.clip_norm=1.0, or layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and "
+            "counts them."
         )

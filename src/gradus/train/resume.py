@@ -32,7 +32,8 @@ def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
     if not resume:
         if world.first and (folder / "metrics.jsonl").exists():
             raise UserError(
-                f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; or set another log.dir."
+                f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; "
+                "or set another log.dir."
             )
         return Start()
     if not (folder / "recipe.yaml").exists():

@@ -47,16 +47,17 @@ class Outcome:
 
 
 class Plan(Hook):
-    """What foresees a run and then follows it; handed in from above (plan.prove.Proof). This one foresees nothing. Every process has
-    one and calls the same methods."""
+    """What foresees a run and follows it; handed in from above (plan.prove.Proof). This one foresees nothing."""
 
     def ready(self, world: World) -> contextlib.AbstractContextManager:
         """Around all of a run, from before the processes meet."""
         return contextlib.nullcontext()
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
-        """Before the model is built. position: (epoch, step within it) where the run begins. Raises UserError for what will not fit.
-        Collective."""
+        """Before the model is built; the run begins at `position` (epoch, step within it). Collective.
+
+        Raises UserError for what will not fit.
+        """
 
     def begin(self, folder: Path) -> None:
         """The run folder is there. On rank 0."""
@@ -66,7 +67,7 @@ def train(
     recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None,
     world: World = World(), longer: bool = False, hooks: Sequence[Hook] = (),
 ) -> Outcome:  # fmt: skip
-    """Train a recipe into a run folder, or go on with the run in `resume`. `world`: this process among all that call this.
+    """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do.
 
     longer: the user gave a length with which the run goes on, and a finished one must not end at once.
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
@@ -106,12 +107,14 @@ def train(
             status.at("the loading of a checkpoint")
             resume_run(trainer, start.checkpoint)
             if world.first:
-                from_where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
-                print(from_where, flush=True)
+                where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
+                print(where, flush=True)
 
         config, position = json.loads(session.recipe.model_dump_json()), trainer.metrics_position
-        log = [stack.enter_context(RunLog(folder, recipe.log, config, position))] if world.first else []
-        sampler = stack.enter_context(Sampler(session.device))
+        log = [RunLog(folder, recipe.log, config, position)] if world.first else []
+        sampler = Sampler(session.device)
+        for opened in (*log, sampler):
+            stack.enter_context(contextlib.closing(opened))
         metrics, evaluation = Metrics(per_token, peak * world.size if peak else None), Evaluation()
         trainer.hooks[:0] = [*log, plan, sampler, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
         with _full_memory_told(trainer, derived["micro_batch"]):
@@ -142,9 +145,9 @@ def _full_memory_told(trainer: Trainer, micro_batch: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise UserError(
-            f"after step {trainer.progress.step}: the memory of {trainer.device} is full. Set a smaller layout.micro_batch "
-            f"(it is {micro_batch}) or evaluate.batch, layout.checkpointing=full or layout.precision=bf16, and go on with "
-            "--resume."
+            f"after step {trainer.progress.step}: the memory of {trainer.device} is full. Set a smaller "
+            f"layout.micro_batch (it is {micro_batch}) or evaluate.batch, layout.checkpointing=full or "
+            "layout.precision=bf16, and go on with --resume."
         ) from None
 
 
@@ -186,7 +189,8 @@ def weights_line(recipe: Recipe, report: LoadReport) -> str:
     if report.reshaped:
         line += f"; a new head for {recipe.model.n_classes} classes: that of the weights has {theirs.n_classes}"
     elif ours and theirs.classes and list(theirs.classes) != ours:
-        line += f"; its head was trained for {', '.join(theirs.classes[:5])}, and learns {', '.join(ours[:5])} from here on"
+        line += f"; its head was trained for {', '.join(theirs.classes[:5])}"
+        line += f", and learns {', '.join(ours[:5])} from here on"
     return line
 
 
@@ -213,7 +217,7 @@ def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) ->
 
 
 def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
-    """What summary.json holds beside the metrics. The clock's kinds are kept apart: training is training. Collective."""
+    """What summary.json holds beside the metrics. The clock's kinds stay separate: training is training. Collective."""
     p, r, seconds = trainer.progress, trainer.recipe, trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
     epochs = p.step / derived["steps_an_epoch"]

@@ -41,14 +41,6 @@ class Sampler(Hook):
         self._jiffies = self._read_jiffies()
         self._energy, self._at = self._read_energy(), time.monotonic()
 
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.library:
-            self.library.nvmlShutdown()
-        self.library, self.gpus = None, {}
-
     def rows(self, trainer: Trainer) -> list[Row]:
         return self.read(trainer.progress.step)
 
@@ -67,6 +59,11 @@ class Sampler(Hook):
             pages = int((PROC / "self/statm").read_text().split()[1])
             found.append(Row("memory/resident", pages * os.sysconf("SC_PAGE_SIZE"), "bytes", step))
         return found
+
+    def close(self) -> None:
+        if self.library:
+            self.library.nvmlShutdown()
+        self.library, self.gpus = None, {}
 
     def _gpu(self, index: int, gpu, step: int | None) -> list[Row]:
         library = self.library

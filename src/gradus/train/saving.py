@@ -40,11 +40,8 @@ class Saving(Hook):
         """Write a checkpoint; with several processes in the background, unless `wait`. Collective."""
         self.metrics.flush(trainer)
         p = trainer.progress
-        state = {
-            "progress": dataclasses.asdict(p),
-            "seconds": trainer.clock.seconds,
-            "metrics_position": trainer.metrics_position,
-        }
+        state = {"progress": dataclasses.asdict(p), "seconds": trainer.clock.seconds}
+        state["metrics_position"] = trainer.metrics_position
         with trainer.clock.count("checkpoint"):
             trainer.at("the writing of a checkpoint", p.step)
             return trainer.checkpoints.save(

@@ -153,10 +153,12 @@ def derive(session: Session) -> dict[str, Any]:
 def describe(derived: dict[str, Any]) -> str:
     """The lines printed before step 0."""
     d = derived
+    rate, several = d["learning_rate"], f"; {d['processes']} processes: {d['layout']}" if d["processes"] > 1 else ""
     return (
-        f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, {d['steps_an_epoch']:,} steps an epoch\n"
-        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples ({d['tokens_first_step']:,} tokens in the first); "
-        f"micro-batch {d['micro_batch']} × accumulation {d['accumulation']}; {d['precision']} on {d['device']}"
-        + (f"; {d['processes']} processes: {d['layout']}\n" if d["processes"] > 1 else "\n")
-        +        f"learning rate {d['learning_rate']['first_step']:.2e} at the first step, {d['learning_rate']['last_step']:.2e} at the last"
+        f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, "
+        f"{d['steps_an_epoch']:,} steps an epoch\n"
+        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples "
+        f"({d['tokens_first_step']:,} tokens in the first); micro-batch {d['micro_batch']} × accumulation "
+        f"{d['accumulation']}; {d['precision']} on {d['device']}{several}\n"
+        f"learning rate {rate['first_step']:.2e} at the first step, {rate['last_step']:.2e} at the last"
     )

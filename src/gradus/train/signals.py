@@ -24,56 +24,50 @@ class Cut(Exception):
 
 
 class StopSignals:
-    """Notes the signals that come while it is entered; a second Ctrl-C stops at once. Of several processes each has its own, and all stop
-    at the signal that they agreed on."""
+    """The signals that came to this process, and the one that all processes stop at."""
 
     def __init__(self, single_process: bool):
-        self.single_process = single_process
-        self.asked: list[int] = []  # what came to this process
-        self.agreed: int | None = None  # what all processes know of
-        self._cuts = False
-        self._before: dict[int, object] = {}
+        self.single_process, self.asked, self.agreed, self.cuts = single_process, [], None, False
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self.asked.clear()
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """While this lasts signals are noted instead of obeyed; a second Ctrl-C stops at once."""
+        main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._note) for number in SIGNALS if main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.asked.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked.append(number)
-        if self._cuts:
+        if self.cuts:
             raise Cut
+
+    @contextlib.contextmanager
+    def cutting(self) -> Iterator[None]:
+        """While this lasts a signal, also one that came before, raises Cut: in a single process, where nobody waits."""
+        self.cuts = self.single_process
+        try:
+            if self.cuts and self.asked:
+                raise Cut
+            yield
+        finally:
+            self.cuts = False
 
     @property
     def stop(self) -> int | None:
         """The signal to stop at, if any."""
-        if self.asked and self.single_process:
-            self.agreed = self.asked[0]
-        return self.agreed
+        return self.asked[0] if self.single_process and self.asked else self.agreed
 
     def flags(self) -> list[int]:
-        """Which signals came to this process: 0 or 1 for each of SIGNALS."""
+        """Which of SIGNALS came to this process: 0 or 1 for each."""
         return [int(number in self.asked) for number in SIGNALS]
 
     def agree(self, flags: Sequence[int]) -> None:
-        """flags: how many processes got each of SIGNALS; the same on all of them."""
-        came = [int(number) for number, n in zip(SIGNALS, flags) if n]
-        self.agreed = self.agreed or (came[0] if came else None)
-
-    @contextlib.contextmanager
-    def cutting(self) -> Iterator[None]:
-        """Where a signal, also one that came before, raises Cut at once: for one process, which leaves nobody waiting."""
-        self._cuts = self.single_process
-        try:
-            if self._cuts and self.asked:
-                raise Cut
-            yield
-        finally:
-            self._cuts = False
+        """flags: how many processes each of SIGNALS came to; the same on all of them."""
+        self.agreed = self.agreed or next((int(number) for number, n in zip(SIGNALS, flags) if n), None)

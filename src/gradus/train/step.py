@@ -1,5 +1,5 @@
-"""One optimizer step, exact: the loss is a sum over the global batch divided by its global count of targets. What a run takes is what
-the plan traces."""
+"""One optimizer step, exact: the loss is a sum over the global batch divided by its global count of targets. What a run
+takes is what the plan traces."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Progress:
 
 @dataclasses.dataclass
 class Totals:
-    """Sums over all processes of what each knows of a step. On several GPUs nobody waits for them: counts stay on the device, tokens
-    and flags are those of the step before."""
+    """Sums over all processes of what each knows of a step. On several GPUs nobody waits for them: counts stay on the
+    device, tokens and flags are those of the step before."""
 
     counts: dict[str, int | Tensor]  # kind of target → how many the global batch has
     tokens: int  # without padding
@@ -72,7 +72,8 @@ class Stepper:
         never a mean of means. counts: None asks the other processes.
         """
         parallel, optimizer = self.parallel, self.optimizer
-        counts = {kind: _at_least_one(n) for kind, n in (counts or self.totals(micro_batches).counts).items()}
+        counts = counts or self.totals(micro_batches).counts
+        counts = {kind: n.clamp(min=1) if isinstance(n, Tensor) else max(1, n) for kind, n in counts.items()}
 
         def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
             with self.precision.autocast():
@@ -100,9 +101,9 @@ class Stepper:
         return loss, norm
 
     def totals(self, micro_batches: list[dict[str, Any]], flags: Sequence[int] = ()) -> Totals:
-        """What all processes know together of the coming step: targets, tokens, and how many of them raise each flag. Collective.
+        """What all processes know together of the coming step; of each flag, how many raise it. Collective.
 
-        Workers that step by themselves (local SGD, DiLoCo) divide by counts of their own, and exchange flags when they sync.
+        Workers of local SGD and DiLoCo divide by their own counts, and exchange flags when they sync.
         """
         parallel, kinds = self.parallel, sorted(micro_batches[0]["counts"])
         own = [sum(batch["counts"][kind] for batch in micro_batches) for kind in kinds]
@@ -129,13 +130,9 @@ class Stepper:
         return sums, before
 
     def read_totals(self) -> list[int] | None:
-        """Tokens and flags of the latest step that are still on their way, if any. Waits for the device to have begun that step."""
+        """Tokens and flags of the latest step that are still on their way, if any. Waits until they are here."""
         if self.unread is None:
             return None
         (values, arrived), self.unread = self.unread, None
         arrived.synchronize()
         return values.tolist()
-
-
-def _at_least_one(count: int | Tensor) -> int | Tensor:
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
