@@ -24,7 +24,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.infer import Place, encode, find, note, special
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
-from gradus.parallel.mesh import alone
+from gradus.parallel.mesh import single_process
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
@@ -363,7 +363,7 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
 def asking_for(recipe: Recipe, split: str) -> Recipe:
     """The recipe as one process evaluates it, with the test split opened when it is wanted."""
     evaluate = recipe.evaluate.model_copy(update={"test": split == "test"})
-    return recipe.model_copy(update={"evaluate": evaluate, "layout": alone(recipe.layout)})
+    return recipe.model_copy(update={"evaluate": evaluate, "layout": single_process(recipe.layout)})
 
 
 def split_of(task: Task, split: str) -> Any:

@@ -198,7 +198,7 @@ def _open(recipe: Recipe, notes: list[str]):
 
     _offline_without_a_network()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
-    alone = recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update={"device": "cpu"})})
+    alone = recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})})
     try:
         session = open_session(alone)
     except (DataError, OSError) as e:

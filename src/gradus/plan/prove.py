@@ -89,10 +89,10 @@ class Predicted:
 
 def case_of(session: Session, position: tuple[int, int] = (0, 0)) -> Case:
     """The case of a run that begins at `position` (epoch, step within it)."""
-    recipe, here = session.recipe, session.mesh.world
+    recipe, world = session.recipe, session.mesh.world
     step, micro_batches = batches_of(session, position)
     return Case(
-        recipe, here.size, here.local_size, session.task, session.device.type, device_of(session.device), capacity(session.device), resident(),
+        recipe, world.size, world.local_size, session.task, session.device.type, device_of(session.device), capacity(session.device), resident(),
         step, micro_batches,
     )  # fmt: skip
 
@@ -428,10 +428,10 @@ class Proof(Plan):
             self.planner = None
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
-        here = session.mesh.world
+        world = session.mesh.world
         verdict: tuple[str | None, int | None] = (None, None)
-        if here.first:
-            patience = PATIENCE if here.size == 1 else min(PATIENCE, WAIT * session.recipe.layout.timeout)
+        if world.first:
+            patience = PATIENCE if world.size == 1 else min(PATIENCE, WAIT * session.recipe.layout.timeout)
             try:
                 case = case_of(session, position)
                 verdict = None, case.step
@@ -447,12 +447,12 @@ class Proof(Plan):
             except Exception as e:
                 print(f"note: no plan ({type(e).__name__}: {first_line(e)})", flush=True)
             self._end_planner()
-        if here.size > 1:
+        if world.size > 1:
             verdict = worlds.from_first(verdict)
         refusal, self.step = verdict
         if refusal and not self.force:
             raise UserError(refusal)
-        if refusal and here.first:
+        if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
     def begin(self, folder: Path) -> None:

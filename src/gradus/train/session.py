@@ -16,7 +16,7 @@ from gradus.parallel import check
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
-from gradus.parallel.mesh import DATA, Mesh, alone, needed, sizes
+from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -110,7 +110,7 @@ def open_for(recipe: Recipe, n: int | None = None) -> Session:
     at and not to train."""
     n = n or needed(recipe.layout)
     check.validate(recipe, n)
-    session = open_session(recipe.model_copy(update={"layout": alone(recipe.layout)}))
+    session = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
     session.recipe = session.recipe.model_copy(update={"layout": recipe.layout})
     session.mesh = Mesh(World(size=n), sizes(recipe.layout, n))
     return session
