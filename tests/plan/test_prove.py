@@ -413,6 +413,11 @@ def test_times_without_the_first_steps_and_the_measured_one():
     assert step_seconds([], 0, None) is None
 
 
+def test_of_steps_between_two_waits_the_mean_is_known():
+    marks = [(40, 1.0, 100), (41, 1.5, 110), (41, 1.75, 110), (45, 3.75, 150)]
+    assert list(prove.times_of(marks)) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
+
+
 def test_times_of_unequal_batches_are_those_like_the_measured_one():
     times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
     assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)

@@ -129,6 +129,33 @@ def test_a_language_model_in_every_way_to_split_it(tmp_path):
             assert (weights[key] - value).abs().max() < 1e-4, f"{name}: {key}"
 
 
+def counted(world, folder: str, layouts: list[list[str]]) -> list[list[list[float]]]:
+    """For each layout the losses and norms of three steps, with the counts as whole numbers and as tensors, as several GPUs have them."""
+    import torch
+
+    from gradus.train.loop import Trainer
+    from gradus.train.session import open_session
+
+    found = []
+    for layout in layouts:
+        found.append([])
+        for make in (int, torch.tensor):
+            session = open_session(recipes.load("shakespeare-char-gpt", layout), world=world)
+            trainer = Trainer(session, session.lay_out(session.build()), Path(folder) / "run")
+            steps = [step.micro_batches for _, step in zip(range(3), trainer.loader.steps(0))]
+            counts = [{kind: make(n) for kind, n in trainer.totals(step).counts.items()} for step in steps]
+            found[-1].append([x.item() for step, n in zip(steps, counts) for x in trainer.step(step, n)])
+    return found
+
+
+@pytest.mark.slow
+def test_counts_that_stay_on_the_device_divide_alike(tmp_path):
+    text, pipeline = gpt(tmp_path), ["layout.pipeline=2", "layout.micro_batch=4"]
+    layouts = [[], ["layout.tensor=2"], ["layout.shard=2"], ["layout.context=2"], pipeline]
+    for whole, tensors in run(2, counted, str(tmp_path), [[*text, *layout] for layout in layouts])[0]:
+        assert whole == tensors and len(whole) == 6
+
+
 def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, dict[int, str]]]:
     """For each layout: (metrics of the validation split, sequences that this process decoded, what it translated) of fresh weights."""
     from gradus.models import decoding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -17,6 +18,7 @@ from gradus import limits
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
+from gradus.measure.profile import endless
 from gradus.measure.scaling import columns, start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed, sizes
@@ -165,28 +167,21 @@ def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
     """The same, with samples/s of the run's own steps, and how much of their time was spent waiting for data."""
     trainer, found = measured_step(recipe, folder, here)
-    loader, epoch, count, spent = trainer.loader, 0, 0, []
-    waited = 0.0
-    try:
-        while count < WARM_UP + TIMED:
-            began, wait = time.perf_counter(), loader.wait_s
-            for step in loader.steps(epoch):
-                trainer.take(step)
-                trainer.clock.synchronise()
-                now = time.perf_counter()
-                if count >= WARM_UP:
-                    spent.append((now - began) / step.samples)
-                    waited += loader.wait_s - wait
-                began, wait, count = now, loader.wait_s, count + 1
-                if count >= WARM_UP + TIMED:
-                    break
-            epoch += 1
-    finally:
-        loader.close()
+    spent, waits = [], []
+    with contextlib.closing(trainer.loader) as loader:
+        began, wait = time.perf_counter(), loader.wait_s
+        for step in itertools.islice(endless(trainer), WARM_UP + TIMED):
+            trainer.take(step)
+            trainer.clock.synchronise()
+            now = time.perf_counter()
+            spent.append((now - began) / step.samples)
+            waits.append(loader.wait_s - wait)
+            began, wait = now, loader.wait_s
+    spent, waits = spent[WARM_UP:], waits[WARM_UP:]
     second = statistics.median(spent)
     step_samples = trainer.progress.samples / trainer.progress.step
     return {
-        **found, "samples_per_s": 1 / second, "step": second * step_samples, "waited": waited / len(spent),
+        **found, "samples_per_s": 1 / second, "step": second * step_samples, "waited": statistics.mean(waits),
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -50,7 +51,7 @@ from gradus.train.schedule import total_steps
 from gradus.train.session import Session, open_for
 
 SETTLED = 5  # steps of a start whose times are kept apart from those of the others
-TIMED = 4096  # latest steps whose times are kept
+TIMED = 4096  # latest marks of the time that are kept: on a CPU one a step
 MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
 PATIENCE = 120.0  # s that a plan may take
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
@@ -405,9 +406,8 @@ class Proof(Plan):
         self.meter: Meter | None = None
         self.energy = [0.0, 0]  # joules, steps: of the stretches that held training alone
         self._mark: tuple[float, int, float] | None = None
-        self.times: deque[tuple[int, float, int]] = deque(maxlen=TIMED)  # (step, seconds, tokens); the latest is last
-        self._begun = (0, 0.0, 0)  # (step, seconds of training, tokens) where the latest step began
-        self._waited = (0, 0.0)  # (step, seconds of training) when the device was last known to have done all
+        # (step, seconds of training, tokens so far) whenever the device was known to have done all
+        self.marks: deque[tuple[int, float, int]] = deque(maxlen=TIMED)
 
     # ------------------------------------------------------------ before
 
@@ -466,8 +466,7 @@ class Proof(Plan):
 
     def start(self, trainer: Trainer) -> None:
         """Each GPU has a meter of its own; the processors of a host have one together."""
-        self._begun = (trainer.progress.step, training_seconds(trainer), trainer.progress.tokens)
-        self._waited = self._begun[:2]
+        self._mark_time(trainer)
         if trainer.device.type == "cuda" or trainer.parallel.mesh.world.local_rank == 0:
             with contextlib.suppress(Exception):  # a meter that fails is no meter
                 self.meter = Meter(trainer.device)
@@ -484,27 +483,22 @@ class Proof(Plan):
         self.measured = [Row(f"memory/{name}", value, "bytes", number, {"kind": "measured", "rank": 0}) for name, value in found.items()]
 
     def after_step(self, trainer: Trainer, taken: Taken) -> None:
-        p, (_, before, tokens) = trainer.progress, self._begun
-        self._begun = (p.step, training_seconds(trainer), p.tokens)
-        self.times.append((p.step, self._begun[1] - before, p.tokens - tokens))
-        if p.step - trainer.start_step == SETTLED and trainer.device.type != "cpu":
+        if trainer.device.type == "cpu":
+            self._mark_time(trainer)
+        elif taken.step - trainer.start_step == SETTLED:
             with trainer.clock.count("train", wait=True):
                 pass
-            self._begun = (p.step, training_seconds(trainer), p.tokens)
-            self._share_time(trainer)
+            self._mark_time(trainer)
 
-    def _share_time(self, trainer: Trainer) -> None:
-        """Where steps run by themselves, only their mean over a stretch between two waits is known. Call after a wait."""
-        (step, then), self._waited = self._waited, (trainer.progress.step, training_seconds(trainer))
-        n = trainer.progress.step - step
-        latest = [self.times.pop() for _ in range(min(n, len(self.times)))][::-1]
-        self.times.extend((at, (self._waited[1] - then) / n, tokens) for at, _, tokens in latest)
+    def _mark_time(self, trainer: Trainer) -> None:
+        seconds = trainer.clock.seconds
+        self.marks.append((trainer.progress.step, seconds["train"] + seconds["data"], trainer.progress.tokens))
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
         if rows[0].name != "train/loss":
             return
         if trainer.device.type != "cpu":
-            self._share_time(trainer)
+            self._mark_time(trainer)
         if not self.traffic:
             sent = [row for row in rows if row.name.startswith("traffic/")]
             self.traffic = [Row(r.name, r.value, r.unit, r.step, {**r.conditions, "kind": "measured"}) for r in sent]
@@ -540,7 +534,7 @@ class Proof(Plan):
         if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
             of_run = {"kind": "measured", "rank": 0, "of": "run"}
             rows += [Row(f"memory/{name}", n, "bytes", None, of_run) for name, n in peaks(trainer.device).items()]
-        seconds = step_seconds(self.times, trainer.start_step, self.step)
+        seconds = step_seconds(times_of(self.marks), trainer.start_step, self.step)
         if seconds:
             middle, low, high, count = seconds
             rows.append(Row("time/step", middle, "s", None, {"kind": "measured", "median_of": count, "fastest": low, "slowest": high}))
@@ -556,12 +550,14 @@ class Proof(Plan):
         return list(table(found)) if any(f.predicted is not None for f in found) else []
 
 
-def training_seconds(trainer: Trainer) -> float:
-    """Of steps and of waiting for data, so far."""
-    return trainer.clock.seconds["train"] + trainer.clock.seconds["data"]
+def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, float, float]]:
+    """(step, seconds, tokens) from (step, seconds, tokens so far): of steps between two marks only the mean is known."""
+    for (before, then, seen), (last, now, tokens) in itertools.pairwise(marks):
+        for step in range(before + 1, last + 1):
+            yield step, (now - then) / (last - before), (tokens - seen) / (last - before)
 
 
-def step_seconds(times: Iterable[tuple[int, float, int]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
+def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
     """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
 
     Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three.
