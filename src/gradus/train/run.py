@@ -90,7 +90,7 @@ def train(
         extended = extend(start.before, session, start.step, longer) if start.before else None
         derived = derive(session)
         if world.first:
-            print(describe(derived) + (f"\n{extended}" if extended else ""), flush=True)
+            print("\n".join(filter(None, (describe(derived), extended))), flush=True)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
@@ -110,16 +110,20 @@ def train(
                 where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
                 print(where, flush=True)
 
-        config, position = json.loads(session.recipe.model_dump_json()), trainer.metrics_position
-        log = [RunLog(folder, recipe.log, config, position)] if world.first else []
-        sampler = Sampler(session.device)
-        for opened in (*log, sampler):
-            stack.enter_context(contextlib.closing(opened))
-        metrics, evaluation = Metrics(per_token, peak * world.size if peak else None), Evaluation()
-        trainer.hooks[:0] = [*log, plan, sampler, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
+        evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
+        opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
+        trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
         with _full_memory_told(trainer, derived["micro_batch"]):
             trainer.run()
             return Outcome(folder, finish(trainer, evaluation, derived), trainer)
+
+
+def _opened(trainer: Trainer) -> Iterator[RunLog | Sampler]:
+    """The hooks that hold something open."""
+    if trainer.parallel.mesh.world.first:
+        recipe = json.loads(trainer.recipe.model_dump_json())
+        yield RunLog(trainer.folder, trainer.recipe.log, recipe, trainer.metrics_position)
+    yield Sampler(trainer.device)
 
 
 @contextlib.contextmanager
