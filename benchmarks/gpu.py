@@ -34,8 +34,8 @@ from gradus.recipe import schema
 from gradus.recipe.presets import PRESETS
 from gradus.rows import Row, RowFile
 from gradus.train import machine
-from gradus.train.loop import Stepper
 from gradus.train.precision import Precision, pick_device
+from gradus.train.step import Stepper
 
 TEXT = {"kind": "text", "path": "-"}
 MODELS = {  # model, task, data, samples of a step

@@ -39,7 +39,7 @@ TINY = [
 OTHER_LAYOUT = ["model.dropout=0", "optimizer.eps=1e-4"]
 PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.hf_storage", "torch.optim.adamw", "gradus.cli", "gradus.measure.flops", "gradus.train.session", "gradus.train.sharded",
+    "torch.distributed.checkpoint.hf_storage", "torch.optim.adamw", "gradus.cli", "gradus.measure.flops", "gradus.train.run", "gradus.train.sharded",
     "gradus.train.resolve", "gradus.parallel.apply", "gradus.parallel.status",
 ]  # fmt: skip
 PATIENCE = 1.0  # seconds that the others have to end by themselves

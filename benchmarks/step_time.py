@@ -28,8 +28,8 @@ from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Op
 from gradus.train import resolve
 from gradus.train.log import environment
-from gradus.train.loop import Stepper
 from gradus.train.precision import Precision
+from gradus.train.step import Stepper
 
 # family → packaged recipe, and what makes it small enough for a processor: 0.1 to 2 s a step
 RECIPES = {

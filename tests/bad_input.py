@@ -622,7 +622,7 @@ def prepare() -> None:
     import gradus.plan.answer
     import gradus.plan.show
     import gradus.plan.web
-    import gradus.train.session
+    import gradus.train.run
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

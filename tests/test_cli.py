@@ -309,7 +309,7 @@ def test_a_broken_pipe_while_training_is_told_whole(capsys, monkeypatch, tmp_pat
     def fail(self, step):
         raise BrokenPipeError("Broken pipe")
 
-    monkeypatch.setattr(Trainer, "_train", fail)
+    monkeypatch.setattr(Trainer, "take", fail)
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == FAULT
     error = capsys.readouterr().err
     assert "Traceback" in error and "BrokenPipeError: Broken pipe" in error and "did not reach" not in error

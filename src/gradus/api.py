@@ -14,7 +14,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `import gradus.api` loads no torch
 
     from gradus.infer import Place
     from gradus.plan.answer import Answer
+    from gradus.train.hooks import Hook
 
 __all__ = ["Plan", "Run", "UserError", "evaluate", "generate", "load", "plan", "predict", "train"]
 
@@ -112,29 +113,36 @@ class Plan:
 # ---------------------------------------------------------------- before and during a run
 
 
-def train(recipe: Any, *overrides: str, resume: bool = False, force: bool = False, **settings: Any) -> Run:
+def train(
+    recipe: Any, *overrides: str, resume: bool = False, force: bool = False, hooks: Sequence[Hook] = (), **settings: Any
+) -> Run:
     """Train a recipe into a run folder: `gradus train`. Returns the run, also when it was asked to stop (the notebook's
     interrupt) and has saved itself: then `run.finished` is False.
 
     resume: go on with the run that `recipe` means, a run folder or else its newest run. force: also where the plan says
-    that it will not fit. Raises UserError for what cannot be trained, and where the loss is no longer finite.
+    that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around the
+    steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
     """
     from gradus.measure.flops import for_run
-    from gradus.parallel import world
+    from gradus.parallel import world as worlds
     from gradus.plan.prove import Proof
     from gradus.train import resolve
-    from gradus.train.loop import Stopped
-    from gradus.train.session import train as run
+    from gradus.train.hooks import Hook
+    from gradus.train.run import train as run
+    from gradus.train.signals import Stopped
 
-    here, proof, name = world.find(), Proof(force), os.fspath(recipe)
-    with proof.ready(here):
-        given = resolve.Given(here=here, resuming=resume, settings=settings)
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise UserError(f"hooks: {hook!r} is no hook. Give an object of a class made from gradus.train.hooks.Hook.")
+    world, proof, name = worlds.find(), Proof(force), os.fspath(recipe)
+    with proof.ready(world):
+        given = resolve.Given(here=world, resuming=resume, settings=settings)
         folder = resolve.run_to_resume(name, list(overrides), given) if resume else None
         loaded, notes = resolve.load(str(folder or name), list(overrides), given)
-        for note in notes if here.first else ():
+        for note in notes if world.first else ():
             print(f"note: {note}", file=sys.stderr)
         try:
-            return Run(run(loaded, resume=folder, flops=for_run, plan=proof, here=here).folder)
+            return Run(run(loaded, resume=folder, flops=for_run, plan=proof, world=world, hooks=hooks).folder)
         except Stopped as stop:
             return Run(stop.checkpoint.parent.parent)
 

@@ -332,12 +332,12 @@ def _train(args, here, proof) -> int:
         args.recipe = str(folder)
     recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
     from gradus.measure.flops import for_run
-    from gradus.train.loop import Stopped
-    from gradus.train.session import train as run
+    from gradus.train.run import train as run
+    from gradus.train.signals import Stopped
 
     longer = args.resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in args.overrides)
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, here=here, longer=longer)
+        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, world=here, longer=longer)
     except Stopped as stop:
         if here.first:
             from gradus.parallel import status

@@ -66,6 +66,14 @@ def test_a_custom_loop_of_ten_lines_learns(page):
     assert names["again"][0]["input"] == "a good story" and 0 < names["again"][0]["probability"] <= 1
 
 
+def test_a_hook_of_ten_lines_logs_beside_the_loss(page):
+    folder, names = page
+    block = next(block for block in BLOCKS if "(Hook)" in block)
+    assert len(block.strip().splitlines()) <= 10
+    norms = {row["step"]: row["value"] for row in read_rows(folder / names["watched"].folder / "metrics.jsonl") if row["name"] == "train/weight_norm"}
+    assert list(norms) == [10, 20, 30] and all(value > 0 for value in norms.values())
+
+
 def test_training_leaves_no_signal_handler_and_no_thread(page):
     before, after = page[1]["_handlers"]
     assert before == after and not [t for t in threading.enumerate() if t.name == "live line"]
@@ -120,6 +128,7 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
         (lambda: api.train("copy-tusk"), "copy-tusk: no such recipe. Did you mean copy-task?"),
         (lambda: api.train("copy-task", "optimizer.lrr=1"), "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
         (lambda: api.train("copy-task", optimizer={"learning_rate": 1}), "optimizer.learning_rate: unknown key. It is optimizer.lr."),
+        (lambda: api.train("copy-task", hooks=[print]), "hooks: <built-in function print> is no hook. Give an object"),
         (lambda: api.plan("gpt2-smal"), "Did you mean gpt2-small?"),
         (lambda: api.load("./nowhere"), "nowhere: no such file or folder"),
         (lambda: api.Run("."), "no run here"),

@@ -26,11 +26,11 @@ from gradus.parallel.apply import apply
 from gradus.plan import batches
 from gradus.recipe import schema
 from gradus.rows import read_rows
-from gradus.train import session
-from gradus.train.loop import Stepper
+from gradus.train import run
 from gradus.train.optim import make_optimizer
 from gradus.train.precision import Precision
 from gradus.train.sampler import Sampler
+from gradus.train.step import Stepper
 
 SIZE = {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 128}
 TEXT = {"vocab_size": 256, "seq_len": 32}
@@ -146,9 +146,9 @@ def test_a_run_is_planned_and_proved(device, tmp_path):
 def test_a_resumed_run_ends_in_the_same_bits(device, tmp_path):
     settings = {**COPY, "model.dropout": 0.1, "layout.device": device.type, "layout.attention": "naive", "train.checkpoint_every": 4}
     for name in ("whole", "cut"):
-        session.train(recipes.load("copy-task", **settings, **{"log.dir": str(tmp_path / name)}))
+        run.train(recipes.load("copy-task", **settings, **{"log.dir": str(tmp_path / name)}))
     shutil.rmtree(tmp_path / "cut/checkpoints/step-00000008")
-    session.train(recipes.load(tmp_path / "cut"), resume=tmp_path / "cut")
+    run.train(recipes.load(tmp_path / "cut"), resume=tmp_path / "cut")
     whole, cut = ((tmp_path / name / "checkpoints/step-00000008/model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
 
@@ -172,7 +172,7 @@ def test_meters_tell_what_they_read_or_nothing(device):
             x = x @ x / 512
         float(x.sum())
     assert (meter.source is None) == (meter.joules is None) and (meter.joules is None or meter.joules >= 0)
-    assert [row.name for row in sampler.rows() if row.name.startswith("gpu")] if sampler.gpus else True
+    assert [row.name for row in sampler.read() if row.name.startswith("gpu")] if sampler.gpus else True
     sampler.close()
 
 

@@ -219,7 +219,7 @@ def test_stories260k_tells_its_story(shared_data, capsys):
 
 
 def test_a_run_folder_gives_its_best_checkpoint_and_tokenizer(tmp_path, capsys):
-    from gradus.train.session import train
+    from gradus.train.run import train
 
     (tmp_path / "text.txt").write_text("\n".join(TEXT) * 8)
     recipe = recipes.load(

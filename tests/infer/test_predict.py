@@ -20,7 +20,8 @@ from gradus.data import tokenizer_files, tokenizers
 from gradus.errors import UserError
 from gradus.infer.predict import evaluate, predict
 from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
-from gradus.train.session import open_session, train
+from gradus.train.run import train
+from gradus.train.session import open_session
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "movie", "very", "!", "##s"]
 TEXTS = ["a very good film !", "bad", "a bad movie"]

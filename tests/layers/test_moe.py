@@ -404,7 +404,7 @@ def test_the_trainer_adds_the_balance_loss(tmp_path, family):
         s = session(tmp_path, "model.n_experts=4", "model.balance=0.5", *family, *settings)
         torch.manual_seed(0)
         model = s.build()
-        trainer = Trainer(s.recipe, s.task, model, tmp_path / "run", s.device, precision=s.precision)
+        trainer = Trainer(s, model, tmp_path / "run")
         found = []
         for _, step in zip(range(4), trainer.loader.steps(0)):
             expected = 0.0

@@ -189,7 +189,7 @@ def test_sampler_on_this_machine():
     while time.monotonic() < end:  # one CPU is busy
         pass
     block = torch.ones(32 * 2**20 // 4)
-    rows = {r.name: r for r in asked.rows(7)}
+    rows = {r.name: r for r in asked.read(7)}
     assert not any(name.startswith("gpu") for name in rows)
     assert 80 / os.cpu_count() <= rows["cpu/utilisation"].value <= 100 and rows["cpu/utilisation"].unit == "%"
     assert all(r.step == 7 for r in rows.values())
@@ -197,7 +197,7 @@ def test_sampler_on_this_machine():
     with open("/proc/self/status") as f:
         told = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmRSS"))
     assert abs(resident - told) < 8 * 2**20 and resident > block.nbytes
-    spent = [_seconds(asked.rows) for _ in range(50)]
+    spent = [_seconds(asked.read) for _ in range(50)]
     assert sorted(spent)[25] < 1e-3
 
 
@@ -211,7 +211,7 @@ def test_sampler_reads_the_gpu_of_this_process(fake, monkeypatch):
     module = fake(a100())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1b"))
     asked = sampler.Sampler(torch.device("cuda", 0))
-    rows = {r.name: (r.value, r.unit) for r in asked.rows(1) if r.name.startswith("gpu")}
+    rows = {r.name: (r.value, r.unit) for r in asked.read(1) if r.name.startswith("gpu")}
     assert rows == {
         "gpu0/utilisation": (97, "%"),
         "gpu0/memory_used": (GIB, "bytes"),
@@ -219,9 +219,9 @@ def test_sampler_reads_the_gpu_of_this_process(fake, monkeypatch):
         "gpu0/temperature": (41, "°C"),  # that of NVML's second GPU, which is PyTorch's first
     }
     module.figures["nvmlDeviceGetPowerUsage"] = real.NVMLError_GpuIsLost()
-    assert "gpu0/power" not in {r.name for r in asked.rows(2)}
+    assert "gpu0/power" not in {r.name for r in asked.read(2)}
     asked.close()
-    assert module.opened == 0 and not any(r.name.startswith("gpu") for r in asked.rows(3))
+    assert module.opened == 0 and not any(r.name.startswith("gpu") for r in asked.read(3))
 
 
 def test_power_of_the_cpus(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_power_of_the_cpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sampler, "POWERCAP", tmp_path)
     clock = [100.0]
     monkeypatch.setattr(sampler, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    assert "cpu/power" not in {r.name for r in sampler.Sampler().rows()}
+    assert "cpu/power" not in {r.name for r in sampler.Sampler().read()}
     package(0, "package-0", 999_000_000)
     package(1, "package-1", 5_000_000)
     package(2, "psys", 7)  # the whole board: the packages are in it already
@@ -243,5 +243,5 @@ def test_power_of_the_cpus(tmp_path, monkeypatch):
     package(1, "package-1", 25_000_000)
     package(2, "psys", 900_000_000)
     clock[0] += 2.0
-    assert {r.name: r.value for r in asked.rows()}["cpu/power"] == pytest.approx(40.0)
-    assert "cpu/power" not in {r.name for r in asked.rows()}  # no time has passed
+    assert {r.name: r.value for r in asked.read()}["cpu/power"] == pytest.approx(40.0)
+    assert "cpu/power" not in {r.name for r in asked.read()}  # no time has passed

@@ -77,7 +77,7 @@ def test_components_are_what_they_must_be(tmp_path):
 def test_activations_are_what_autograd_keeps(tmp_path):
     session, _, _, rows = picture(tmp_path)
     model = session.build().train()
-    trainer = Trainer(session.recipe, session.task, model, tmp_path, session.device, precision=session.precision)
+    trainer = Trainer(session, model, tmp_path)
     steps = trainer.loader.steps(0)
     next(steps)
     batch = next(steps).micro_batches[0]
@@ -104,13 +104,13 @@ def test_checkpointing_and_smaller_micro_batches_keep_less(tmp_path):
 def test_profiling_takes_the_same_steps_as_training(tmp_path):
     session, profiled, _, _ = picture(tmp_path)
     model = session.build().train()
-    trainer = Trainer(session.recipe, session.task, model, tmp_path, session.device, precision=session.precision)
+    trainer = Trainer(session, model, tmp_path)
     assert profiled.progress.step == 2
-    from gradus.measure.profile import endless, take_step
+    from gradus.measure.profile import endless
 
     steps = endless(trainer)
     for _ in range(2):
-        take_step(trainer, next(steps).micro_batches)
+        trainer.take(next(steps))
     for a, b in zip(profiled.model.parameters(), trainer.model.parameters()):
         assert torch.equal(a, b), "marking places changes nothing"
     assert "losses" not in vars(session.task) and "step" not in vars(session.precision), "the marks are taken off again"

@@ -115,7 +115,7 @@ def engine(world, family: str, layout: dict, micro_batches: int = 1, few: bool =
         parallel.zero_grad()
         found.append((float(loss), float(norm)))
     if world.size == 4 and family == "llama":
-        held = {h.name: h.parameter for h in parallel.held}
+        held = {h.name: h.parameter for h in parallel.local_parameters}
         tensors = {f"model.{name}": p for name, p in held.items()}
         for key, value in state_tensors(parallel.trained(), optimizer).items():
             tensors[key] = sharded.like(held[key.partition(".")[2]], value)
@@ -144,7 +144,7 @@ def several(world, checks: list, folder: str) -> list:
 def resume(world, layout: Layout, folder: Path) -> None:
     """What four processes saved, read by two in another layout: equal to what they exported, the optimizer's state of the right part."""
     parallel = apply(common.build("llama", **CHANGES), layout, Mesh.make(layout, world))
-    held = {h.name: h.parameter for h in parallel.held}
+    held = {h.name: h.parameter for h in parallel.local_parameters}
     sharded.load(folder / "step-00000008", {f"model.{name}": p for name, p in held.items()})
     state = sharded.load_state(folder / "step-00000008", held)
     exported = models.load(folder / "export").state_dict()

@@ -60,7 +60,7 @@ def gpt(size: int, layout: dict, config: GPTConfig, batch: int, seq: int, rank: 
             parallel = apply(models.build(config), Layout(**layout), mesh)
             data = [{name: torch.randint(0, config.vocab_size, (batch, seq)) for name in ("ids", "labels")} for _ in range(micro_batches)]
             traffic = steps(parallel, data, lambda model, b: common.losses("gpt", model, b)["tokens"], n)
-            return {h.name: h.local.shape for h in parallel.held}, traffic.found
+            return {h.name: h.local.shape for h in parallel.local_parameters}, traffic.found
 
 
 def padded(shapes: list[tuple[int, ...]], n: int) -> int:
@@ -170,7 +170,7 @@ def test_families(family):
                 batch = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
                 parallel = apply(models.build(common.CONFIGS[family].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
                 steps(parallel, [batch, batch], lambda model, b: loss_of(family, model, b))
-                assert all(h.local.device.type == "cpu" for h in parallel.held)
+                assert all(h.local.device.type == "cpu" for h in parallel.local_parameters)
 
 
 def loss_of(family: str, model, batch: dict):
@@ -195,7 +195,7 @@ def sent_by(world: World, layout: dict, fake: bool) -> dict:
         parallel = apply(models.build(common.CONFIGS["gpt"].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
         batch = {k: mode.from_tensor(v) if fake and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 + OLD if fake else 3).found
-    return {"held": {h.name: tuple(h.local.shape) for h in parallel.held}} | {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
+    return {"held": {h.name: tuple(h.local.shape) for h in parallel.local_parameters}} | {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
 
 
 def sent_really(world: World, layouts: list[dict]) -> list[dict]:
@@ -238,7 +238,7 @@ def test_replicas_sum_on_the_last_micro_batch_alone():
         assert type(parallel.replicas) is BucketedReplicas
         batch = {"ids": torch.arange(64)[None], "labels": torch.arange(64)[None]}
         parallel.forward_backward([batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], lambda share: share)
-        found = {h.name: h.local.grad.clone() for h in parallel.held}
+        found = {h.name: h.local.grad.clone() for h in parallel.local_parameters}
         alone = models.build(SMALL)
         alone.load_state_dict(parallel.bare.state_dict())
         (2 * common.losses("gpt", alone, batch)["tokens"]).backward()

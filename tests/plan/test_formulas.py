@@ -249,9 +249,9 @@ def test_workers_that_meet(how):
     with fake_world(n) as world:
         parallel = apply(models.build(config), layout, Mesh.make(layout, world))
         with Traffic() as traffic:
-            parallel.apart.meet()
+            parallel.local_updates.sync()
     written = formulas.traffic(config, layout, n, micro_batch=1, seq_len=SEQ, samples=n, clip=False)
-    every = parallel.apart.every
+    every = parallel.local_updates.every
     assert {t.axis for t in written} == {"apart"}
     assert sum(t.sent for t in written) * every == pytest.approx(traffic.found["all_reduce"].sent)
     assert sum(t.calls for t in written) * every == pytest.approx(traffic.found["all_reduce"].calls)

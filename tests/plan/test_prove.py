@@ -22,7 +22,8 @@ from gradus.errors import UserError
 from gradus.plan import prove, show
 from gradus.plan.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
 from gradus.rows import Row, read_rows
-from gradus.train.session import open_session, train
+from gradus.train.run import train
+from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
         "schedule.warmup_steps": 2, "batch.samples": 16, "train.steps": 12, "evaluate.samples": 0, "layout.device": "cpu", "layout.threads": 1}  # fmt: skip
@@ -129,7 +130,7 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
 @pytest.mark.slow
 def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
     values = json.dumps({**TINY, "log.dir": str(tmp_path / "plain")})
-    train_it = "import json, sys; from gradus import recipe; from gradus.train.session import train; train(recipe.load('copy-task', **json.loads(sys.argv[1])))"
+    train_it = "import json, sys; from gradus import recipe; from gradus.train.run import train; train(recipe.load('copy-task', **json.loads(sys.argv[1])))"
     subprocess.run([sys.executable, "-c", train_it, values], check=True, stdout=subprocess.DEVNULL)  # as `run` is: in a process of its own
     without, with_plan = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "plain", run))
     assert without["train_loss"] == with_plan["train_loss"], "measuring changes no number"
@@ -217,14 +218,14 @@ def test_a_resumed_run_is_planned_from_where_it_stands(tmp_path, monkeypatch):
     monkeypatch.setattr(prove, "batches_of", lambda session, position: positions.append(position) or real(session, position))
     recipe = recipes.load("copy-task", **{**TINY, "schedule.name": "constant", "train.checkpoint_every": 5, "log.dir": str(folder)})
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(Proof, "flushed", interrupt)
+        m.setattr(Proof, "logged", interrupt)
         train(recipe, plan=Proof())
     train(recipes.load(folder), plan=Proof(), resume=folder)
     assert positions == [(0, 0), (1, 1)], "five steps of four an epoch"
     assert by_name(folder, "proof.jsonl")["memory/allocated"]["step"] == 3
 
 
-def interrupt(self, trainer):
+def interrupt(self, trainer, *_):
     if trainer.progress.step >= 8:
         raise KeyboardInterrupt
 
@@ -412,6 +413,11 @@ def test_times_without_the_first_steps_and_the_measured_one():
     assert step_seconds([], 0, None) is None
 
 
+def test_of_steps_between_two_waits_the_mean_is_known():
+    marks = [(40, 1.0, 100), (41, 1.5, 110), (41, 1.75, 110), (45, 3.75, 150)]
+    assert list(prove.times_of(marks)) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
+
+
 def test_times_of_unequal_batches_are_those_like_the_measured_one():
     times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
     assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)
@@ -446,7 +452,7 @@ def test_energy_counts_stretches_of_training_alone():
     trainer = types.SimpleNamespace(clock=types.SimpleNamespace(seconds=seconds), progress=types.SimpleNamespace(step=0))
     for step, evaluated in ((10, 0.0), (20, 0.0), (30, 2.0), (40, 2.0)):
         trainer.progress.step, seconds["evaluate"] = step, evaluated
-        plan.flushed(trainer)
+        plan._read_meter(trainer)
     assert plan.energy[:2] == [20.0, 20], "the stretch with an evaluation is left out"
 
 

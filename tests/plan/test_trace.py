@@ -21,8 +21,8 @@ from gradus.plan.trace import _attention, trace_recipe
 from gradus.plan.work import COMPONENTS
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
-from gradus.train.loop import Stepper
 from gradus.train.precision import Precision
+from gradus.train.step import Stepper
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
@@ -75,7 +75,7 @@ def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     warm = 3 if mesh else 1  # DDP makes its buckets anew in its second step
     for _ in range(warm):
         stepper.step(batches, counts)
-    parts = [h.local for h in stepper.parallel.held]
+    parts = [h.local for h in stepper.parallel.local_parameters]
     state = [v for values in stepper.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     held = {"weights": storages([*parts, *stepper.parallel.bare.buffers()]), "optimizer": storages(state)}
     if mesh is None:

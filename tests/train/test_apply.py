@@ -111,7 +111,7 @@ def test_tensorboard_gets_the_rows(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from gradus.train.session import train
+    from gradus.train.run import train
 
     small = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=2",
              "batch.samples=16", "train.steps=4", "layout.device=cpu", "log.every=1", "log.tensorboard=true", "evaluate.samples=0"]  # fmt: skip

@@ -42,7 +42,7 @@ def losses(family: str, folder: Path) -> list[float]:
     name, more = FAMILIES[family]
     text = [f"data.path={folder}", f"data.cache={folder / 'cache'}"] if name not in ("copy-task", "digits-vit") else []
     session = open_session(recipes.load(name, [*SIZE, *more, *text]))
-    trainer = Trainer(session.recipe, session.task, session.build(), folder / "run", session.device, precision=session.precision)
+    trainer = Trainer(session, session.build(), folder / "run")
     torch.manual_seed(0)
     found = []
     for _, step in zip(range(10), trainer.loader.steps(0)):

@@ -20,7 +20,8 @@ from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
 from gradus.tasks import open_task
 from gradus.train import resolve
 from gradus.train.new import look
-from gradus.train.session import open_session, weights_line
+from gradus.train.run import weights_line
+from gradus.train.session import open_session
 
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16}
 QUICK = ["train.steps=2", "schedule.warmup_steps=1", "evaluate.every=2", "evaluate.max_new=3"]

@@ -43,23 +43,24 @@ def gpt(folder: Path) -> list[str]:
 
 def train(world, name: str, overrides: list[str], resume: bool = False, stop_at: int | None = None) -> str:
     """`name` is a recipe, or with `resume` a run folder. stop_at: a SIGTERM comes to one process (the last) before that step."""
-    from gradus.train import loop, session
+    from gradus.train import loop, run
+    from gradus.train.signals import Stopped
 
-    original = loop.Trainer._train
+    original = loop.Trainer.take
 
     def interrupted(self, step):
         if self.progress.step + 1 == stop_at and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, step)
 
-    loop.Trainer._train = interrupted
+    loop.Trainer.take = interrupted
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            session.train(recipes.load(name, overrides), here=world, resume=Path(name) if resume else None)
-    except loop.Stopped as stop:
+            run.train(recipes.load(name, overrides), world=world, resume=Path(name) if resume else None)
+    except Stopped as stop:
         return str(stop.checkpoint)
     finally:
-        loop.Trainer._train = original
+        loop.Trainer.take = original
     return "done"
 
 
@@ -128,12 +129,39 @@ def test_a_language_model_in_every_way_to_split_it(tmp_path):
             assert (weights[key] - value).abs().max() < 1e-4, f"{name}: {key}"
 
 
+def counted(world, folder: str, layouts: list[list[str]]) -> list[list[list[float]]]:
+    """For each layout the losses and norms of three steps, with the counts as whole numbers and as tensors, as several GPUs have them."""
+    import torch
+
+    from gradus.train.loop import Trainer
+    from gradus.train.session import open_session
+
+    found = []
+    for layout in layouts:
+        found.append([])
+        for make in (int, torch.tensor):
+            session = open_session(recipes.load("shakespeare-char-gpt", layout), world=world)
+            trainer = Trainer(session, session.lay_out(session.build()), Path(folder) / "run")
+            steps = [step.micro_batches for _, step in zip(range(3), trainer.loader.steps(0))]
+            counts = [{kind: make(n) for kind, n in trainer.totals(step).counts.items()} for step in steps]
+            found[-1].append([x.item() for step, n in zip(steps, counts) for x in trainer.step(step, n)])
+    return found
+
+
+@pytest.mark.slow
+def test_counts_that_stay_on_the_device_divide_alike(tmp_path):
+    text, pipeline = gpt(tmp_path), ["layout.pipeline=2", "layout.micro_batch=4"]
+    layouts = [[], ["layout.tensor=2"], ["layout.shard=2"], ["layout.context=2"], pipeline]
+    for whole, tensors in run(2, counted, str(tmp_path), [[*text, *layout] for layout in layouts])[0]:
+        assert whole == tensors and len(whole) == 6
+
+
 def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, dict[int, str]]]:
     """For each layout: (metrics of the validation split, sequences that this process decoded, what it translated) of fresh weights."""
     from gradus.models import decoding
     from gradus.parallel.apply import apply
     from gradus.tasks import translation
-    from gradus.train import loop
+    from gradus.train.evaluation import evaluate
     from gradus.train.session import open_session
 
     found, counts = [], []
@@ -144,13 +172,13 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
 
     translation.complete = counted
     for overrides in layouts:
-        session, mine = open_session(recipes.load(name, overrides), here=world), {}
+        session, mine = open_session(recipes.load(name, overrides), world=world), {}
         if hasattr(session.task, "decode_split"):
             original = session.task.decode_split
             session.task.decode_split = lambda *args, original=original, mine=mine: mine.update(original(*args)) or mine
         parallel = apply(session.build(), session.recipe.layout, session.mesh)
         counts.clear()
-        metrics = loop.evaluate(parallel, session.task, "valid", session.precision, session.device)
+        metrics = evaluate(parallel, session.task, "valid", session.precision, session.device)
         found.append((metrics, sum(counts), mine))
     translation.complete = decoding.complete
     return found

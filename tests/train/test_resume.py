@@ -22,9 +22,9 @@ from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import checksums
 from gradus.recipe.schema import Log
 from gradus.rows import read_rows
-from gradus.train import checkpoint, log, loop
+from gradus.train import checkpoint, evaluation, log, loop, metrics
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.session import train
+from gradus.train.run import train
 
 # dropout is on: the generator's state must be part of what is saved
 TINY = [
@@ -163,9 +163,7 @@ def test_a_nonfinite_loss_stops_with_step_checkpoint_and_advice(tmp_path):
 
 
 def test_skipping_ends_when_it_does_not_help(tmp_path, monkeypatch):
-    from gradus.train import loop
-
-    monkeypatch.setattr(loop, "HOPELESS", 5)
+    monkeypatch.setattr(metrics, "HOPELESS", 5)
     more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.checkpoint_every=null"]
     with pytest.raises(UserError, match=r"the (loss|gradient norm) is"):
         train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
@@ -181,7 +179,7 @@ def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
 def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path, monkeypatch):
     """The evaluation is cut, the run saved; when it goes on, the evaluation is made first: the same weights, rows and best."""
     from gradus.tasks.translation import Copy
-    from gradus.train.loop import Stopped
+    from gradus.train.signals import Stopped
 
     run, real, calls = tmp_path / "run", Copy.evaluate, []
 
@@ -210,7 +208,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path,
 
 def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
     from gradus.tasks.translation import Copy
-    from gradus.train.loop import Stopped
+    from gradus.train.signals import Stopped
 
     run, real, calls = tmp_path / "run", Copy.evaluate, []
 
@@ -258,7 +256,7 @@ def test_resume_finds_the_folder_that_a_recipe_file_names(tmp_path, monkeypatch,
 
 def test_another_best_metric_on_resume_is_read_by_that_metric(tmp_path):
     """Values of two metrics have no order: a loss of 2.6 must not keep an accuracy of 0.1 from being the best."""
-    from gradus.train.loop import Progress
+    from gradus.train.step import Progress
 
     run = tmp_path / "run"
     few = [*TINY, f"log.dir={run}", "train.steps=7", "evaluate.every=7"]
@@ -374,19 +372,19 @@ class Killed(BaseException):
 
 def scripted(monkeypatch, losses_told: dict[int, float], seen: dict, accuracies: dict[int, float] | None = None) -> None:
     """Evaluations say these losses, by step; the weights that they were asked about are noted in `seen`, by loss."""
-    real = loop.Trainer.evaluate
+    real = evaluation.Evaluation.evaluate
 
-    def noted(self, log=None, split="valid"):
+    def noted(self, trainer, split="valid"):
         def told(parallel, *rest):
-            loss = losses_told.get(self.progress.step, 9.0)
+            loss = losses_told.get(trainer.progress.step, 9.0)
             seen[loss] = {k: v.clone() for k, v in parallel.bare.state_dict().items()}
-            return {"loss": loss, "accuracy": (accuracies or {}).get(self.progress.step, 0.0)}
+            return {"loss": loss, "accuracy": (accuracies or {}).get(trainer.progress.step, 0.0)}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "evaluate", told)
-            return real(self, log, split)
+            patch.setattr(evaluation, "evaluate", told)
+            return real(self, trainer, split)
 
-    monkeypatch.setattr(loop.Trainer, "evaluate", noted)
+    monkeypatch.setattr(evaluation.Evaluation, "evaluate", noted)
 
 
 @pytest.fixture(params=["after the best", "before its name"])

@@ -11,6 +11,7 @@ from torch import nn
 
 from gradus import recipe as recipes
 from gradus import tasks
+from gradus.train.evaluation import Evaluation
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -63,7 +64,7 @@ def trainer(name: str, text, tmp_path, *more: str) -> Trainer:
         ],
     )
     session = open_session(recipe)
-    return Trainer(session.recipe, session.task, session.build(), tmp_path / "run", session.device, precision=session.precision)
+    return Trainer(session, session.build(), tmp_path / "run")
 
 
 NAMES = ["copy-task", "shakespeare-char-gpt", "wikitext2-bert", "wikitext2-t5", "sst2-bert"]
@@ -207,7 +208,7 @@ def test_part_of_an_epoch_is_the_same_number_of_steps_wherever_it_is_said(epochs
 
     noam = ["train.steps=null", f"train.epochs={epochs}", f"data.n_train={n}", f"batch.samples={batch}", "schedule.name=noam", "layout.device=cpu"]
     session = open_session(recipes.load("copy-task", [*TINY["copy-task"], *noam]))
-    t = Trainer(session.recipe, session.task, session.build(), Path("nowhere"), session.device, precision=session.precision)
+    t = Trainer(session, session.build(), Path("nowhere"))
     assert derive(session)["steps"] == t.last_step == steps
 
 
@@ -256,7 +257,7 @@ def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, t
     """By hand: bits are nats / ln 2; a word is what stands between spaces."""
     more = ["data.limit_valid=null", f"tokenizer={{kind: {kind}}}", f"log.dir={tmp_path / 'run'}"]
     t = trainer("shakespeare-char-gpt", text, tmp_path, *more)
-    found = t.evaluate()
+    found = Evaluation().evaluate(t)
     assert {name.removeprefix("valid/") for name in found} == set(t.task.units)
     assert ("valid/bits_per_character" in found) == (kind == "char") and ("valid/word_perplexity" in found) == (kind == "word")
     size, loss = t.task.sizes["valid"], found["valid/loss"]

@@ -18,7 +18,7 @@ from gradus.cli import main
 from gradus.errors import coloured
 from gradus.recipe import schema
 from gradus.train import log as logs
-from gradus.train.session import train
+from gradus.train.run import train
 
 TINY = [
     "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=5",

@@ -23,12 +23,12 @@ from gradus.errors import UserError, did_you_mean
 from gradus.infer import Place, encode, find, grid, note, special
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
-from gradus.parallel.mesh import alone
+from gradus.parallel.mesh import single_process
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
-from gradus.train import loop
+from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.resolve import Given
 from gradus.train.session import open_session
 
@@ -359,7 +359,7 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
 def asking_for(recipe: Recipe, split: str) -> Recipe:
     """The recipe as one process evaluates it, with the test split opened when it is wanted."""
     evaluate = recipe.evaluate.model_copy(update={"test": split == "test"})
-    return recipe.model_copy(update={"evaluate": evaluate, "layout": alone(recipe.layout)})
+    return recipe.model_copy(update={"evaluate": evaluate, "layout": single_process(recipe.layout)})
 
 
 def split_of(task: Task, split: str) -> Any:
@@ -450,7 +450,7 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     model = models.build(session.recipe.model)
     models.load_weights(model, place)
     parallel = apply(precision.cast(model).to(device), session.recipe.layout)
-    metrics = loop.evaluate(parallel, task, split, precision, device)
+    metrics = evaluate_split(parallel, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

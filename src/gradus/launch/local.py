@@ -177,13 +177,13 @@ def _attempt(workers: Workers, command: list[str], restart: int) -> _Outcome:
     if faulty and codes[faulty[0]] == 2:
         return _Outcome(2, None if codes[0] == 2 else _mistake(folder, faulty[0]))
     if faulty and codes[faulty[0]] == FAULT:
-        said = agent.codes[0] == FAULT and not status.last_lines(folder, faulty[0])  # by rank 0, which writes no log
+        said = agent.codes[0] == FAULT and not status.tail(status.log_path(folder, faulty[0]))  # by rank 0, which writes no log
         return _Outcome(FAULT, None if said else agent.text)
     return _Outcome(1, agent.text)
 
 
 def _mistake(folder: Path, rank: int) -> str:
     """What a rank other than 0 said of a user's mistake."""
-    lines = status.last_lines(folder, rank) or status.error_lines(folder, rank)[-1:]
+    lines = status.tail(status.log_path(folder, rank)) or status.tail(status.error_path(folder, rank))[-1:]
     said = next((line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:")), "\n".join(lines))
     return f"rank {rank} on {status.host()}: {said}"

@@ -37,7 +37,7 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     recipe = recipe.model_copy(update={"layout": layout})
     with fake_world(n, rank) as here:
         if data:
-            config = open_session(recipe, here=here).recipe.model
+            config = open_session(recipe, world=here).recipe.model
         else:
             config = _complete(recipe)
         mesh = Mesh.make(layout, here)

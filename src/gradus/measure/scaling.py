@@ -46,7 +46,6 @@ from gradus.measure.collectives import show_bytes
 from gradus.measure.profile import endless
 from gradus.parallel import check, status
 from gradus.parallel import world as worlds
-from gradus.parallel.apply import apply
 from gradus.parallel.mesh import AXES, DATA, sizes
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.parallel.traffic import collective
@@ -54,11 +53,12 @@ from gradus.parallel.world import World
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row, RowFile
 from gradus.train.clock import peak_memory
-from gradus.train.loop import COUNTED_STEP, Trainer
+from gradus.train.loop import Trainer
 from gradus.train.machine import cpu_name
+from gradus.train.metrics import COUNTED_STEP, TrafficCount
 from gradus.train.precision import enough_devices, pick_device
-from gradus.train.session import dropout_seed, open_session
-from gradus.train.session import train as train_session
+from gradus.train.run import train as train_session
+from gradus.train.session import open_session
 
 PARTS = ("computing", "communication", "waiting", "data", "other")
 PROFILED = 3  # steps whose collectives are timed by name
@@ -128,26 +128,24 @@ class Timed:
 def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: World) -> Timed:
     """Steps of the recipe's training, in one of `here.size` processes that all call this. Collective. Writes nothing."""
     session = open_session(recipe, None, here)
-    parallel = apply(session.build(), session.recipe.layout, session.mesh)
-    torch.manual_seed(dropout_seed(recipe.train.seed, session.mesh))
-    parallel.bare.train()
-    trainer = Trainer(session.recipe, session.task, parallel, Path(os.devnull), session.device, precision=session.precision)
+    parallel, traffic = session.lay_out(session.build()), TrafficCount()
+    trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
     every = meeting(recipe.layout)
     source = endless(trainer)
     try:
         for _ in range(warm_up):
             trainer.take(next(source))
-        parallel.agree([0])  # all begin together
+        parallel.all_reduce([0])  # all begin together
         trainer.clock.synchronise()
         before, marks = trainer.progress.samples, [_now()]
         for _ in range(steps):
             step = next(source)
             marks.append(_now())
-            _, loss, _ = trainer.take(step)
+            loss = trainer.take(step).loss
             marks.append(_now())
         trainer.clock.synchronise()
         elapsed = time.perf_counter() - marks[0][0]
-        samples, memory, traffic = trainer.progress.samples - before, peak_memory(session.device), trainer.traffic
+        samples, memory, counted = trainer.progress.samples - before, peak_memory(session.device), traffic.counted
         profiled = profiled and parallel.several and session.device.type == "cpu"
         collectives = profile_collectives(trainer, source, whole(PROFILED, every)) if profiled else None
     finally:
@@ -163,7 +161,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         "arranged": session.mesh.describe(),
         "loss_unit": session.task.loss_unit,
     }
-    sent = {name: (c.calls / every, c.sent / every) for name, c in traffic.found.items()} if traffic else None
+    sent = {name: (c.calls / every, c.sent / every) for name, c in counted.found.items()} if counted else None
     return Timed(elapsed, spent, samples, float(loss), memory, sent, collectives, facts)
 
 
@@ -214,7 +212,7 @@ def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dic
 
 def train_to_the_end(recipe: Recipe, here: World) -> dict[str, Any]:
     """The whole training with its evaluations, and its summary."""
-    return train_session(recipe, here=here).summary
+    return train_session(recipe, world=here).summary
 
 
 # ------------------------------------------------------------ workers

@@ -63,8 +63,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
     if layout.shard_optimizer and mesh.size("replicate") > 1:
         from gradus.parallel.shard import OptimizerShards
 
-        p.optimizer_shards = OptimizerShards([(h.name, h.local.data) for h in p.held], mesh.group("replicate"))
-    assert p.held, "every process must hold a part of the model"
+        p.optimizer_shards = OptimizerShards([(h.name, h.local.data) for h in p.local_parameters], mesh.group("replicate"))
+    assert p.local_parameters, "every process must hold a part of the model"
     return p
 
 
@@ -93,7 +93,8 @@ def use_replicas(p: Parallel, model: nn.Module) -> None:
         p.replicas = replicate.Replicas(p.bare)
         p.replicas.model = nn.DataParallel(model)
     elif layout.local_sgd or layout.diloco:
-        p.apart = replicate.Apart(layout, [h.local.data for h in p.held], mesh.group("replicate"), layout.bucket_mb * 2**20)
+        weights = [h.local.data for h in p.local_parameters]
+        p.local_updates = replicate.LocalUpdates(layout, weights, mesh.group("replicate"), layout.bucket_mb * 2**20)
     elif group is None:
         return
     elif layout.replicate == "manual":

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradus.parallel.mesh import AXES, DATA, Mesh
-from gradus.parallel.replicate import Apart, Replicas, sum_in_buckets
+from gradus.parallel.replicate import LocalUpdates, Replicas, sum_in_buckets
 from gradus.recipe.schema import Layout
 
 
 @dataclasses.dataclass
-class Held:
+class LocalParameter:
     """What this process holds of one parameter. Optimizers step `local`, a plain view of this process's part."""
 
     name: str
@@ -41,7 +41,7 @@ class Parallel:
         self.context = None  # parallel.context.Context
         self.pipeline = None  # parallel.pipeline.Pipeline
         self.optimizer_shards = None  # parallel.shard.OptimizerShards
-        self.apart: Apart | None = None
+        self.local_updates: LocalUpdates | None = None
         self.around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # forward and backward passes
         self.sync_on: Callable[[bool], None] = lambda last: None
         self.is_expert: Callable[[nn.Parameter], bool] = lambda p: False
@@ -93,7 +93,7 @@ class Parallel:
                         self.backward(share(self.model, batch))
         self._finish_gradients()
         loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=self.device)
-        return self.sum(loss, *DATA, "context", "pipeline") if not self.apart else loss
+        return self.sum(loss, *DATA, "context", "pipeline") if not self.local_updates else loss
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -105,10 +105,10 @@ class Parallel:
             from gradus.parallel.tensor import sum_partial_gradients
 
             sum_partial_gradients(self.pipeline.model if self.pipeline else self.bare)
-        for held in self.held:
-            held.local.grad = _local_gradient(held.parameter)
-        with_grad = [h for h in self.held if h.local.grad is not None]
-        if self.summed_by_engine or self.apart:
+        for own in self.local_parameters:
+            own.local.grad = _local_gradient(own.parameter)
+        with_grad = [h for h in self.local_parameters if h.local.grad is not None]
+        if self.summed_by_engine or self.local_updates:
             return
         if type(self.replicas) is not Replicas:
             self.replicas.reduce([h.local.grad for h in with_grad])
@@ -118,15 +118,15 @@ class Parallel:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every process."""
-        device = self.held[0].local.device if self.held else torch.device("cpu")
+        device = self.local_parameters[0].local.device if self.local_parameters else torch.device("cpu")
         squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for held in self.held:
-            if held.local.grad is not None and self.counts(held.name):
-                by_axes.setdefault(held.norm_axes, []).append(held.local.grad)
+        for own in self.local_parameters:
+            if own.local.grad is not None and self.counts(own.name):
+                by_axes.setdefault(own.norm_axes, []).append(own.local.grad)
         if not self.several:
             return torch.nn.utils.get_total_norm(by_axes.get((), []))
-        for axes in sorted({h.norm_axes for h in self.held}):
+        for axes in sorted({h.norm_axes for h in self.local_parameters}):
             squares[axes] = self.sum(torch.nn.utils.get_total_norm(by_axes.get(axes, [])).float().to(device) ** 2, *axes)
         total = self.sum(torch.stack(list(squares.values())).sum(), "pipeline")
         if self.layout.replicate == "parameter_server":
@@ -143,21 +143,21 @@ class Parallel:
             self.optimizer_shards.send_weights()
         if self.layout.replicate == "parameter_server" and self.several:
             with torch.no_grad():
-                self.replicas.send_weights([h.local.data for h in self.held])
+                self.replicas.send_weights([h.local.data for h in self.local_parameters])
 
     def zero_grad(self) -> None:
-        for held in self.held:
-            held.local.grad = held.parameter.grad = None
+        for own in self.local_parameters:
+            own.local.grad = own.parameter.grad = None
 
-    # ------------------------------------------------------------ what is held
+    # ------------------------------------------------------------ parameters
 
     @functools.cached_property
-    def held(self) -> list[Held]:
+    def local_parameters(self) -> list[LocalParameter]:
         """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not before."""
         named = self.pipeline.model.named_parameters() if self.pipeline else self.bare.named_parameters()
-        return [self._hold(name, p) for name, p in named if p.requires_grad]
+        return [self._local(name, p) for name, p in named if p.requires_grad]
 
-    def _hold(self, name: str, p: nn.Parameter) -> Held:
+    def _local(self, name: str, p: nn.Parameter) -> LocalParameter:
         local, cut = p, ()
         if isinstance(p, DTensor):
             local = nn.Parameter(p.to_local().detach())
@@ -167,20 +167,20 @@ class Parallel:
         unsummed = [a for a in (*DATA, "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
         if self.is_expert(p):
             unsummed = [a for a in unsummed if a != "expert"]
-        return Held(name, p, local, cut, tuple(unsummed))
+        return LocalParameter(name, p, local, cut, tuple(unsummed))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, local part) of what this process's optimizer steps."""
-        if not self.replicas.leads():
+        if not self.replicas.steps_optimizer():
             return []
         shards = self.optimizer_shards
-        return [(h.name, h.local) for h in self.held if shards is None or shards.mine(h.name)]
+        return [(h.name, h.local) for h in self.local_parameters if shards is None or shards.mine(h.name)]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """The whole model, plain, on this process, for decoding. Where weights are split it is gathered, parameter by parameter:
         as much memory as on one process. Collective."""
-        plain = self.pipeline is None and self.context is None and not any(isinstance(h.parameter, DTensor) for h in self.held)
+        plain = self.pipeline is None and self.context is None and not any(isinstance(h.parameter, DTensor) for h in self.local_parameters)
         if plain:
             yield self.bare
             return
@@ -188,7 +188,7 @@ class Parallel:
 
         device = self.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            replica = models.build(self.bare.config).to(device, self.held[0].local.dtype)
+            replica = models.build(self.bare.config).to(device, self.local_parameters[0].local.dtype)
         full = dict(replica.named_parameters())
         with torch.no_grad():
             for name, tensor in self.full_tensors(list(full)):
@@ -224,12 +224,12 @@ class Parallel:
         return value
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process speaks for those that see the same samples."""
+    def counts_samples(self) -> bool:
+        """Whether this process counts its samples: one of those that see the same ones does."""
         return self.mesh.rank("pipeline", "context", "tensor") == 0
 
-    def agree(self, numbers: list[int]) -> list[int]:
-        """The sums of whole numbers over all processes."""
+    def all_reduce(self, numbers: list[int]) -> list[int]:
+        """The sums of whole numbers over all processes, which wait for each other."""
         if not self.several:
             return numbers
         vector = torch.tensor(numbers, dtype=torch.int64)

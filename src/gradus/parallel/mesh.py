@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def alone(layout: Layout) -> Layout:
+def single_process(layout: Layout) -> Layout:
     """The layout without what concerns several processes: as one that evaluates a run of many has it."""
     one = {"device", "threads", "precision", "tf32", "micro_batch", "attention", "chunk", "checkpointing", "compile"}
     return layout.model_copy(update={key: field.default for key, field in type(layout).model_fields.items() if key not in one})

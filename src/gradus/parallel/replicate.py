@@ -37,7 +37,7 @@ class Replicas:
     def reduce(self, gradients: list[Tensor]) -> None:
         """Sum the gradients over the replicas, in place. They come in the same order on every process."""
 
-    def leads(self) -> bool:
+    def steps_optimizer(self) -> bool:
         """Whether this process steps the optimizer."""
         return True
 
@@ -88,7 +88,7 @@ class ParameterServer(Replicas):
         super().__init__(bare)
         self.group, self.rank, self.size = group, dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
 
-    def leads(self) -> bool:
+    def steps_optimizer(self) -> bool:
         return self.rank == 0
 
     def reduce(self, gradients: list[Tensor]) -> None:
@@ -176,22 +176,27 @@ def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-class Apart:
-    """Workers that take `every` steps alone and then meet: local SGD averages their weights (Stich 2019); DiLoCo (Douillard et al.
+class LocalUpdates:
+    """Workers that take `every` steps by themselves and then sync: local SGD averages their weights (Stich 2019); DiLoCo (Douillard et al.
     2023, algorithm 1) takes the mean of what they moved as the gradient of an outer step with Nesterov momentum."""
 
     def __init__(self, layout: Layout, weights: list[Tensor], group: dist.ProcessGroup, bucket_bytes: float):
         self.group, self.weights, self.bucket_bytes = group, weights, bucket_bytes
         self.every = (layout.local_sgd or layout.diloco).every
+        self.last_step: int | None = None  # of the run, where all sync
         self.outer = None
         if layout.diloco:
-            self.anchors = [w.detach().clone().requires_grad_() for w in weights]  # where the workers last met
+            self.anchors = [w.detach().clone().requires_grad_() for w in weights]  # the weights of the last sync
             self.outer = torch.optim.SGD(self.anchors, lr=layout.diloco.outer_lr, momentum=layout.diloco.outer_momentum, nesterov=True)
             for anchor in self.anchors:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
 
+    def due(self, step: int) -> bool:
+        """Whether the workers sync at the end of this step."""
+        return step % self.every == 0 or step == self.last_step
+
     @torch.no_grad()
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Collective. Afterwards every worker has the same weights."""
         size = dist.get_world_size(self.group)
         if self.outer is None:
@@ -213,7 +218,7 @@ class Apart:
         return [self.outer.state[a]["momentum_buffer"] for a in self.anchors] if self.outer else []
 
     def restart(self) -> None:
-        """Weights were loaded: the workers meet there."""
+        """Weights were loaded: they are those of the last sync."""
         if self.outer:
             for anchor, w in zip(self.anchors, self.weights):
                 anchor.data.copy_(w)

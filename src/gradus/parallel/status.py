@@ -62,7 +62,7 @@ def clear(folder: Path) -> None:
     ranks.mkdir(parents=True, exist_ok=True)
     for path in [p for p in ranks.iterdir() if p.suffix in (".log", ".error")]:
         set_aside(path)
-    for path in [p for p in ranks.iterdir() if p.suffix in (".json", ".log", ".error")] + [_told_path(folder)]:
+    for path in [p for p in ranks.iterdir() if p.suffix in (".json", ".log", ".error")] + [_reported_path(folder)]:
         path.unlink(missing_ok=True)
 
 
@@ -80,7 +80,7 @@ class Status:
         path = record_path(folder, world.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
-            _told_path(folder).unlink(missing_ok=True)
+            _reported_path(folder).unlink(missing_ok=True)
         set_aside(error_path(folder, world.rank))
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.head = f'{{"rank":{world.rank},"pid":{os.getpid()},"host":{json.dumps(host())},"count":'
@@ -102,10 +102,17 @@ class Status:
         assert len(what) <= 64 and '"' not in what and len(record) < SIZE - 20, f"no name for a phase: {what}"
         os.pwrite(self.file, record.encode().ljust(SIZE - 1) + b"\n", 0)  # a shorter record covers a longer one
 
-    def close(self) -> None:
-        """The end of a run that went well."""
-        if self.file is not None:
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(done=kind is None)
+
+    def close(self, done: bool = True) -> None:
+        """The end of a run; of one that went well the record says so."""
+        if done:
             self.at("done")
+        if self.file is not None:
             os.close(self.file)
             self.file = None
 
@@ -209,7 +216,7 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     text = _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
     if not others:  # the connection itself may have failed: the error that came first says how
         first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
-        lines = error_lines(folder, first.rank)
+        lines = tail(error_path(folder, first.rank))
         if lines:
             text += f"\nThe first error, of {first.name}:" + "".join(f"\n  {line}" for line in lines)
     return text
@@ -230,7 +237,7 @@ def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
     if own:  # an abort may follow from another's error
         killed = [r for r in killed if codes[r] != -signal.SIGABRT]
     told = [r for r, code in codes.items() if code == 2]
-    first = [r for r in failed if not speaks_of_peers("\n".join(last_lines(folder, r)))]
+    first = [r for r in failed if not speaks_of_peers("\n".join(tail(log_path(folder, r))))]
     return killed or own or told or first or failed
 
 
@@ -246,7 +253,7 @@ def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -
     """Whether it was NCCL's watchdog that ended a rank with SIGABRT, since others did not come. Rank 0 keeps no log to tell it by."""
     if codes[rank] != -signal.SIGABRT:
         return False
-    lines = last_lines(folder, rank)
+    lines = tail(log_path(folder, rank))
     return speaks_of_peers("\n".join(lines)) if lines else None in codes.values() or set(codes.values()) == {-signal.SIGABRT}
 
 
@@ -263,9 +270,9 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     text = f"{name} {how} {record.place if record else 'while starting'}"
     if len(gone) > 1:
         text += f", and so did {_ranks(gone[1:])}"
-    lines = last_lines(folder, rank)
+    lines = tail(log_path(folder, rank))
     if not lines and record and process_state(record) not in ("gone", None):  # it has not come to write them
-        lines = error_lines(folder, rank)
+        lines = tail(error_path(folder, rank))
     if lines:
         text += "; the last lines it wrote:\n" + "\n".join(f"  {line}" for line in lines)
     elif code == -signal.SIGKILL:
@@ -301,24 +308,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def last_lines(folder: Path, rank: int, n: int = LINES) -> list[str]:
-    """The end of what a worker wrote to its standard error, where a parent keeps it; [] for rank 0, whose output is on the screen."""
-    return _last_lines(log_path(folder, rank), n)
-
-
-def error_lines(folder: Path, rank: int) -> list[str]:
-    """The end of the error that a rank left word of."""
-    return _last_lines(error_path(folder, rank), LINES)
-
-
-def _last_lines(path: Path, n: int) -> list[str]:
+def tail(path: Path) -> list[str]:
+    """The last lines of what a worker wrote; [] where no file keeps it: rank 0's standard error is on the screen."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16_384))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-n:]
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-LINES:]
 
 
 # ------------------------------------------------------------ inside a worker
@@ -402,7 +400,7 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     # one code of all, since srun and mpirun give but one
     code = next((r.code for r in records if r is not None and r.code is not None), LOST)
     try:  # the first to come tells the user
-        os.close(os.open(_told_path(folder), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(_reported_path(folder), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return Lost(text, True, code)
     except OSError:
@@ -410,7 +408,7 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     return Lost(text, False, code)
 
 
-def _told_path(folder: Path) -> Path:
+def _reported_path(folder: Path) -> Path:
     return Path(folder) / "ranks" / "told"
 
 

@@ -198,7 +198,7 @@ def _open(recipe: Recipe, notes: list[str]):
 
     _offline_without_a_network()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
-    alone = recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update={"device": "cpu"})})
+    alone = recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})})
     try:
         session = open_session(alone)
     except (DataError, OSError) as e:
@@ -314,7 +314,7 @@ def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: boo
 
 
 def total_steps(recipe: Recipe, task=None) -> int:
-    from gradus.train.loop import total_steps as of_run
+    from gradus.train.schedule import total_steps as of_run
 
     if task is not None:
         return of_run(recipe, task.plan("train", recipe.batch.samples, recipe.batch.tokens))

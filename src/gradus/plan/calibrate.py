@@ -402,8 +402,8 @@ def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
     from gradus.parallel.apply import apply
     from gradus.plan import batches
     from gradus.recipe import schema
-    from gradus.train.loop import Stepper
     from gradus.train.precision import Precision
+    from gradus.train.step import Stepper
 
     size = {"vocab_size": 32, "n_layers": 4, "d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32}
     rest = {"name": "tiny", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 10, "clip_norm": 1.0}}

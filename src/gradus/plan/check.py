@@ -26,7 +26,7 @@ from gradus.errors import UserError
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
-from gradus.parallel.mesh import alone, needed
+from gradus.parallel.mesh import needed, single_process
 from gradus.plan.fit import loader_speed
 from gradus.plan.prove import case_of, fix_of, predict, uninterrupted
 from gradus.recipe.schema import Recipe
@@ -94,7 +94,7 @@ def check(recipe: Recipe, as_json: bool = False) -> int:
 def checks(recipe: Recipe) -> Iterator[Line]:
     """The lines, in the order of what depends on what."""
     try:
-        session = open_session(recipe.model_copy(update={"layout": alone(recipe.layout)}))
+        session = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
     except UserError as e:
         yield Line("recipe", False, str(e))
         return
@@ -141,7 +141,7 @@ class Looked:
         r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
         parallel = apply(self.session.build(), layout)
         parallel.bare.eval()
-        return Trainer(r, self.task, parallel, Path(os.devnull), self.session.device, precision=self.session.precision)
+        return Trainer(dataclasses.replace(self.session, recipe=r), parallel, Path(os.devnull))
 
     @property
     def model(self) -> nn.Module:

@@ -35,7 +35,7 @@ def alone(recipe: Recipe, numbers: str) -> Recipe:
     """The recipe on one device, in these numbers; all that concerns several devices is left out."""
     from gradus.parallel import mesh
 
-    return recipe.model_copy(update={"layout": mesh.alone(recipe.layout).model_copy(update=PRECISIONS[numbers])})
+    return recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update=PRECISIONS[numbers])})
 
 
 def in_tf32(work: Work) -> Work:

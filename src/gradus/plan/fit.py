@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gradus import limits
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
+from gradus.measure.profile import endless
 from gradus.measure.scaling import columns, start
 from gradus.parallel import check
-from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World
 from gradus.plan import batches
@@ -32,7 +31,7 @@ from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer
-from gradus.train.session import Session, dropout_seed, open_for, open_session
+from gradus.train.session import Session, open_for, open_session
 
 TRACES = 12  # of a search along the line; then by halves
 TIMED, WARM_UP = 8, 3  # steps of a sweep
@@ -140,10 +139,7 @@ def parse_size(text: str, key: str = "--memory") -> int:
 
 def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any]]]:
     """(a trainer, this rank's micro-batches of the first epoch's largest step)."""
-    parallel = apply(session.build(), session.recipe.layout, session.mesh)
-    torch.manual_seed(dropout_seed(session.recipe.train.seed, session.mesh))
-    parallel.bare.train()
-    trainer = Trainer(session.recipe, session.task, parallel, folder, session.device, precision=session.precision)
+    trainer = Trainer(session, session.lay_out(session.build()), folder)
     return trainer, batches.micro_batches(session.recipe, session.mesh.world.size, task=session.task)
 
 
@@ -171,28 +167,21 @@ def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
     """The same, with samples/s of the run's own steps, and how much of their time was spent waiting for data."""
     trainer, found = measured_step(recipe, folder, here)
-    loader, epoch, count, spent = trainer.loader, 0, 0, []
-    waited = 0.0
-    try:
-        while count < WARM_UP + TIMED:
-            began, wait = time.perf_counter(), loader.wait_s
-            for step in loader.steps(epoch):
-                trainer.take(step)
-                trainer.clock.synchronise()
-                now = time.perf_counter()
-                if count >= WARM_UP:
-                    spent.append((now - began) / step.samples)
-                    waited += loader.wait_s - wait
-                began, wait, count = now, loader.wait_s, count + 1
-                if count >= WARM_UP + TIMED:
-                    break
-            epoch += 1
-    finally:
-        loader.close()
+    spent, waits = [], []
+    with contextlib.closing(trainer.loader) as loader:
+        began, wait = time.perf_counter(), loader.wait_s
+        for step in itertools.islice(endless(trainer), WARM_UP + TIMED):
+            trainer.take(step)
+            trainer.clock.synchronise()
+            now = time.perf_counter()
+            spent.append((now - began) / step.samples)
+            waits.append(loader.wait_s - wait)
+            began, wait = now, loader.wait_s
+    spent, waits = spent[WARM_UP:], waits[WARM_UP:]
     second = statistics.median(spent)
     step_samples = trainer.progress.samples / trainer.progress.step
     return {
-        **found, "samples_per_s": 1 / second, "step": second * step_samples, "waited": waited / len(spent),
+        **found, "samples_per_s": 1 / second, "step": second * step_samples, "waited": statistics.mean(waits),
     }  # fmt: skip
 
 

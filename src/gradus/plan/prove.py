@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
@@ -43,9 +45,13 @@ from gradus.rows import Row, RowFile, read_rows
 from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.clock import begin_peak, peaks
-from gradus.train.loop import SETTLED, Trainer
+from gradus.train.loop import Taken, Trainer
+from gradus.train.run import Plan
+from gradus.train.schedule import total_steps
 from gradus.train.session import Session, open_for
 
+SETTLED = 5  # steps of a start whose times are kept apart from those of the others
+TIMED = 4096  # latest marks of the time that are kept: on a CPU one a step
 MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
 PATIENCE = 120.0  # s that a plan may take
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
@@ -84,18 +90,16 @@ class Predicted:
 
 def case_of(session: Session, position: tuple[int, int] = (0, 0)) -> Case:
     """The case of a run that begins at `position` (epoch, step within it)."""
-    recipe, here = session.recipe, session.mesh.world
+    recipe, world = session.recipe, session.mesh.world
     step, micro_batches = batches_of(session, position)
     return Case(
-        recipe, here.size, here.local_size, session.task, session.device.type, device_of(session.device), capacity(session.device), resident(),
+        recipe, world.size, world.local_size, session.task, session.device.type, device_of(session.device), capacity(session.device), resident(),
         step, micro_batches,
     )  # fmt: skip
 
 
 def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
     """(the step of this start that will be measured, its micro-batches on rank 0)."""
-    from gradus.train.loop import total_steps
-
     r, task, mesh = session.recipe, session.task, session.mesh
     plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
     epoch, at = position
@@ -389,8 +393,8 @@ def _end_with_parent() -> None:
 # ---------------------------------------------------------------- the plan of a run
 
 
-class Proof:
-    """Follows a run of `gradus train` (train.session.Plan). A plan that fails is told in one line, and the run goes on."""
+class Proof(Plan):
+    """Foresees and follows a run of `gradus train`. A plan that fails is told in one line, and the run goes on."""
 
     def __init__(self, force: bool = False):
         self.force = force
@@ -400,20 +404,23 @@ class Proof:
         self.measured: list[Row] = []
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
-        self.energy = [0.0, 0, 0.0]  # joules, steps, seconds: of the stretches that held training alone
-        self._mark: tuple[float, int, float, float] | None = None
+        self.energy = [0.0, 0]  # joules, steps: of the stretches that held training alone
+        self._mark: tuple[float, int, float] | None = None
+        # (step, seconds of training, tokens so far) whenever the device was known to have done all
+        self.marks: deque[tuple[int, float, int]] = deque(maxlen=TIMED)
 
     # ------------------------------------------------------------ before
 
     @contextlib.contextmanager
-    def ready(self, here: worlds.World) -> Iterator[None]:
+    def ready(self, world: worlds.World) -> Iterator[None]:
         try:
-            if here.first and self.planner is None:
+            if world.first and self.planner is None:
                 with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
                     self.planner = Planner()
             yield
         finally:
             self._end_planner()
+            self._end_meter()
 
     def _end_planner(self) -> None:
         if self.planner:
@@ -421,10 +428,10 @@ class Proof:
             self.planner = None
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
-        here = session.mesh.world
+        world = session.mesh.world
         verdict: tuple[str | None, int | None] = (None, None)
-        if here.first:
-            patience = PATIENCE if here.size == 1 else min(PATIENCE, WAIT * session.recipe.layout.timeout)
+        if world.first:
+            patience = PATIENCE if world.size == 1 else min(PATIENCE, WAIT * session.recipe.layout.timeout)
             try:
                 case = case_of(session, position)
                 verdict = None, case.step
@@ -440,12 +447,12 @@ class Proof:
             except Exception as e:
                 print(f"note: no plan ({type(e).__name__}: {first_line(e)})", flush=True)
             self._end_planner()
-        if here.size > 1:
+        if world.size > 1:
             verdict = worlds.from_first(verdict)
         refusal, self.step = verdict
         if refusal and not self.force:
             raise UserError(refusal)
-        if refusal and here.first:
+        if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
     def begin(self, folder: Path) -> None:
@@ -457,11 +464,17 @@ class Proof:
 
     # ------------------------------------------------------------ on the way
 
+    def start(self, trainer: Trainer) -> None:
+        """Each GPU has a meter of its own; the processors of a host have one together."""
+        self._mark_time(trainer)
+        if trainer.device.type == "cuda" or trainer.parallel.mesh.world.local_rank == 0:
+            with contextlib.suppress(Exception):  # a meter that fails is no meter
+                self.meter = Meter(trainer.device)
+                self.meter.__enter__()
+
     @contextlib.contextmanager
-    def around(self, trainer: Trainer, step: Step) -> Iterator[None]:
+    def around_step(self, trainer: Trainer, step: Step) -> Iterator[None]:
         number = trainer.progress.step - trainer.start_step + 1
-        if number == 1:
-            self._begin_meter(trainer)
         if number != self.step or not trainer.parallel.mesh.world.first or trainer.device.type not in ("cpu", "cuda"):
             yield
             return
@@ -469,45 +482,59 @@ class Proof:
             yield
         self.measured = [Row(f"memory/{name}", value, "bytes", number, {"kind": "measured", "rank": 0}) for name, value in found.items()]
 
-    def counted(self, rows: list[Row]) -> None:
-        self.traffic = self.traffic or [Row(r.name, r.value, r.unit, r.step, {**r.conditions, "kind": "measured"}) for r in rows]
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        if trainer.device.type == "cpu":
+            self._mark_time(trainer)
+        elif taken.step - trainer.start_step == SETTLED:
+            with trainer.clock.count("train", wait=True):
+                pass
+            self._mark_time(trainer)
 
-    def _begin_meter(self, trainer: Trainer) -> None:
-        """Each GPU has a meter of its own; the processors of a host have one together."""
-        here = trainer.parallel.mesh.world
-        if trainer.device.type == "cuda" or here.local_rank == 0:
-            with contextlib.suppress(Exception):  # a meter that fails is no meter
-                self.meter = Meter(trainer.device)
-                self.meter.__enter__()
+    def _mark_time(self, trainer: Trainer) -> None:
+        seconds = trainer.clock.seconds
+        self.marks.append((trainer.progress.step, seconds["train"] + seconds["data"], trainer.progress.tokens))
 
-    def flushed(self, trainer: Trainer) -> None:
+    def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        if rows[0].name != "train/loss":
+            return
+        if trainer.device.type != "cpu":
+            self._mark_time(trainer)
+        if not self.traffic:
+            sent = [row for row in rows if row.name.startswith("traffic/")]
+            self.traffic = [Row(r.name, r.value, r.unit, r.step, {**r.conditions, "kind": "measured"}) for r in sent]
+        self._read_meter(trainer)
+
+    def _read_meter(self, trainer: Trainer) -> None:
         """Between two calls without an evaluation or a checkpoint there was training alone."""
         if self.meter is None:
             return
         seconds = trainer.clock.seconds
-        now = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"], time.perf_counter())
+        now = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"])
         if self._mark is not None and None not in (now[0], self._mark[0]) and now[2] == self._mark[2]:
             self.energy[0] += now[0] - self._mark[0]
             self.energy[1] += now[1] - self._mark[1]
-            self.energy[2] += now[3] - self._mark[3]
         self._mark = now
 
     # ------------------------------------------------------------ after
 
-    def after(self, trainer: Trainer) -> tuple[list[str], dict[str, Any]]:
-        source = self.meter.source if self.meter else None
+    def _end_meter(self) -> None:
         if self.meter:
             self.meter.__exit__()
+            self.meter = None
+
+    def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
+        source = self.meter.source if self.meter else None
+        mine = (self.meter is not None, *self.energy, source)
+        self._end_meter()
         parallel = trainer.parallel
-        mine = (self.meter is not None, self.energy[0], self.energy[1], source)
         told = [m for m in parallel.collect(mine) if m[0]]
         if not parallel.mesh.world.first:
-            return [], {}
+            return []
         rows = [*self.measured, *self.traffic]
         if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
             of_run = {"kind": "measured", "rank": 0, "of": "run"}
             rows += [Row(f"memory/{name}", n, "bytes", None, of_run) for name, n in peaks(trainer.device).items()]
-        seconds = step_seconds(trainer.times, trainer.start_step, self.step)
+        seconds = step_seconds(times_of(self.marks), trainer.start_step, self.step)
         if seconds:
             middle, low, high, count = seconds
             rows.append(Row("time/step", middle, "s", None, {"kind": "measured", "median_of": count, "fastest": low, "slowest": high}))
@@ -518,11 +545,19 @@ class Proof:
         with contextlib.suppress(OSError):
             write(trainer.folder / "proof.jsonl", rows)
         found = pairs([row_dict(r) for r in predicted], [row_dict(r) for r in rows])
-        foreseen = any(f.predicted is not None for f in found)
-        return list(table(found)) if foreseen else [], {"proof": {f.name: f.summary() for f in found}} if found else {}
+        if found:
+            summary["proof"] = {f.name: f.summary() for f in found}
+        return list(table(found)) if any(f.predicted is not None for f in found) else []
 
 
-def step_seconds(times: Iterable[tuple[int, float, int]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
+def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, float, float]]:
+    """(step, seconds, tokens) from (step, seconds, tokens so far): of steps between two marks only the mean is known."""
+    for (before, then, seen), (last, now, tokens) in itertools.pairwise(marks):
+        for step in range(before + 1, last + 1):
+            yield step, (now - then) / (last - before), (tokens - seen) / (last - before)
+
+
+def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
     """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
 
     Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three.
@@ -604,7 +639,7 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
     own, gradients = precision.step, {}
 
     def step(optimizer: Any, bad: Tensor) -> None:
-        gradients.update(_storages(h.local.grad for h in trainer.parallel.held if h.local.grad is not None))
+        gradients.update(_storages(h.local.grad for h in trainer.parallel.local_parameters if h.local.grad is not None))
         own(optimizer, bad)
 
     precision.step = step

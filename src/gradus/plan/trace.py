@@ -46,8 +46,8 @@ from gradus.plan import batches as making
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
-from gradus.train.loop import Stepper
 from gradus.train.precision import Precision
+from gradus.train.step import Stepper
 
 Target = Literal["cpu", "cuda"]
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -717,9 +717,9 @@ def _trace(
                 _first_step(stepper, batches, counts)
             else:
                 stepper.step(batches, counts)
-            if parallel.apart:
-                recorder.share = 1 / parallel.apart.every
-                parallel.apart.meet()
+            if parallel.local_updates:
+                recorder.share = 1 / parallel.local_updates.every
+                parallel.local_updates.sync()
                 recorder.share = 1
             stepper.progress.step += 1
             if i == 0:
@@ -754,20 +754,20 @@ def _tensors(parallel: Parallel) -> Iterator[Tensor]:
     model = parallel.pipeline.model if parallel.pipeline else parallel.bare
     for p in itertools.chain(model.parameters(), model.buffers()):
         yield p.to_local() if isinstance(p, DTensor) else p
-    for h in parallel.held:
+    for h in parallel.local_parameters:
         yield h.local
 
 
 def _tag_state(timeline: Timeline, stepper: Stepper) -> None:
     """What the step left behind: the optimizer's state, and buckets of gradients."""
-    optimizers = [o for o in (stepper.optimizer, stepper.parallel.apart and stepper.parallel.apart.outer) if o]
+    optimizers = [o for o in (stepper.optimizer, stepper.parallel.local_updates and stepper.parallel.local_updates.outer) if o]
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     timeline.see(value, "state", "optimizer")
-    if stepper.parallel.apart and stepper.parallel.apart.outer:
-        for anchor in stepper.parallel.apart.anchors:
+    if stepper.parallel.local_updates and stepper.parallel.local_updates.outer:
+        for anchor in stepper.parallel.local_updates.anchors:
             timeline.see(anchor, "anchor", "optimizer")
 
 
@@ -807,7 +807,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
     computed: dict[int, int] = {}  # stage → micro-batches
 
     def finish_with_gradients() -> None:
-        for held in parallel.held:
+        for held in parallel.local_parameters:
             if held.parameter.grad is None:
                 held.parameter.grad = torch.zeros_like(held.parameter)
         finish()
@@ -815,7 +815,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
     def without_computing(*_) -> Tensor:
         finish_with_gradients()
         loss = torch.zeros(())
-        return loss if parallel.apart else parallel.sum(loss, *DATA, "context", "pipeline")
+        return loss if parallel.local_updates else parallel.sum(loss, *DATA, "context", "pipeline")
 
     def little(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
         pipeline = stage.pipeline
@@ -848,7 +848,7 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
         recorder.scope, recorder.in_loss = "step", False
         timeline.enter("optimizer")
         inner()
-        for held in parallel.held:
+        for held in parallel.local_parameters:
             for grad in (held.local.grad, held.parameter.grad):
                 if grad is not None:
                     grad = grad.to_local() if isinstance(grad, DTensor) else grad

@@ -162,7 +162,7 @@ class Checkpoints:
 
         With several processes each writes its part, in the background unless `wait`; `finish` makes it appear. Collective.
         """
-        apart = parallel.apart is not None
+        apart = parallel.local_updates is not None
         state = {**state, "step": step, "scaler": precision.state(), "layout": parallel.mesh.sizes, "apart": apart, "checksums": True}
         target = self.folder / f"step-{step:08d}"
         if parallel.several:
@@ -191,14 +191,14 @@ class Checkpoints:
 
         if self.group is None:
             self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=parallel.layout.timeout))
-        rank, held = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.held}
+        rank, held = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.local_parameters}
         tensors = {f"model.{name}": p for name, p in held.items() if parallel.counts(name)}
         for key, local in state_tensors(parallel.trained(), optimizer).items():
             name = key.split(".", 1)[1]
             if parallel.counts(name):
-                tensors[f"worker{rank}_{key}" if parallel.apart else key] = sharded.like(held[name], local)
-        if parallel.apart:
-            tensors |= {f"outer.{h.name}": momentum for h, momentum in zip(parallel.held, parallel.apart.state())}
+                tensors[f"worker{rank}_{key}" if parallel.local_updates else key] = sharded.like(held[name], local)
+        if parallel.local_updates:
+            tensors |= {f"outer.{h.name}": momentum for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state())}
         tensors |= {f"{key}.{rank}": value for key, value in rng_state(precision.device).items()}
 
         def fill(aside: Path) -> None:
@@ -234,7 +234,7 @@ class Checkpoints:
         if parallel.several:
             from gradus.train import sharded
 
-            parameters = {h.name: h.parameter for h in parallel.held}
+            parameters = {h.name: h.parameter for h in parallel.local_parameters}
             sharded.export(parameters, parallel.bare.config, target, tokenizers, fill_more=note)
             if not parallel.mesh.world.first:
                 return
@@ -315,24 +315,24 @@ class Checkpoints:
         state = json.loads((path / "training.json").read_text())
         alike = state.get("layout", dict.fromkeys(mesh.sizes, 1)) == mesh.sizes
         apart = state.get("apart", False)
-        if apart and not (alike and parallel.apart):
+        if apart and not (alike and parallel.local_updates):
             n = math.prod(state["layout"].values())
             raise UserError(f"{path}: {n} workers that train apart wrote it, each with its own optimizer. Resume with {n} and the same layout.")
         if mesh.world.first:
             self._clear_left()
-        held = {h.name: h.parameter for h in parallel.held}
+        held = {h.name: h.parameter for h in parallel.local_parameters}
         sharded.load(path, {f"model.{name}": p for name, p in held.items()})
         stored, rank = sharded.read(path), mesh.world.rank
         if apart:
             names = sharded.stored_names(parallel.bare.config)
             kinds = {key.partition(".")[0].removeprefix(f"worker{rank}_") for key in stored if key.startswith(f"worker{rank}_")}
             tensors = {f"{kind}.{name}": stored[f"worker{rank}_{kind}.{names[name]}"].read() for kind in kinds for name in held}
-            for h, momentum in zip(parallel.held, parallel.apart.state()):
+            for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state()):
                 momentum.copy_(stored[f"outer.{names[h.name]}"].read())
         else:
             tensors = sharded.load_state(path, {name: held[name] for name, _ in parallel.trained()})
-        if parallel.apart:
-            parallel.apart.restart()
+        if parallel.local_updates:
+            parallel.local_updates.restart()
         if optimizer is not None:
             load_state_tensors(parallel.trained(), optimizer, tensors)
         keys = list(rng_state(precision.device))

@@ -12,10 +12,9 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -24,6 +23,10 @@ from gradus.errors import EnvironmentFault, UserError, need, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
 from gradus.train import machine
+from gradus.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from gradus.train.loop import Taken, Trainer
 
 RESUME = "nothing up to the last checkpoint is lost. Free some space, then go on with --resume."
 
@@ -115,7 +118,7 @@ class LiveLine:
             self.stream.flush()
 
 
-class RunLog:
+class RunLog(Hook):
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
     def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
@@ -125,17 +128,31 @@ class RunLog:
             self.board = need("torch.utils.tensorboard", "track", "log.tensorboard=true").SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
             self.wandb = need("wandb", "track", "log.wandb").init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
-        self.rows = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
+        self.file = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self.live = LiveLine(sys.stdout)
 
+    def start(self, trainer: Trainer) -> None:
+        trainer.metrics_position = self.file.position
+        self.stepped(trainer.progress.step, trainer.last_step)
+
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        self.stepped(taken.step, trainer.last_step)
+
+    def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        self.write(rows)
+        trainer.metrics_position = self.file.position
+        if line is not None:
+            done = trainer.progress.step / trainer.last_step if rows[0].name == "train/loss" else None
+            self.line(line, done)
+
     def write(self, rows: list[Row]) -> None:
         """Raises EnvironmentFault where the disk is full or fails."""
-        with writing(self.rows.path, RESUME):
-            self.rows.write(rows)
+        with writing(self.file.path, RESUME):
+            self.file.write(rows)
         numbers = [r for r in rows if isinstance(r.value, (int, float)) and r.step is not None]
         if self.board:
-            with writing(self.rows.path.with_name("tensorboard"), RESUME):
+            with writing(self.file.path.with_name("tensorboard"), RESUME):
                 for r in numbers:
                     self.board.add_scalar(r.name, r.value, r.step)
         if self.wandb and numbers:
@@ -163,31 +180,13 @@ class RunLog:
         if self.live is not None:
             self.live.close()
         with contextlib.suppress(EnvironmentFault) if sys.exception() else contextlib.nullcontext():
-            with writing(self.rows.path, RESUME):
-                self.rows.close()
+            with writing(self.file.path, RESUME):
+                self.file.close()
             if self.board:
-                with writing(self.rows.path.with_name("tensorboard"), RESUME):
+                with writing(self.file.path.with_name("tensorboard"), RESUME):
                     self.board.close()
         if self.wandb:
             self.wandb.finish()
-
-
-class Silence:
-    """The log of a process that another one speaks for."""
-
-    rows = types.SimpleNamespace(position=0)
-
-    def write(self, rows: list[Row]) -> None:
-        pass
-
-    def line(self, text: str, done: float | None = None) -> None:
-        pass
-
-    def stepped(self, step: int, last: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def new_run_folder(config: Log, name: str) -> Path:

@@ -50,9 +50,9 @@ class Precision:
         if self.scaler:
             self.scaler.unscale_(optimizer)
             stepped = {id(local) for _, local in parallel.trained()}
-            for held in parallel.held:  # what others step counts in the norm too
-                if id(held.local) not in stepped and held.local.grad is not None:
-                    held.local.grad.div_(self.scaler.get_scale())
+            for own in parallel.local_parameters:  # what others step counts in the norm too
+                if id(own.local) not in stepped and own.local.grad is not None:
+                    own.local.grad.div_(self.scaler.get_scale())
             for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 parallel.sum(found, *AXES)  # where one process skips a step, all do; PyTorch has this for FSDP1 alone
 

@@ -6,17 +6,22 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradus.rows import Row
 from gradus.train import machine
+from gradus.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from gradus.train.loop import Trainer
 
 PROC = Path("/proc")
 POWERCAP = Path("/sys/class/powercap")
 
 
-class Sampler:
+class Sampler(Hook):
     """Utilisation, memory, power and temperature of this process's GPU (the given `devices`, where NVML can be read), utilisation
     and power of the whole machine's CPUs, resident memory of this process. What cannot be read has no row.
 
@@ -36,7 +41,10 @@ class Sampler:
         self._jiffies = self._read_jiffies()
         self._energy, self._at = self._read_energy(), time.monotonic()
 
-    def rows(self, step: int | None = None) -> list[Row]:
+    def rows(self, trainer: Trainer) -> list[Row]:
+        return self.read(trainer.progress.step)
+
+    def read(self, step: int | None = None) -> list[Row]:
         """`gpuN/utilisation` (%), `gpuN/memory_used` (bytes, of all processes on it), `gpuN/power` (W), `gpuN/temperature` (°C);
         `cpu/utilisation` (%), `cpu/power` (W, the packages that RAPL counts), `memory/resident` (bytes)."""
         found = [row for index, handle in self.gpus.items() for row in self._gpu(index, handle, step)]

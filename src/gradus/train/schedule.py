@@ -1,10 +1,21 @@
-"""The learning rate of every step."""
+"""How many steps a run has, and the learning rate of each."""
 
 from __future__ import annotations
 
 import math
 
-from gradus.recipe.schema import Schedule
+from gradus.data.loader import Plan
+from gradus.recipe.schema import Recipe, Schedule
+
+
+def total_steps(recipe: Recipe, plan: Plan) -> int:
+    """Optimizer steps of the whole run; part of an epoch counts its steps, rounded up."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    whole = int(recipe.train.epochs)
+    steps = sum(len(plan.epoch(e)) for e in range(whole)) if plan.batch_samples is None else whole * plan.steps_per_epoch
+    rest = recipe.train.epochs - whole
+    return steps + (math.ceil(round(rest * len(plan.epoch(whole)), 6)) if rest else 0) or 1  # 1.1 - 1 is a little more than 0.1
 
 
 def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_model: int) -> float:

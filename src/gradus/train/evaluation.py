@@ -1,0 +1,173 @@
+"""Evaluations: a task's metrics over a whole split, and the hook that makes them during a run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gradus.data.loader import Loader
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import DATA
+from gradus.rows import Row
+from gradus.tasks.base import Task
+from gradus.train.hooks import Hook
+from gradus.train.precision import Precision
+from gradus.train.signals import Cut
+
+if TYPE_CHECKING:
+    from gradus.train.loop import Taken, Trainer
+
+
+class Evaluation(Hook):
+    """Evaluates when the recipe says so, and keeps the best weights. A stop does not wait for an evaluation, which may
+    take minutes: it is cut, and done first when the run goes on."""
+
+    def start(self, trainer: Trainer) -> None:
+        p = trainer.progress
+        p.evaluation_due |= trainer.recipe.evaluate.at_start and p.step == 0 and not p.last_evaluation
+        self._evaluate_if_due(trainer)
+
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        p, every = trainer.progress, trainer.recipe.evaluate.every
+        if "valid" in trainer.task.splits:
+            at_step = p.step % every == 0 if every else p.epoch_step == trainer.epoch_steps
+            p.evaluation_due |= at_step or p.step == trainer.last_step
+        if trainer.synced:
+            self._evaluate_if_due(trainer)
+
+    def _evaluate_if_due(self, trainer: Trainer) -> None:
+        if trainer.progress.evaluation_due:
+            with contextlib.suppress(Cut):
+                self.evaluate(trainer)
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:
+        """Every sample of the split exactly once; metrics are sums divided by counts. Collective.
+
+        Of `valid` the best weights are kept, and a signal cuts it.
+        """
+        p, task, parallel = trainer.progress, trainer.task, trainer.parallel
+        with trainer.clock.count("train", wait=True):
+            pass  # what the device still has to do of the steps is training time
+        stops = split == "valid"
+        with trainer.clock.count("evaluate"), trainer.signals.cutting() if stops else contextlib.nullcontext():
+            between = functools.partial(self._cut_together, trainer) if stops and parallel.several else None
+            found = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
+        metrics = {f"{split}/{name}": value for name, value in found.items()}
+        rows = [Row(f"{split}/{name}", value, task.units.get(name, ""), p.step) for name, value in found.items()]
+        trainer.log(rows, f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows))
+        if split == "valid":
+            p.last_evaluation, p.evaluation_due = metrics, False
+            self._keep_best(trainer)
+        return metrics
+
+    def _keep_best(self, trainer: Trainer) -> None:
+        p = trainer.progress
+        name, higher = chosen_by(trainer.task)
+        value, sign = p.last_evaluation[name], 1 if higher else -1
+        if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
+            p.best, p.best_step, p.best_metric = value, p.step, name
+            with trainer.clock.count("checkpoint"):
+                trainer.at("the gathering of the best weights", p.step)
+                evaluated = {"step": p.step, "metric": name, "value": value, "metrics": p.last_evaluation}
+                trainer.checkpoints.save_best(trainer.parallel, trainer.task.tokenizers, evaluated)
+
+    def _cut_together(self, trainer: Trainer) -> None:
+        """Between two batches of an evaluation: raises Cut on every process once any of them was asked to stop."""
+        trainer.at("the evaluation", trainer.progress.step)
+        trainer.signals.agree(trainer.parallel.all_reduce(trainer.signals.flags()))
+        if trainer.signals.agreed:
+            raise Cut
+
+
+def chosen_by(task: Task) -> tuple[str, bool]:
+    """(the metric that makes the best checkpoint, whether higher is better)."""
+    name = task.recipe.evaluate.best or f"valid/{task.best}"
+    return name, task.higher_is_better(name.split("/")[1])
+
+
+@torch.no_grad()
+def evaluate(
+    parallel: Parallel, task: Task, split: str, precision: Precision, device: torch.device,
+    between: Callable[[], None] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """The task's metrics over a whole split, each sample once, in evaluation mode; the model's mode is put back.
+
+    Collective: processes take shares of every batch and sum what they found; for decoding each has the whole model, and
+    its own share. between: called before every batch, on all alike.
+    """
+    r, mesh, model = task.recipe, parallel.mesh, parallel.bare
+    writes = r.evaluate.decode and type(task).decoded_metrics is not Task.decoded_metrics
+    was_training = model.training
+    model.eval()
+    totals: dict[str, list[float]] = {}
+    try:
+        with parallel.whole() if task.decodes or writes else contextlib.nullcontext() as whole:
+            for step in _loader(parallel, task, split, device).steps(0):
+                if between:
+                    between()
+                for batch in step.micro_batches:
+                    batch = precision.cast_batch(task.to_device(batch, device))
+                    _add(totals, _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else None))
+            sums: dict[str, list[float]] = {}
+            for of_process in parallel.collect(totals):
+                _add(sums, of_process)
+            metrics = task.metrics({name: total / max(1, count) for name, (total, count) in sums.items()}, split)
+            if writes:
+                with precision.autocast():
+                    own = task.decode_split(whole, split, mesh.world.rank, mesh.world.size)
+                written = {i: text for part in parallel.collect(own) for i, text in part.items()}
+                metrics |= task.decoded_metrics(written, split)
+    finally:
+        model.train(was_training)
+    return metrics
+
+
+def _loader(parallel: Parallel, task: Task, split: str, device: torch.device) -> Loader:
+    r, mesh = task.recipe, parallel.mesh
+    rank, world = (mesh.world.rank, mesh.world.size) if task.decodes else (mesh.rank(*DATA), mesh.size(*DATA))
+    batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // world)
+    plan = task.plan(split, samples=batch_size * world, tokens=None)
+    pin = r.data.pin and device.type == "cuda"
+    prepare = task.prepare_evaluation
+    return Loader(
+        task.splits[split], plan, task.collate, prepare=prepare, seed=r.train.seed, pin=pin, rank=rank, world=world
+    )
+
+
+def _add(totals: dict[str, list[float]], found: dict[str, tuple[float, int]]) -> None:
+    for name, (value, count) in found.items():
+        total = totals.setdefault(name, [0.0, 0])
+        total[0] += float(value)
+        total[1] += count
+
+
+def _evaluate_batch(
+    parallel: Parallel, task: Task, batch: dict, precision: Precision, whole: nn.Module | None
+) -> dict[str, tuple[float, int]]:
+    """What this process adds to the metrics' (sum, count): each target once over all processes."""
+
+    def run(model: nn.Module, batch: dict) -> dict:
+        with precision.autocast():
+            found = task.evaluate(model, batch)
+        return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), n) for name, (v, n) in found.items()}
+
+    context, mesh = parallel.context, parallel.mesh
+    if whole is not None:
+        found = run(whole, batch)
+    else:
+        if context:
+            batch = context.prepare(batch)
+        found = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
+        if found is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
+            return {}
+        if context and mesh.rank("context"):  # its part of the sequences; whose targets are counted once
+            found = {name: (value, 0) for name, (value, _) in found.items()}
+    return {} if "idle" in batch else found

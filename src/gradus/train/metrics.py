@@ -1,0 +1,150 @@
+"""What is measured while a run trains: losses, speed, memory, what travels between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradus.data.loader import Step
+from gradus.errors import UserError
+from gradus.parallel.replicate import POWERSGD_START
+from gradus.parallel.traffic import Traffic
+from gradus.rows import Row
+from gradus.train.clock import MEASURES, peaks
+from gradus.train.hooks import Hook
+from gradus.train.log import human
+
+if TYPE_CHECKING:
+    from gradus.train.loop import Taken, Trainer
+
+HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
+COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the first one may set things up
+
+
+class TrafficCount(Hook):
+    """Counts what one step (of local updates: one sync) sends to other processes."""
+
+    def __init__(self):
+        self.counted: Traffic | None = None
+
+    def around_step(self, trainer: Trainer, step: Step) -> contextlib.AbstractContextManager:
+        if not self._due(trainer):
+            return contextlib.nullcontext()
+        self.counted = Traffic()
+        return self.counted
+
+    def _due(self, trainer: Trainer) -> bool:
+        parallel, layout, step = trainer.parallel, trainer.recipe.layout, trainer.progress.step + 1
+        if parallel.local_updates:
+            return parallel.local_updates.due(step)
+        at = COUNTED_STEP if layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
+        return parallel.several and step - trainer.start_step == at and layout.compile == "none"
+
+    def rows(self, trainer: Trainer) -> list[Row]:
+        counted, self.counted = self.counted, None
+        if counted is None:
+            return []
+        step = trainer.progress.step
+        of = "one sync" if trainer.parallel.local_updates else "one step"
+        told = {"of": of, "counted": "ring algorithms, this process"}
+        by_kind = counted.found.items()
+        rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**told, "calls": c.calls}) for kind, c in by_kind]
+        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, told)]
+
+
+class Metrics(Hook):
+    """Reads the losses from the device now and then (the only place that waits for it), checks and logs them.
+
+    flops_per_token, peak_flops: model operations of a token's step, and operations a second of all devices, for MFU.
+    """
+
+    def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None):
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.pending: list[Taken] = []  # steps whose losses were not read yet
+        self.in_a_row = 0  # steps that were not finite, up to now
+
+    def start(self, trainer: Trainer) -> None:
+        self.began = self.before = self._now(trainer)
+
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        self.pending.append(taken)
+        if taken.step % trainer.recipe.log.every == 0 or taken.step == trainer.last_step:
+            self.flush(trainer)
+
+    def flush(self, trainer: Trainer) -> None:
+        """Read, check and log what is pending."""
+        if not self.pending:
+            return
+        with trainer.clock.count("train"):
+            values = torch.stack([torch.stack((t.loss.float(), t.norm.float())) for t in self.pending]).tolist()
+        trainer.settle()
+        for taken, (loss, norm) in zip(self.pending, values):
+            self._count(trainer, taken.step, loss, norm)
+        taken, (loss, norm) = self.pending[-1], values[-1]
+        self.pending.clear()
+        before, self.before = self.before, self._now(trainer)
+        elapsed, samples, tokens = (now - then for now, then in zip(self.before[:3], before))
+        p, step = trainer.progress, taken.step
+        rows = [
+            Row("train/loss", loss, trainer.task.loss_unit, step),
+            Row("train/lr", taken.rate, "", step),
+            Row("train/grad_norm", norm, "", step),
+            Row("train/samples", p.samples, "samples", step),
+            Row("train/tokens", p.tokens, "tokens", step),
+            Row("train/samples_per_s", samples / elapsed, "samples/s", step),
+            Row("train/tokens_per_s", tokens / elapsed, "tokens/s", step),
+            Row("train/data_wait", trainer.clock.seconds["data"], "s", step),
+            *(Row(f"memory/{name}", value, "bytes", step) for name, value in peaks(trainer.device).items()),
+        ]
+        by_tokens = trainer.task.counts_tokens
+        speed = f"{human(tokens / elapsed)} tokens/s" if by_tokens else f"{human(samples / elapsed)} samples/s"
+        if self.flops_per_token and self.peak_flops:
+            mfu = self.flops_per_token * tokens / elapsed / self.peak_flops
+            told = {"convention": "model FLOPs, full attention, no recompute"}
+            rows.append(Row("train/mfu", mfu, "of peak", step, told))
+            speed += f"  MFU {mfu:.1%}"
+        for hook in trainer.hooks:
+            rows += hook.rows(trainer)
+        trainer.log(rows, self._line(trainer, loss, taken.rate, speed))
+
+    def _line(self, trainer: Trainer, loss: float, rate: float, speed: str) -> str:
+        p = trainer.progress
+        spent, _, _, steps = (now - then for now, then in zip(self.before, self.began))
+        left = int((trainer.last_step - p.step) * spent / max(1, steps))
+        seen = f"{human(p.tokens)} tokens" if trainer.task.counts_tokens else f"{human(p.samples)} samples"
+        memory, n_bytes = next(iter(peaks(trainer.device).items()))
+        accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
+        return (
+            f"step {p.step}/{trainer.last_step}{accumulation}  loss {loss:.4f}  lr {rate:.2e}  {speed}  {seen}"
+            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB  ETA {left // 60}:{left % 60:02d}"
+        )
+
+    def _now(self, trainer: Trainer) -> tuple[float, int, int, int]:
+        """(seconds of training and waiting for data, samples, tokens, steps) so far."""
+        p, seconds = trainer.progress, trainer.clock.seconds
+        return seconds["train"] + seconds["data"], p.samples, p.tokens, p.step
+
+    def _count(self, trainer: Trainer, step: int, loss: float, norm: float) -> None:
+        """Raises UserError for a loss or a norm that is not finite, where it is to stop the run."""
+        p = trainer.progress
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            p.loss_sum += loss
+            return
+        p.skipped += 1
+        self.in_a_row += 1
+        scaler_skips = trainer.precision.scaler is not None and math.isfinite(loss)  # it backs off by itself
+        if self.in_a_row < HOPELESS and (trainer.recipe.train.on_nonfinite != "stop" or scaler_skips):
+            return
+        last = trainer.checkpoints.latest()
+        good = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        trainer.log([Row("train/nonfinite", str(loss), "", step)])
+        raise UserError(
+            f"step {step}: {what}. {good} Try a smaller optimizer.lr, a longer schedule.warmup_steps, "
+            "train.clip_norm=1.0, or layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and "
+            "counts them."
+        )

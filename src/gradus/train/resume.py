@@ -1,0 +1,108 @@
+"""Going on with a run: what it was, what may change, how much longer it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from gradus import recipe as recipes
+from gradus import tasks
+from gradus.errors import UserError
+from gradus.parallel.world import World
+from gradus.recipe.schema import Recipe
+from gradus.train.checkpoint import Checkpoints
+from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.session import Session
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run begins: a new one with nothing, another with its checkpoint."""
+
+    before: Recipe | None = None  # as the run stored it
+    checkpoint: Path | None = None
+    tokenizers: dict | None = None
+    step: int = 0
+    position: tuple[int, int] = (0, 0)  # epoch, step within it
+
+
+def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
+    """Raises UserError where there is a run already, none to resume, or one that would become another. Collective."""
+    if not resume:
+        if world.first and (folder / "metrics.jsonl").exists():
+            raise UserError(
+                f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; "
+                "or set another log.dir."
+            )
+        return Start()
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
+    start = Start(before=recipes.load(folder, configure=None))
+    check_same(start.before, recipe)
+    start.checkpoint = Checkpoints(folder / "checkpoints", recipe.train.keep).newest_whole()
+    if start.checkpoint:
+        start.tokenizers = tasks.load_tokenizers(start.checkpoint)
+        progress = json.loads((start.checkpoint / "training.json").read_text())["progress"]
+        start.step, start.position = progress["step"], (progress["epoch"], progress["epoch_step"])
+    return start
+
+
+# what may change between a run and its continuation, since it changes no sample and no update; of the length see
+# `extend`
+FREE_ON_RESUME = ("layout", "log", "evaluate", "name")
+LENGTH = ("steps", "epochs")
+FREE_KEYS = {
+    "data": ("workers", "prefetch", "persistent", "pin", "path", "cache"),
+    "train": ("checkpoint_every", "keep", "on_nonfinite", *LENGTH),
+}
+
+
+def check_same(before: Recipe, now: Recipe) -> None:
+    """Raises UserError that names the first thing a resume would change in the mathematics of the run."""
+    old, new = before.model_dump(), now.model_dump()
+    for section in old:
+        if section in FREE_ON_RESUME:
+            continue
+        a, b = old[section] or {}, new[section] or {}
+        for key in dict.fromkeys([*a, *b]):
+            if a.get(key) != b.get(key) and key not in FREE_KEYS.get(section, ()):
+                was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
+                raise UserError(
+                    f"--resume: {was}: that would be another run. Start it without --resume in a new folder."
+                )
+
+
+def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | None:
+    """What another train.steps or train.epochs does to a run that has taken `taken` steps, in a line; None where it
+    stays as long.
+
+    before: the recipe as the run stored it. stated: the user gave a length. Raises UserError where no step would be
+    left.
+    """
+    now, task = session.recipe, session.task
+    plan = task.plan("train", now.batch.samples, now.batch.tokens)
+    was, last = total_steps(before, plan), total_steps(now, plan)
+    key = "steps" if now.train.steps is not None else "epochs"
+    given = f"train.{key}={getattr(now.train, key)}"
+    more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
+    if last < taken or (last == taken and was != last):
+        raise UserError(f"--resume: {given}: {taken} steps are taken already and cannot be taken back. {more}")
+    if last == was == taken and stated:
+        raise UserError(f"--resume: {given}: the run is finished, all its {taken} steps are taken. {more}")
+    if last == was:
+        return None
+    schedule, next_step = now.schedule, taken + 1
+
+    def rate(step: int, last_step: int) -> str:
+        return f"{learning_rate(schedule, now.optimizer.lr, step, last_step, now.model.d_model):.2e}"
+
+    moves = schedule.name in ("linear", "cosine") and schedule.end_step is None
+    stays = "does not change" + (f": it ends at step {schedule.end_step}" if schedule.end_step else "")
+    ends = f"now ends at step {last}" if moves else stays
+    rates = f"goes from {rate(taken, was)} (step {taken}) to" if taken else "is"
+    instead = f", where {rate(next_step, was)} was to come" if moves and taken < was else ""
+    return (
+        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) {ends}; "
+        f"the learning rate {rates} {rate(next_step, last)} (step {next_step}){instead}"
+    )

@@ -1,0 +1,274 @@
+"""A run: a recipe is trained into a run folder, or goes on in one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradus import models
+from gradus import recipe as recipes
+from gradus.errors import UserError, coloured
+from gradus.models.weights import LoadReport
+from gradus.parallel import check
+from gradus.parallel import world as worlds
+from gradus.parallel.status import Status, supervised, watched
+from gradus.parallel.world import World
+from gradus.recipe.schema import Recipe
+from gradus.train.clock import MEASURES, peaks
+from gradus.train.evaluation import Evaluation
+from gradus.train.hooks import Hook
+from gradus.train.log import RunLog, environment, human, run_folder, write_json, write_text
+from gradus.train.loop import Trainer
+from gradus.train.metrics import Metrics, TrafficCount
+from gradus.train.precision import pick_device
+from gradus.train.resume import LENGTH, Start, extend, start_of
+from gradus.train.sampler import Sampler
+from gradus.train.saving import Saving, resume_run
+from gradus.train.session import Session, derive, describe, open_session
+from gradus.train.signals import Stopped
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    summary: dict[str, Any]
+    trainer: Trainer
+
+
+class Plan(Hook):
+    """What foresees a run and follows it; handed in from above (plan.prove.Proof). This one foresees nothing."""
+
+    def ready(self, world: World) -> contextlib.AbstractContextManager:
+        """Around all of a run, from before the processes meet."""
+        return contextlib.nullcontext()
+
+    def before(self, session: Session, position: tuple[int, int]) -> None:
+        """Before the model is built; the run begins at `position` (epoch, step within it). Collective.
+
+        Raises UserError for what will not fit.
+        """
+
+    def begin(self, folder: Path) -> None:
+        """The run folder is there. On rank 0."""
+
+
+def train(
+    recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None,
+    world: World = World(), longer: bool = False, hooks: Sequence[Hook] = (),
+) -> Outcome:  # fmt: skip
+    """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do.
+
+    longer: the user gave a length with which the run goes on, and a finished one must not end at once.
+    `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
+    `plan`. hooks: called after the log and the metrics, before evaluations and checkpoints.
+    Raises UserError, and Stopped after a signal once everything is saved.
+    """
+    plan = plan or Plan()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plan.ready(world))
+        check.validate(recipe, world.size)
+        if world.size > 1:
+            worlds.join(world, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+        folder = stack.enter_context(_own_folder(recipe, resume, world))
+        status = stack.enter_context(Status(folder, world))
+        stack.enter_context(watched(folder, world, passing=(Stopped,)))
+
+        start = start_of(recipe, folder, resume is not None, world)
+        status.at("opening the data")
+        session = open_session(recipe, start.tokenizers, world)
+        extended = extend(start.before, session, start.step, longer) if start.before else None
+        derived = derive(session)
+        if world.first:
+            print("\n".join(filter(None, (describe(derived), extended))), flush=True)
+        status.at("the plan")
+        plan.before(session, start.position)
+        status.at("building the model")
+        model = session.build()
+        _write_folder(folder, session, start, extended is not None)
+        if world.first:
+            plan.begin(folder)
+            _print_model(session, model, resume is None)
+        per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
+        status.at("the laying out of the model")
+        trainer = Trainer(session, session.lay_out(model), folder)
+        trainer.at = status.at
+        if resume:
+            status.at("the loading of a checkpoint")
+            resume_run(trainer, start.checkpoint)
+            if world.first:
+                where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
+                print(where, flush=True)
+
+        evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
+        opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
+        trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
+        with _full_memory_told(trainer, derived["micro_batch"]):
+            trainer.run()
+            return Outcome(folder, finish(trainer, evaluation, derived), trainer)
+
+
+def _opened(trainer: Trainer) -> Iterator[RunLog | Sampler]:
+    """The hooks that hold something open."""
+    if trainer.parallel.mesh.world.first:
+        recipe = json.loads(trainer.recipe.model_dump_json())
+        yield RunLog(trainer.folder, trainer.recipe.log, recipe, trainer.metrics_position)
+    yield Sampler(trainer.device)
+
+
+@contextlib.contextmanager
+def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[Path]:
+    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. Collective."""
+    with contextlib.ExitStack() as stack:
+        folder, problem = resume or recipe.log.dir, None
+        if world.first and not (supervised() and folder):
+            try:
+                folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
+            except UserError as e:
+                problem = str(e)
+        if world.size > 1:
+            folder, problem = worlds.from_first((folder, problem))
+        if problem:
+            raise UserError(problem)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _full_memory_told(trainer: Trainer, micro_batch: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"after step {trainer.progress.step}: the memory of {trainer.device} is full. Set a smaller "
+            f"layout.micro_batch (it is {micro_batch}) or evaluate.batch, layout.checkpointing=full or "
+            "layout.precision=bf16, and go on with --resume."
+        ) from None
+
+
+def _write_folder(folder: Path, session: Session, start: Start, extended: bool) -> None:
+    """recipe.yaml of a new run, and of one that is to become longer."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not session.mesh.world.first:
+            return
+        if start.before is None:
+            write_json(folder / "environment.json", environment(session.device))
+            write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
+        elif extended:
+            (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
+            length = {key: getattr(session.recipe.train, key) for key in LENGTH}
+            stored = start.before.model_copy(update={"train": start.before.train.model_copy(update=length)})
+            write_text(folder / "recipe.yaml", recipes.dump(stored))
+    except OSError as e:
+        raise UserError(
+            f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+        ) from None
+
+
+def _print_model(session: Session, model: torch.nn.Module, new: bool) -> None:
+    """Where its weights come from; of a task that can show it, what models give that have learnt nothing."""
+    if hasattr(model, "load_report"):
+        print(weights_line(session.recipe, model.load_report), flush=True)
+    if new and hasattr(session.task, "untrained"):
+        print("ten untrained models decode 1 2 3 ...:")
+        print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
+
+
+def weights_line(recipe: Recipe, report: LoadReport) -> str:
+    """What of `model.init` is used, and what of the model is new."""
+    line, theirs = f"weights from {recipe.model.init}", models.config_of(recipe.model.init)
+    for what, names in (("new", report.new), ("unused", report.unused)):
+        line += f"; {what}: {', '.join(names)}" if names else ""
+    ours = getattr(recipe.task, "classes", None)
+    if report.reshaped:
+        line += f"; a new head for {recipe.model.n_classes} classes: that of the weights has {theirs.n_classes}"
+    elif ours and theirs.classes and list(theirs.classes) != ours:
+        line += f"; its head was trained for {', '.join(theirs.classes[:5])}"
+        line += f", and learns {', '.join(ours[:5])} from here on"
+    return line
+
+
+def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) -> dict[str, Any]:
+    """Last evaluation, samples, `summary.json`."""
+    p, r, task, parallel = trainer.progress, trainer.recipe, trainer.task, trainer.parallel
+    metrics = dict(p.last_evaluation)
+    if r.evaluate.test:
+        metrics |= evaluation.evaluate(trainer, "test")
+    lines = []
+    if r.evaluate.samples:
+        with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
+            if parallel.mesh.world.first:  # the only one that prints them
+                lines += task.examples(model.eval(), r.evaluate.samples)
+                model.train()
+    summary = summary_of(trainer, derived) | {"metrics": metrics}
+    for hook in trainer.hooks:
+        lines += hook.end(trainer, summary)
+    if parallel.mesh.world.first:
+        finite = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}  # JSON has no infinity
+        write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
+        print_summary(trainer, summary, lines)
+    return summary
+
+
+def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
+    """What summary.json holds beside the metrics. The clock's kinds stay separate: training is training. Collective."""
+    p, r, seconds = trainer.progress, trainer.recipe, trainer.clock.seconds
+    runtime = seconds["train"] + seconds["data"]
+    epochs = p.step / derived["steps_an_epoch"]
+    best = {"metric": r.evaluate.best or f"valid/{trainer.task.best}", "value": p.best, "step": p.best_step}
+    memory = peaks(trainer.device)
+    return {
+        "recipe": r.name,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "parameters": derived["parameters"],
+        "processes": derived["processes"],
+        "layout": derived["layout"],
+        **{f"memory_{MEASURES[name]}_per_rank": trainer.parallel.collect(value) for name, value in memory.items()},
+        "steps": p.step,
+        "epoch": round(epochs, 4),
+        "samples": p.samples,
+        "tokens": p.tokens,
+        "train_runtime": round(runtime, 3),
+        "train_samples_per_second": round(p.samples / runtime, 3),
+        "train_steps_per_second": round(p.step / runtime, 4),
+        "train_tokens_per_second": round(p.tokens / runtime, 1),
+        **({"train_loss": p.loss_sum / (p.step - p.skipped)} if p.step > p.skipped else {}),
+        "hours_per_epoch": round(runtime / 3600 / max(epochs, 1e-9), 6),
+        "skipped_steps": p.skipped,
+        "seconds": {k: round(v, 3) for k, v in seconds.items()},
+        "best": best if p.best is not None else None,
+    }
+
+
+def print_summary(trainer: Trainer, summary: dict[str, Any], lines: list[str]) -> None:
+    s = summary
+    print()
+    for key in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"):
+        if key not in s:  # no step was counted
+            continue
+        print(f"{key:26} {s[key]:.6g}")
+    print(f"{'hours_per_epoch':26} {s['hours_per_epoch']:.6g}")
+    clock = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
+    print(f"{'where the time went':26} {clock}")
+    print(
+        f"{'seen':26} {human(s['samples'])} samples, {human(s['tokens'])} tokens"
+        + (f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else "")
+    )
+    for name, value in s["metrics"].items():
+        print(f"{name:26} {value:.4f}")
+    if best := s["best"]:
+        text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
+        print(coloured(text, "green", sys.stdout))
+    for line in lines:
+        print(line)
+    print(f"run folder: {trainer.folder}", flush=True)

@@ -1,0 +1,258 @@
+"""What goes on around the steps: the hooks of a run, each by itself, and one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.parallel.mesh import Mesh
+from gradus.parallel.status import Status, read
+from gradus.parallel.world import World
+from gradus.rows import Row, read_rows
+from gradus.train.evaluation import Evaluation
+from gradus.train.hooks import Hook
+from gradus.train.local import LocalSync
+from gradus.train.loop import Taken, Trainer
+from gradus.train.metrics import Metrics, TrafficCount
+from gradus.train.run import train
+from gradus.train.saving import Saving
+from gradus.train.session import open_session
+from gradus.train.signals import Cut, Stopped, StopSignals
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed import run
+
+TINY = [
+    "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.0", "data.n_train=48", "data.n_valid=8",
+    "schedule.warmup_steps=2", "batch.samples=16", "layout.device=cpu", "layout.threads=1", "train.steps=5", "train.checkpoint_every=3",
+    "evaluate.every=2", "evaluate.samples=0", "log.every=2",
+]  # fmt: skip
+
+
+class Diary(Hook):
+    """Writes down what is called."""
+
+    def __init__(self):
+        self.called: list[str] = []
+
+    def start(self, trainer):
+        self.called.append(f"start {trainer.start_step}")
+
+    @contextlib.contextmanager
+    def around_step(self, trainer, step):
+        self.called.append(f"in {trainer.progress.step}")
+        yield
+        self.called.append(f"out {trainer.progress.step}")
+
+    def after_step(self, trainer, taken):
+        assert taken.step == trainer.progress.step and taken.loss.ndim == taken.norm.ndim == 0
+        self.called.append(f"after {taken.step}")
+
+    def rows(self, trainer):
+        return [Row("mine/steps", trainer.progress.step, "", trainer.progress.step)]
+
+    def logged(self, trainer, rows, line):
+        self.called.append(f"logged {rows[0].name} {rows[0].step}")
+
+    def end(self, trainer, summary):
+        summary["mine"] = len(self.called)
+        return ["the diary ends"]
+
+
+def test_a_hook_of_ones_own_sees_the_run(tmp_path, capsys):
+    diary, folder = Diary(), tmp_path / "run"
+    train(recipes.load("copy-task", [*TINY, f"log.dir={folder}"]), hooks=[diary])
+    assert diary.called == [
+        "start 0", "in 0", "out 0", "after 1", "in 1", "out 1", "logged train/loss 2", "after 2", "logged valid/loss 2",
+        "in 2", "out 2", "after 3", "logged train/loss 3", "in 3", "out 3", "logged train/loss 4", "after 4", "logged valid/loss 4",
+        "in 4", "out 4", "logged train/loss 5", "after 5", "logged valid/loss 5",
+    ]  # fmt: skip
+    assert [(r["step"], r["value"]) for r in read_rows(folder / "metrics.jsonl") if r["name"] == "mine/steps"] == [(n, n) for n in (2, 3, 4, 5)]
+    assert json.loads((folder / "summary.json").read_text())["mine"] == len(diary.called)
+    assert "the diary ends" in capsys.readouterr().out
+    diary.called.clear()
+    with pytest.raises(UserError, match="enough"):  # what a hook raises ends the run, which goes on from its last checkpoint
+        train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'other'}"]), hooks=[diary, EndsAt(4)])
+    assert "out 3" in diary.called and "in 4" not in diary.called
+    train(recipes.load(tmp_path / "other"), resume=tmp_path / "other", hooks=[diary])
+    assert "start 3" in diary.called
+    assert read_rows(folder / "metrics.jsonl")[-1]["value"] == read_rows(tmp_path / "other" / "metrics.jsonl")[-1]["value"]
+
+
+class EndsAt(Hook):
+    def __init__(self, step: int):
+        self.step = step
+
+    def after_step(self, trainer, taken):
+        if taken.step == self.step:
+            raise UserError("enough")
+
+
+# ------------------------------------------------------------ signals
+
+
+def test_a_signal_is_noted_and_a_second_interrupt_stops_at_once():
+    signals, before = StopSignals(single_process=True), signal.getsignal(signal.SIGINT)
+    with signals.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.stop == signal.SIGTERM and signals.flags() == [0, 1, 0]
+        with pytest.raises(Cut), signals.cutting():
+            raise AssertionError("a signal that came before cuts at once")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before and not signals.asked
+
+
+def test_several_processes_stop_at_the_signal_that_they_agreed_on():
+    signals = StopSignals(single_process=False)
+    signals.asked.append(signal.SIGUSR1)
+    with signals.cutting():  # the others would wait
+        assert signals.stop is None
+    signals.agree([0, 0, 0])
+    assert signals.stop is None
+    signals.agree([0, 2, 1])
+    signals.agree([1, 0, 0])
+    assert signals.stop == signal.SIGTERM
+
+
+# ------------------------------------------------------------ one hook at a time
+
+
+@pytest.fixture
+def trainer(tmp_path) -> Trainer:
+    session = open_session(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}"]))
+    return Trainer(session, session.lay_out(session.build()), tmp_path / "run")
+
+
+class Kept(Hook):
+    def __init__(self):
+        self.rows_logged: list[Row] = []
+
+    def logged(self, trainer, rows, line):
+        self.rows_logged += rows
+
+
+def taken(step: int, loss: float, norm: float = 1.0) -> Taken:
+    return Taken(step, 1e-3, torch.tensor(loss), torch.tensor(norm))
+
+
+def test_metrics_are_read_now_and_then_and_bad_steps_are_counted(trainer):
+    metrics, kept = Metrics(flops_per_token=10.0, peak_flops=1e3), Kept()
+    trainer.hooks = [metrics, kept]
+    metrics.start(trainer)
+    trainer.recipe.train.on_nonfinite = "skip"
+    for step, loss in ((1, 4.0), (2, math.nan)):
+        trainer.progress.step, trainer.progress.tokens = step, 10 * step
+        trainer.clock.seconds["train"] += 1.0
+        assert not kept.rows_logged
+        metrics.after_step(trainer, taken(step, loss))
+    values = {row.name: row.value for row in kept.rows_logged}
+    assert math.isnan(values["train/loss"]) and values["train/mfu"] == pytest.approx(0.1, rel=0.1)
+    assert trainer.progress.skipped == 1 and trainer.progress.loss_sum == 4.0
+    trainer.recipe.train.on_nonfinite = "stop"
+    with pytest.raises(UserError, match=r"step 4: the gradient norm is inf\. There is no checkpoint yet"):
+        metrics.after_step(trainer, taken(4, 1.0, math.inf))
+    assert kept.rows_logged[-1].name == "train/nonfinite"
+
+
+def test_an_evaluation_keeps_the_best_and_is_cut_by_a_signal(trainer):
+    evaluation, p = Evaluation(), trainer.progress
+    p.step = 2
+    evaluation.after_step(trainer, taken(2, 1.0))
+    assert p.best == p.last_evaluation["valid/loss"] and p.best_step == 2 and not p.evaluation_due
+    assert (trainer.folder / "checkpoints" / "best").exists()
+    p.last_evaluation, p.step = {}, 4
+    trainer.signals.asked.append(signal.SIGTERM)
+    evaluation.after_step(trainer, taken(4, 1.0))
+    assert p.evaluation_due and not p.last_evaluation, "it is made first when the run goes on"
+
+
+def test_a_stop_saves_what_is_there(trainer):
+    metrics = Metrics()
+    saving, trainer.hooks = Saving(metrics), [metrics]
+    metrics.start(trainer)
+    trainer.progress.step = 3
+    saving.after_step(trainer, taken(3, 1.0))
+    assert trainer.checkpoints.latest().name == "step-00000003"
+    trainer.progress.step = 4
+    saving.after_step(trainer, taken(4, 1.0))
+    trainer.signals.asked.append(signal.SIGUSR1)
+    with pytest.raises(Stopped) as stop:
+        saving.after_step(trainer, taken(4, 1.0))
+    assert (stop.value.signal_number, stop.value.checkpoint.name) == (signal.SIGUSR1, "step-00000004")
+
+
+def test_a_status_file_says_done_only_of_what_went_well(tmp_path):
+    with pytest.raises(KeyError), Status(tmp_path, World(0, 2)) as status:
+        status.at("reading data", 3)
+        raise KeyError
+    assert status.file is None and read(tmp_path, 0).what == "reading data"
+    with Status(tmp_path, World(0, 2)) as status:
+        pass
+    assert status.file is None and read(tmp_path, 0).what == "done"
+
+
+# ------------------------------------------------------------ several processes
+
+
+def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
+    overrides = [*TINY, "layout.local_sgd={every: 2}", "train.checkpoint_every=4", "evaluate.every=4", f"log.dir={folder}"]
+    session = open_session(recipes.load("copy-task", overrides), None, world)
+    counted = TrafficCount()
+    trainer = Trainer(session, session.lay_out(session.build()), Path(folder), [counted])
+    tokens, sent = [], []
+    assert isinstance(trainer.hooks[-1], LocalSync)
+    for _, step in zip(range(3), trainer.loader.steps(0)):
+        trainer.take(step)
+        tokens.append(trainer.progress.tokens)
+        sent.append([row.name for row in counted.rows(trainer)])
+        assert trainer.synced == (trainer.progress.step % 2 == 0)
+    return tokens, sent
+
+
+def test_workers_sync_every_so_many_steps_and_count_then(tmp_path):
+    (tokens, sent), other = run(2, _local_steps, str(tmp_path / "run"))
+    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent) == other
+    assert [bool(names) for names in sent] == [False, True, False] and "traffic/sent" in sent[1]
+
+
+class Played(torch.Tensor):
+    """Pinned memory, which here goes nowhere."""
+
+    def to(self, *_, **__):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_totals_of_several_gpus_stay_there_and_come_a_step_late(trainer, monkeypatch):
+    """With a device that is played: what a step needs at once is a tensor, what the host wants comes with the next step."""
+    event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    plain, real = trainer.loader.steps(0), torch.tensor
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch, "tensor", lambda *a, pin_memory=False: real(*a).as_subclass(Played))
+    monkeypatch.setattr("gradus.train.step.dist.all_reduce", lambda sums: sums.mul_(2))  # another process with the same samples
+    trainer.parallel.mesh = Mesh(World(0, 2), trainer.parallel.mesh.sizes)
+    batches = next(plain).micro_batches
+    trainer.device = torch.device("cuda")
+    totals = trainer.totals(batches, [0, 1, 0, 0])
+    assert totals.counts["tokens"].item() == 2 * batches[0]["counts"]["tokens"] and (totals.tokens, totals.flags) == (0, [0] * 4)
+    totals = trainer.totals(batches, [0, 0, 0, 0])
+    assert (totals.tokens, totals.flags) == (2 * batches[0]["n_tokens"], [0, 2, 0, 0])
+    trainer.settle()
+    assert trainer.progress.tokens == 2 * batches[0]["n_tokens"] and trainer.unread is None
+    monkeypatch.undo()
+    trainer.device, trainer.parallel.mesh = torch.device("cpu"), Mesh.single()
+    half = trainer.step(batches, totals.counts)[0].item()
+    session = open_session(trainer.recipe)
+    assert Trainer(session, session.build(), trainer.folder).step(batches)[0].item() == pytest.approx(2 * half, rel=1e-6)
