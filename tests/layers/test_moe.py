@@ -10,7 +10,6 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from gradus import models
@@ -24,6 +23,7 @@ from gradus.models.weights.llama import config_from_hf, config_to_hf
 from gradus.parallel.apply import use_checkpointing, use_kernel
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import GPTConfig, LlamaConfig
+from gradus.torch_private import FakeTensorMode
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 

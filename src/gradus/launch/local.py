@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gradus.errors import FAULT, UserError
 from gradus.parallel import status
+from gradus.torch_private import worker_processes
 
 GRACE = 5.0  # seconds that the other workers have to notice that one has died
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
@@ -221,7 +222,7 @@ def _attempt(n: int, command: list[str], folder: Path, timeout: float, grace: fl
 
         def _start_workers(self, worker_group):
             found = super()._start_workers(worker_group)
-            self.processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+            self.processes = worker_processes(self)
             signals.receiver = self.send
             signals.take()
             for number in signals.came[:1]:

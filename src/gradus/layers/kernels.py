@@ -16,8 +16,10 @@ All kernels have one signature:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,7 @@ def naive(
     """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len, k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     allowed = _allowed(q, k, mask, causal)
-    scores = (q * _scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
+    scores = (q * default_scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
     if bias is not None:
         scores = scores + bias
     if allowed is not None:
@@ -109,8 +111,42 @@ def chunked(
     n_kv_heads = k.shape[1]
     group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
     mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
-    out = _Chunked.apply(group, k, v, mask, bias, causal, _scale(q, scale), dropout, chunk)
+    out = _Chunked.apply(group, k, v, mask, bias, causal, default_scale(q, scale), dropout, chunk)
     return out.flatten(1, 2), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How scores are made and become weights. mask, bias: broadcastable to (batch, n_kv_heads, group, q_len, k_len)."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of the scores that is alive at once. dropped: True where a weight of it is dropped, in the shape of its scores."""
+
+    rows: slice  # queries
+    cols: slice  # keys that any of them may look at, from the first on
+    dropped: Tensor | None = None
+
+    @classmethod
+    def draw(cls, q: Tensor, rows: slice, cols: slice, dropout: float) -> Chunk:
+        """Draws what is dropped from the generator. q: (batch, n_kv_heads, group, q_len, head_dim)."""
+        if not dropout:
+            return cls(rows, cols)
+        shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
+        return cls(rows, cols, torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout))
+
+    def halves(self, chunk: int, k_len: int, causal: bool) -> Iterator[Chunk]:
+        start = self.rows.start
+        for rows, cols in query_chunks(start, self.rows.stop, -(-chunk // 2), k_len, causal):
+            dropped = None if self.dropped is None else self.dropped[..., rows.start - start : rows.stop - start, cols]
+            yield Chunk(rows, cols, dropped)
 
 
 class _Chunked(torch.autograd.Function):
@@ -128,13 +164,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, bias, causal, scale, dropout, chunk):
         ctx.settings = causal, scale, dropout, chunk
-        ctx.rng_state = _rng_state(q.device) if dropout else None
+        ctx.rng_state = rng_state(q.device) if dropout else None
+        how = Scores(mask, bias, causal, scale, dropout)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(*q.shape[:-1], 1, dtype=_wide(q.dtype))
-        with _no_autocast(q.device):
-            for rows, cols in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
-                dropped = _dropped(q, rows, cols, dropout)
-                out[..., rows, :], lse[..., rows, :] = _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped)
+        lse = q.new_empty(*q.shape[:-1], 1, dtype=accumulator(q.dtype))
+        with no_autocast(q.device):
+            for rows, cols in query_chunks(0, q.shape[3], chunk, k.shape[2], causal):
+                part = Chunk.draw(q, rows, cols, dropout)
+                out[..., rows, :], lse[..., rows, :] = forward_chunk(q, k, v, how, part)
         ctx.save_for_backward(q, k, v, mask, bias, out, lse)
         return out
 
@@ -143,78 +180,78 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, mask, bias, out, lse = ctx.saved_tensors
         causal, scale, dropout, chunk = ctx.settings
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (k, v))
+        how, k_len = Scores(mask, bias, causal, scale, dropout), k.shape[2]
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (k, v))
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
-        with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
-            for whole, width in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
-                dropped = _dropped(q, whole, width, dropout)  # drawn as it was in the forward pass
-                for rows, cols in _chunks(whole.start, whole.stop, -(-chunk // 2), k.shape[2], causal):  # P and dS live together: halves
-                    part = None if dropped is None else dropped[..., rows.start - whole.start : rows.stop - whole.start, cols]
-                    saved = out[..., rows, :], lse[..., rows, :], grad[..., rows, :]
-                    dq[..., rows, :] = _backward_chunk(q, k, v, mask, bias, *saved, dk, dv, dbias, rows, cols, causal, scale, dropout, part)
+        with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
+            for whole, width in query_chunks(0, q.shape[3], chunk, k_len, causal):
+                drawn = Chunk.draw(q, whole, width, dropout)  # as in the forward pass
+                for part in drawn.halves(chunk, k_len, causal):  # P and dS live together
+                    saved = tuple(x[..., part.rows, :] for x in (out, lse, grad))
+                    dq[..., part.rows, :] = backward_chunk(q, k, v, how, part, saved, (dk, dv, dbias))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None, None, None, None
 
 
-def _chunks(first: int, last: int, chunk: int, k_len: int, causal: bool):
+def query_chunks(first: int, last: int, chunk: int, k_len: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Queries first .. last - 1 in chunks: the rows of each, and the columns that any of them may look at."""
     for start in range(first, last, chunk):
         stop = min(start + chunk, last)
         yield slice(start, stop), slice(0, stop if causal else k_len)
 
 
-def _dropped(q: Tensor, rows: slice, cols: slice, dropout: float) -> Tensor | None:
-    """True where a weight of the chunk is dropped, in the shape of its scores."""
-    if not dropout:
-        return None
-    shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
-    return torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout)
-
-
-def _chunk_scores(q, k, mask, bias, rows, cols, causal, scale):
+def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
     """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not look."""
+    rows, cols = part.rows, part.cols
     rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)  # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
     cols_k = k[:, :, cols].flatten(0, 1).transpose(-2, -1)
-    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed, for it is worked on in place).
-    scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=scale).to(_wide(q.dtype))
+    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed: it is worked on in place).
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=how.scale).to(accumulator(q.dtype))
     scores = scores.view(*q.shape[:3], -1, scores.shape[-1])
-    if bias is not None:
-        scores += _window(bias, rows, cols)
-    if mask is not None:
-        scores.masked_fill_(~_window(mask, rows, cols), float("-inf"))
-    if causal:
+    if how.bias is not None:
+        scores += _window(how.bias, rows, cols)
+    if how.mask is not None:
+        scores.masked_fill_(~_window(how.mask, rows, cols), float("-inf"))
+    if how.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start + 1)
         scores.masked_fill_(later, float("-inf"))
     return scores
 
 
-def _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped):
-    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale)
+def forward_chunk(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk) -> tuple[Tensor, Tensor]:
+    """(out, log of the sum of exponentials) of a chunk's queries: (batch, n_kv_heads, group, chunk, head_dim), (..., 1)."""
+    p = _chunk_scores(q, k, how, part)
     top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)  # finite also for a row that may look nowhere
     p.sub_(top).exp_()
     total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)  # its largest term is 1, unless the row may look nowhere: 0 / 1 then
-    if dropped is not None:
-        p.masked_fill_(dropped, 0.0)
-    out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, cols]).unflatten(2, (q.shape[2], -1))
-    return out / (total * (1 - dropout)), top + total.log()
+    if part.dropped is not None:
+        p.masked_fill_(part.dropped, 0.0)
+    out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, part.cols]).unflatten(2, (q.shape[2], -1))
+    return out / (total * (1 - how.dropout)), top + total.log()
 
 
-def _backward_chunk(q, k, v, mask, bias, out, lse, grad, dk, dv, dbias, rows, cols, causal, scale, dropout, dropped):
-    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale).sub_(lse).exp_().to(v.dtype)
+def backward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk, saved: tuple[Tensor, ...], into: tuple[Tensor | None, ...]
+) -> Tensor:
+    """dq of a chunk's queries. saved: its out, lse and dO; into: dk, dv and dbias or None, which are added to."""
+    (out, lse, grad), (dk, dv, dbias), cols = saved, into, part.cols
+    p = _chunk_scores(q, k, how, part).sub_(lse).exp_().to(v.dtype)
     delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
-    grad = (grad / (1 - dropout) if dropout else grad).to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
+    grad = grad / (1 - how.dropout) if how.dropout else grad
+    grad = grad.to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
     ds = (grad @ v[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1))
-    if dropped is not None:
-        ds.masked_fill_(dropped, 0.0)
+    if part.dropped is not None:
+        ds.masked_fill_(part.dropped, 0.0)
     ds.sub_(delta).mul_(p)
-    if dropped is not None:
-        p.masked_fill_(dropped, 0.0)
+    if part.dropped is not None:
+        p.masked_fill_(part.dropped, 0.0)
     _add_product(dv[:, :, cols], p.flatten(2, 3).transpose(-2, -1), grad)
     if dbias is not None:
-        part = _window(dbias, rows, cols)
-        part += ds.sum_to_size(part.shape)
+        window = _window(dbias, part.rows, cols)
+        window += ds.sum_to_size(window.shape)
     ds = ds.flatten(2, 3)
-    _add_product(dk[:, :, cols], ds.transpose(-2, -1), (q[..., rows, :] * scale).flatten(2, 3))
-    return (ds @ k[:, :, cols]).mul_(scale).unflatten(2, (q.shape[2], -1))
+    _add_product(dk[:, :, cols], ds.transpose(-2, -1), (q[..., part.rows, :] * how.scale).flatten(2, 3))
+    return (ds @ k[:, :, cols]).mul_(how.scale).unflatten(2, (q.shape[2], -1))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -249,41 +286,43 @@ def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
     return earlier if mask is None else mask & earlier
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def default_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _no_autocast(device: torch.device):
+def no_autocast(device: torch.device):
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
-def _rng_state(device: torch.device) -> Tensor | None:
+def rng_state(device: torch.device) -> Tensor | None:
     if device.type == "meta":
         return None
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-class _rng_restored:
-    """Within it, random numbers come from a saved state; afterwards they go on as if nothing had been drawn."""
+@contextlib.contextmanager
+def rng_restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
+    """Random numbers come from a saved state (None: none are drawn); afterwards they go on as if nothing had been drawn."""
+    if state is None:
+        yield
+        return
 
-    def __init__(self, device: torch.device, state: Tensor | None):
-        self.device, self.state = device, state
+    def restore(state: Tensor) -> None:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
-    def _set(self, state: Tensor) -> None:
-        torch.set_rng_state(state) if self.device.type == "cpu" else torch.get_device_module(self.device).set_rng_state(state, self.device)
-
-    def __enter__(self):
-        if self.state is not None:
-            self.now = _rng_state(self.device)
-            self._set(self.state)
-
-    def __exit__(self, *_):
-        if self.state is not None:
-            self._set(self.now)
+    now = rng_state(device)
+    restore(state)
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 KERNELS = {"naive": naive, "chunked": chunked, "sdpa": sdpa}

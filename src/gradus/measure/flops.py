@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from gradus import hardware, models
 from gradus.parallel.apply import use_kernel
+from gradus.torch_private import FLASH_CPU, FLASH_CPU_BACKWARD
 
 if TYPE_CHECKING:
     from gradus.tasks.base import Task
@@ -41,8 +42,8 @@ def _experts_backward(x, y, *_, out_shape=None, **__) -> int:
 
 # PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own operators
 _MORE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    FLASH_CPU: _cpu_attention,
+    FLASH_CPU_BACKWARD: _cpu_attention_backward,
     torch.ops.gradus.grouped_mm: _experts,
     torch.ops.gradus.grouped_outer: _experts_backward,
 }

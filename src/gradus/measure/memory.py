@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradus.torch_private import memory_id
+
 MARK = "gradus/"  # how ranges that `Timeline` shall find are named
 
 
@@ -21,7 +23,7 @@ def component_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of the memory behind tensors: two that share it count once."""
-    behind = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    behind = {memory_id(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(behind.values())
 
 

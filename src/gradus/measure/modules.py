@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, Mesh, needed
 from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.torch_private import FakeTensorMode
 from gradus.train.precision import Precision, pick_device
 from gradus.train.session import open_session
 

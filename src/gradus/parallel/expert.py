@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import FakeTensor, all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +78,7 @@ class Exchange:
     def __call__(self, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         sent = counts.view(self.n, -1)  # (processes, experts of each)
-        received = collectives.all_to_all_single(sent.contiguous(), None, None, self.group)  # (processes, experts here)
+        received = all_to_all(sent.contiguous(), None, None, self.group)  # (processes, experts here)
         if isinstance(counts, FakeTensor) or counts.is_meta:  # no values: as if all experts were equally loaded
             to = back = [x.shape[0] // self.n + (i < x.shape[0] % self.n) for i in range(self.n)]
         else:
@@ -92,4 +91,4 @@ class Exchange:
         return self._travel(rows[order.argsort()], back, to)
 
     def _travel(self, x: Tensor, to: list[int], back: list[int]) -> Tensor:
-        return collectives.all_to_all_single_autograd(x.contiguous(), back, to, self.group)  # waits by itself when it is used
+        return all_to_all(x.contiguous(), back, to, self.group)

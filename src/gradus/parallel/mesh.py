@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradus.parallel.world import World
 from gradus.recipe.axes import AXES, DATA, needed, sizes  # noqa: F401  (needed and DATA are here for those who use a mesh)
 from gradus.recipe.schema import Layout
+from gradus.torch_private import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +77,7 @@ class Mesh:
         wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]
         if len(wide) == 1:
             return self.devices[wide[0]]
-        return self.devices[wide]._flatten("_".join(wide))
+        return flatten_mesh(self.devices[wide], "_".join(wide))
 
     def describe(self) -> str:
         """For example `shard 2 × tensor 2`."""

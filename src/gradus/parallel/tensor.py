@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -42,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import FakeTensor
 
 
 class Ends(NamedTuple):

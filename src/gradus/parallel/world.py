@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import logging
 import os
 import random
 import re
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gradus.errors import EnvironmentFault, UserError, need
+from gradus.torch_private import default_store, quiet_redistribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
     if device == "cuda":
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU only
     limit = datetime.timedelta(seconds=timeout)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering a weight of two axes takes two steps: known
+    quiet_redistribution()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             dist.init_process_group(backend, timeout=limit)
@@ -192,7 +192,7 @@ def one_first(world: World) -> Iterator[None]:
     if world.size == 1 or dist.get_backend() == "fake":
         yield
         return
-    store, made = dist.distributed_c10d._get_default_store(), f"gradus/made/{socket.gethostname()}"
+    store, made = default_store(), f"gradus/made/{socket.gethostname()}"
     if world.local_rank:
         store.wait([made], datetime.timedelta(days=7))
     yield
@@ -215,7 +215,7 @@ def joined() -> bool:
 def mistake(text: str) -> str | None:
     """What this process says of a user's mistake: rank 0 says it, another only what rank 0 does not say (then with its own name)."""
     rank, mine = dist.get_rank(), f"gradus/mistake/{zlib.crc32(text.encode())}"
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     with contextlib.suppress(RuntimeError):
         if rank == 0:
             store.set(mine, "said")
