@@ -20,6 +20,7 @@ from torch import nn
 
 from gradus import models
 from gradus import recipe as recipes
+from gradus.layers import MixtureOfExperts
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
 from gradus.parallel.apply import apply
@@ -37,6 +38,7 @@ TEXT = {"vocab_size": 256, "seq_len": 32}
 FAMILIES = {
     "gpt": ({"family": "gpt", **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
     "llama": ({"family": "llama", "n_kv_heads": 1, **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
+    "experts": ({"family": "llama", "n_kv_heads": 1, "n_experts": 4, **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
     "bert": ({"family": "bert", "dropout": 0.0, **TEXT}, {"name": "masked_lm"}, {"kind": "text", "path": "-"}),
     "t5": ({"family": "t5", "dropout": 0.0, **TEXT}, {"name": "span_corruption"}, {"kind": "text", "path": "-"}),
     "seq2seq": ({"family": "seq2seq", "dropout": 0.0, **TEXT}, {"name": "translation"}, {"kind": "pairs", "path": "-"}),
@@ -85,6 +87,27 @@ def losses(family: str, device: torch.device, **layout) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_follows_the_cpus_fp32(family, device):
     assert losses(family, device, precision="bf16") == pytest.approx(losses(family, CPU), rel=0.05)
+
+
+def test_experts_never_wait_for_the_device(device):
+    mixture = MixtureOfExperts(64, 128, 4, 2, "silu", gated=True).to(device)
+    x = torch.randn(2, 32, 64, device=device, requires_grad=True)
+    if device != CPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            out = mixture(x)
+        out.float().square().sum().backward()
+    finally:
+        if device != CPU:
+            torch.cuda.set_sync_debug_mode("default")
+    plain = copy.deepcopy(mixture).to(CPU)
+    plain.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x.detach().to(CPU))
+    expected.float().square().sum().backward()
+    for got, wanted in zip((out, *(p.grad for p in mixture.parameters())), (expected, *(p.grad for p in plain.parameters())), strict=True):
+        assert (got.float().to(CPU) - wanted.float()).norm() <= 0.05 * wanted.float().norm()
 
 
 @pytest.mark.parametrize("layout", [{"checkpointing": "attention"}, {"checkpointing": "selective"}, {"checkpointing": "full"},

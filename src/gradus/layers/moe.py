@@ -13,13 +13,27 @@ from gradus.layers.feedforward import get_activation
 
 # ---------------------------------------------------------------- matrix products of groups of rows
 # Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell, and so no shape
-# may depend on it. torch.nn.functional.grouped_mm has no fp32 there, and wants widths of whole 16 bytes.
+# may depend on it. On a GPU they are torch.nn.functional.grouped_mm where it can do it, which does not wait for the device.
+
+
+def has_fused(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+    """Whether torch.nn.functional.grouped_mm multiplies such matrices: in bf16, on CUDA from capability 8.0 on, in widths of whole
+    16 bytes."""
+    if dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return all(width % 8 == 0 for width in widths)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 @torch.library.custom_op("gradus::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """The first counts[0] rows of x times weights[0], the next counts[1] times weights[1], ...: (rows, d_in), (groups, d_in, d_out),
     integers (groups,) that sum to rows -> (rows, d_out). A group may have no row."""
+    if len(x) and has_fused(x.dtype, x.device, *weights.shape[1:]):
+        return F.grouped_mm(x.contiguous(), weights, offs=_ends(counts))
     out = x.new_empty(x.shape[0], weights.shape[2])
     sizes = counts.tolist()
     for rows, weight, result in zip(x.split(sizes), weights, out.split(sizes), strict=True):
@@ -36,6 +50,9 @@ def _(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     """Of each group the rows of x, transposed, times the rows of y: (rows, d_in), (rows, d_out), (groups,) -> (groups, d_in, d_out).
     That of a group without rows is 0."""
+    if len(x) and has_fused(x.dtype, x.device, x.shape[1], y.shape[1]):
+        out = F.grouped_mm(x.contiguous().T, y.contiguous(), offs=_ends(counts))
+        return out.masked_fill_((counts == 0)[:, None, None], 0.0)  # pytorch/pytorch#172439: on some GPUs not 0 by itself
     out = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
     sizes = counts.tolist()
     for a, b, result in zip(x.split(sizes), y.split(sizes), out, strict=True):
@@ -99,7 +116,7 @@ class ExpertLinear(nn.Module):
         x = grouped_mm(x, weight, counts)
         if self.bias is None:
             return x
-        expert = torch.repeat_interleave(counts, output_size=x.shape[0])  # (rows,)
+        expert = torch.repeat_interleave(counts, output_size=x.shape[0])  # (rows,); without output_size it waits for the device
         return x + self.held(self.bias).to(x.dtype)[expert]
 
 
