@@ -6,6 +6,7 @@ from gradus.layers.cache import Cache, LayerCache
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
 from gradus.layers.init import truncated_normal_
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import Patches, extract
 from gradus.layers.positions import (
@@ -31,6 +32,7 @@ __all__ = [
     "MixtureOfExperts",
     "Patches",
     "apply_rotary",
+    "attention_mask",
     "chunked",
     "extract",
     "get_activation",

@@ -6,7 +6,7 @@ All kernels have one signature:
 
     q        (batch, n_heads, q_len, head_dim)
     k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads: query head i reads key head i // (n_heads / n_kv_heads)
-    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len)
+    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len); or Documents, with causal
     bias     added to the scaled scores; broadcastable likewise
     causal   a query looks at no later key; only where q_len == k_len (otherwise give a mask)
     scale    None: head_dim ** -0.5
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gradus.errors import UserError, did_you_mean
+from gradus.layers.masks import Documents, flex
 
 
 def naive(
@@ -34,7 +35,7 @@ def naive(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -42,6 +43,7 @@ def naive(
 ) -> tuple[Tensor, Tensor]:
     """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len, k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    mask = _dense(mask, causal)
     allowed = _allowed(q, k, mask, causal)
     scores = (q * default_scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
     if bias is not None:
@@ -59,7 +61,7 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -71,6 +73,10 @@ def sdpa(
     is slow there: up to about 512 tokens `naive` trains faster.
     """
     extra, blind = None, None
+    if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:  # all that flex_attention can do
+        assert causal, "packed documents look backwards"
+        return flex(*_autocast(q, k, v), mask, scale), None
+    mask = _dense(mask, causal)
     if mask is not None or bias is not None:
         extra = _allowed(q, k, mask, causal)
         if mask is not None:  # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
@@ -96,7 +102,7 @@ def chunked(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -106,8 +112,8 @@ def chunked(
     """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which makes
     each chunk's weights again (and draws its dropout again from the generator's saved state)."""
     assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    mask = _dense(mask, causal)
     n_kv_heads = k.shape[1]
     group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
     mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
@@ -284,6 +290,21 @@ def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
     assert q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
     earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
     return earlier if mask is None else mask & earlier
+
+
+def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
+    if not isinstance(mask, Documents):
+        return mask
+    assert causal, "packed documents look backwards"
+    return mask.dense()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As PyTorch's own operators are given them: what is written in Python is not cast by itself."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:

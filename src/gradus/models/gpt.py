@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts
+from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts, attention_mask
 from gradus.recipe.schema import GPTConfig
 
 
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         Raises UserError when the sequence is longer than the model's positions, or for segments or keep together with a cache.
         """
         if cache is None:
-            mask = looks(segments, keep)
+            mask = attention_mask(segments, keep)
             positions = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
             length = ids.shape[1]
         else:
@@ -116,12 +116,3 @@ class GPT(nn.Module):
         is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
-
-
-def looks(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    """Where a query may look, besides backwards: segments, keep (batch, seq) -> boolean (batch, 1, seq or 1, seq), or None."""
-    mask = None if keep is None else keep[:, None, None, :]
-    if segments is not None:
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        mask = same if mask is None else mask & same
-    return mask

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, rotary_table
-from gradus.models.gpt import looks
+from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, attention_mask, rotary_table
 from gradus.recipe.schema import LlamaConfig
 
 
@@ -93,7 +92,7 @@ class Llama(nn.Module):
         """
         c = self.config
         if cache is None:
-            mask = looks(segments, keep)
+            mask = attention_mask(segments, keep)
             positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
             length = ids.shape[1]
         else:

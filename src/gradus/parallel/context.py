@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradus.data.collate import IGNORE
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, get_kernel
+from gradus.layers import Attention, Block, attention_mask, get_kernel
 from gradus.layers.kernels import (
     Chunk,
     Scores,
@@ -253,10 +253,7 @@ class Context:
         parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]  # each (n, batch, heads / n, local, head_dim)
         mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
         q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split([x.shape[2] for x in parts], dim=2))
-        mask = None if keep is None else keep[:, None, None, :]
-        if segments is not None:
-            same = segments[:, None, :, None] == segments[:, None, None, :]  # (batch, 1, seq, seq)
-            mask = same if mask is None else mask & same
+        mask = attention_mask(segments, keep)
         out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)  # (batch, n_heads / n, seq, head_dim)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
         return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)

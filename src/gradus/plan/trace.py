@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models, torch_private
 from gradus.errors import UserError
+from gradus.layers import kernels, masks
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
@@ -593,6 +594,8 @@ def _cuda_rules() -> Iterator[None]:
             stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
+        stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
+        stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 
 
@@ -607,6 +610,13 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     if not training or not 0 < p < 1 or inplace or not x.numel():
         return torch.dropout_(x, p, training) if inplace else torch.dropout(x, p, training)
     return torch.native_dropout(x, p, True)[0]
+
+
+def _cuda_documents(q: Tensor, k: Tensor, v: Tensor, documents: masks.Documents, scale: float | None) -> Tensor:
+    """flex_attention keeps what flash attention does. All that is causal is counted, as if a row were one document."""
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
+    return _cuda_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
