@@ -6,11 +6,9 @@ Sizes and bandwidths are defined as in NVIDIA's nccl-tests (doc/PERFORMANCE.md t
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,12 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradus import __version__, limits
+from gradus import limits
 from gradus.errors import UserError, did_you_mean, need
+from gradus.measure.conditions import conditions as about_here
+from gradus.measure.workers import start
 from gradus.parallel import world as worlds
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile, read_rows
-from gradus.train.machine import cpu_name
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-tests).
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
@@ -239,27 +238,22 @@ def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterato
 
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
-    versions = {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = about_here()
+    versions = found["versions"]
     if backend == "mpi":
         mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
         versions |= {"mpi4py": mpi4py.__version__, "mpi": library.Get_library_version().split(",")[0].strip("\0 \n")}
     if backend == "nccl":
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
-    found = {
+        found["gpu"] = torch.cuda.get_device_name()
+    return {
         "backend": backend,
         "processes": world.size,
         "processes_on_this_host": world.local_size,
         "threads": torch.get_num_threads(),
         "dtype": "float32",
-        "host": socket.gethostname(),
-        "cpu": cpu_name(),
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),  # before: what else the machine was doing
-        "versions": versions,
+        **found,
     }
-    if backend == "nccl":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -303,50 +297,31 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     if backend == "mpi":
         need("mpi4py", "mpi", "--backend mpi")
     if launched:
-        if backend == "mpi":
-            return _under_mpi(world, sizes, seconds)
-        _join(world, backend)
-        rows = measure(world, sizes, backend, seconds=seconds)
-        return rows if world.first else None
+        return _take_part(backend, sizes, seconds, world)
     return _start_mpi(n, sizes, seconds) if backend == "mpi" else _start(n, backend, sizes, seconds)
 
 
-def _join(world: World, backend: str) -> None:
+def _take_part(backend: str, sizes: tuple[int, ...], seconds: float, world: World) -> list[Row] | None:
+    """The rows on the first process, None on the others."""
     torch.set_num_threads(1)
-    worlds.join(world, "cuda" if backend == "nccl" else "cpu")
-
-
-def _under_mpi(world: World, sizes: tuple[int, ...], seconds: float) -> list[Row] | None:
-    seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
-    torch.set_num_threads(1)
-    if seen != world.size:
-        raise UserError(f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. {MPI_HELP}")
-    rows = measure(world, sizes, "mpi", seconds=seconds)
+    if backend == "mpi":
+        seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
+        if seen != world.size:
+            raise UserError(
+                f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. {MPI_HELP}"
+            )
+    else:
+        worlds.join(world, "cuda" if backend == "nccl" else "cpu")
+    rows = measure(world, sizes, backend, seconds=seconds)
     return rows if world.first else None
 
 
 def _start(n: int, backend: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
-    """n workers on this machine, and what the first of them measured."""
-    import multiprocessing
-
-    from torch.multiprocessing import start_processes
-
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    multiprocessing.set_forkserver_preload(["gradus.measure.collectives"])  # torch is imported once, not n times
-    port = worlds.free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        start_processes(_work, (n, port, backend, sizes, seconds, str(file)), n, daemon=True, start_method=method)
-        return _read(file)
-
-
-def _work(rank: int, n: int, port: int, backend: str, sizes: tuple[int, ...], seconds: float, file: str) -> None:
-    world = World(rank, n, rank, n, "gradus", "127.0.0.1", port)
-    _join(world, backend)
-    rows = measure(world, sizes, backend, seconds=seconds)
-    if world.first:
-        _write(Path(file), rows)
-    worlds.leave()
+    """n workers on this machine, and what the first of them measured. What they print stays where one of them failed."""
+    folder = Path(tempfile.mkdtemp(prefix="gradus-collectives-"))
+    rows = start(n, _take_part, backend, sizes, seconds, log=folder / "workers.log")[0]
+    shutil.rmtree(folder)
+    return rows
 
 
 MPI_HELP = "Start it with: mpirun -n 4 gradus collectives --backend mpi"
@@ -466,7 +441,7 @@ def _main() -> None:
     world = worlds.find()
     if world.launcher == "none":
         raise UserError(f"mpirun told this process neither rank nor size. {MPI_HELP}")
-    rows = _under_mpi(world, parse_sizes(sys.argv[1]), float(sys.argv[2]))
+    rows = _take_part("mpi", parse_sizes(sys.argv[1]), float(sys.argv[2]), world)
     if rows is not None:
         _write(Path(sys.argv[3]), rows)
 

@@ -17,7 +17,6 @@ from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer
-from gradus.train.schedule import learning_rate
 from gradus.train.session import Session, open_session
 
 WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
@@ -53,15 +52,6 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     yield from top
     yield ""
     yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
-
-
-def take_step(trainer: Trainer, micro_batches: list[dict[str, Any]]) -> None:
-    """One optimizer step as in training."""
-    r, p = trainer.recipe, trainer.progress
-    p.step += 1
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = learning_rate(r.schedule, r.optimizer.lr, p.step, trainer.last_step, r.model.d_model)
-    trainer.step(micro_batches)
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
@@ -149,9 +139,9 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
                 if name == "backward":
                     held["gradients"] = component_bytes(model)["gradients"]
 
-            micro_batches = next(steps).micro_batches  # before the marks are set: workers take the task with them
+            step = next(steps)  # before the marks are set: workers take the task with them
             with between(trainer, mark):
-                take_step(trainer, micro_batches)
+                trainer.take(step)
             timeline.mark(f"step {number}: cleared")
     held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
@@ -214,7 +204,7 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True) as found:
         for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
-            take_step(trainer, next(steps).micro_batches)
+            trainer.take(next(steps))
             found.step()
     return table(found, cuda)
 
