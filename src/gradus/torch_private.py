@@ -145,7 +145,8 @@ def local_shape_and_offset(shape: torch.Size, mesh: DeviceMesh, placements: tupl
 
 
 def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Rows of x to the processes of a group, differentiable: the public all_to_all_single is not. Waits when its result is used."""
+    """Rows of x to the processes of a group, differentiable: the public all_to_all_single is not. Waits when its result
+    is used."""
     from torch.distributed import _functional_collectives
 
     if not x.is_floating_point():
@@ -219,7 +220,8 @@ def worker_processes(agent: Any) -> dict[int, Any]:
 
 
 def shape_votes() -> tuple[Any, str] | None:
-    """(owner, name) of what pipeline stages do first: vote on whether all know their shapes. 2.13 only; on 2.11 None."""
+    """(owner, name) of what pipeline stages do first: vote on whether all know their shapes. 2.13 only; on 2.11
+    None."""
     from torch.distributed.pipelining import schedules
 
     name = "_warmup_p2p"
@@ -244,7 +246,10 @@ REPLACED: dict[str, tuple[str, ...]] = {
     # parallel.tensor: a style that makes DTensors of what no other style splits
     "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
     # launch.local: workers that get SIGTERM have time to say where they waited
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": ("_start_workers", "_monitor_workers"),
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
+        "_start_workers",
+        "_monitor_workers",
+    ),
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
     "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
 }

@@ -5,8 +5,10 @@ All kernels have one signature:
     kernel(q, k, v, *, mask=None, bias=None, causal=False, scale=None, dropout=0.0) -> (out, weights | None)
 
     q        (batch, n_heads, q_len, head_dim)
-    k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads: query head i reads key head i // (n_heads / n_kv_heads)
-    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len); or Documents, with causal
+    k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads:
+             query head i reads key head i // (n_heads / n_kv_heads)
+    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len);
+             or Documents, with causal
     bias     added to the scaled scores; broadcastable likewise
     causal   a query looks at no later key; only where q_len == k_len (otherwise give a mask)
     scale    None: head_dim ** -0.5
@@ -41,7 +43,8 @@ def naive(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len, k_len)."""
+    """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len,
+    k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     mask = _dense(mask, causal)
     allowed = _allowed(q, k, mask, causal)
@@ -49,7 +52,8 @@ def naive(
     if bias is not None:
         scores = scores + bias
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)  # not -inf: softmax of nothing would be NaN
+        # not -inf: softmax of nothing would be NaN
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1)
     if mask is not None:
         weights = weights.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
@@ -69,17 +73,19 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
 
-    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its backward pass
-    is slow there: up to about 512 tokens `naive` trains faster.
+    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its
+    backward pass is slow there: up to about 512 tokens `naive` trains faster.
     """
     extra, blind = None, None
-    if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:  # all that flex_attention can do
+    # all that flex_attention can do
+    if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
         assert causal, "packed documents look backwards"
         return flex(*_autocast(q, k, v), mask, scale), None
     mask = _dense(mask, causal)
     if mask is not None or bias is not None:
         extra = _allowed(q, k, mask, causal)
-        if mask is not None:  # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
+        # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
+        if mask is not None:
             blind = ~extra.any(dim=-1, keepdim=True)
             extra = extra | blind
         if bias is not None:
@@ -109,8 +115,8 @@ def chunked(
     dropout: float = 0.0,
     chunk: int = 256,
 ) -> tuple[Tensor, None]:
-    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which makes
-    each chunk's weights again (and draws its dropout again from the generator's saved state)."""
+    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which
+    makes each chunk's weights again (and draws its dropout again from the generator's saved state)."""
     assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
     q, k, v = _autocast(q, k, v)
     mask = _dense(mask, causal)
@@ -134,7 +140,8 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of the scores that is alive at once. dropped: True where a weight of it is dropped, in the shape of its scores."""
+    """A part of the scores that is alive at once. dropped: True where a weight of it is dropped, in the shape of its
+    scores."""
 
     rows: slice  # queries
     cols: slice  # keys that any of them may look at, from the first on
@@ -207,11 +214,14 @@ def query_chunks(first: int, last: int, chunk: int, k_len: int, causal: bool) ->
 
 
 def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
-    """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not look."""
+    """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not
+    look."""
     rows, cols = part.rows, part.cols
-    rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)  # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
+    # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
+    rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)
     cols_k = k[:, :, cols].flatten(0, 1).transpose(-2, -1)
-    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed: it is worked on in place).
+    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed: it is worked on in
+    # place).
     scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=how.scale).to(accumulator(q.dtype))
     scores = scores.view(*q.shape[:3], -1, scores.shape[-1])
     if how.bias is not None:
@@ -225,11 +235,14 @@ def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
 
 
 def forward_chunk(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk) -> tuple[Tensor, Tensor]:
-    """(out, log of the sum of exponentials) of a chunk's queries: (batch, n_kv_heads, group, chunk, head_dim), (..., 1)."""
+    """(out, log of the sum of exponentials) of a chunk's queries: (batch, n_kv_heads, group, chunk, head_dim), (...,
+    1)."""
     p = _chunk_scores(q, k, how, part)
-    top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)  # finite also for a row that may look nowhere
+    # finite also for a row that may look nowhere
+    top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)
     p.sub_(top).exp_()
-    total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)  # its largest term is 1, unless the row may look nowhere: 0 / 1 then
+    # its largest term is 1, unless the row may look nowhere: 0 / 1 then
+    total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)
     if part.dropped is not None:
         p.masked_fill_(part.dropped, 0.0)
     out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, part.cols]).unflatten(2, (q.shape[2], -1))
@@ -237,8 +250,9 @@ def forward_chunk(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk) -> 
 
 
 def backward_chunk(
-    q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk, saved: tuple[Tensor, ...], into: tuple[Tensor | None, ...]
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk, saved: tuple[Tensor, ...],
+    into: tuple[Tensor | None, ...],
+) -> Tensor:  # fmt: skip
     """dq of a chunk's queries. saved: its out, lse and dO; into: dk, dv and dbias or None, which are added to."""
     (out, lse, grad), (dk, dv, dbias), cols = saved, into, part.cols
     p = _chunk_scores(q, k, how, part).sub_(lse).exp_().to(v.dtype)
@@ -327,7 +341,8 @@ def rng_state(device: torch.device) -> Tensor | None:
 
 @contextlib.contextmanager
 def rng_restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
-    """Random numbers come from a saved state (None: none are drawn); afterwards they go on as if nothing had been drawn."""
+    """Random numbers come from a saved state (None: none are drawn); afterwards they go on as if nothing had been
+    drawn."""
     if state is None:
         yield
         return
@@ -350,7 +365,8 @@ KERNELS = {"naive": naive, "chunked": chunked, "sdpa": sdpa}
 
 
 def get_kernel(name: str, chunk: int = 256) -> Callable:
-    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another name."""
+    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another
+    name."""
     if name not in KERNELS:
         raise UserError(f"layout.attention={name}: no such attention kernel.{did_you_mean(name, KERNELS)}")
     return functools.partial(chunked, chunk=chunk) if name == "chunked" else KERNELS[name]

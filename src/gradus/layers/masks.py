@@ -1,4 +1,5 @@
-"""Where tokens may look, of documents packed into rows: blocks of scores where the device can skip blocks, else a dense mask."""
+"""Where tokens may look, of documents packed into rows: blocks of scores where the device can skip blocks, else a dense
+mask."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ BLOCK = 128  # queries and keys a block of flex_attention's
 
 
 def has_block_masks(device: torch.device) -> bool:
-    """Whether PyTorch compiles flex_attention for the device, forwards and backwards: on a CPU it has no backward pass."""
+    """Whether PyTorch compiles flex_attention for the device, forwards and backwards: on a CPU it has no backward
+    pass."""
     return device.type == "cuda"
 
 
 class Documents:
-    """A query looks at earlier tokens of its own document. Stands in the place of a dense mask; `made` once for all layers.
+    """A query looks at earlier tokens of its own document. Stands in the place of a dense mask; `made` once for all
+    layers.
 
-    segments: integers (batch, seq), the document of each token. keep: boolean (batch, seq), False where no token may look, or None.
+    segments: integers (batch, seq), the document of each token. keep: boolean (batch, seq), False where no token may
+    look, or None.
     """
 
     def __init__(self, segments: Tensor, keep: Tensor | None):
@@ -38,7 +42,8 @@ class Documents:
 def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | Documents | None:
     """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None.
 
-    Returns None, a boolean mask (batch, 1, seq or 1, seq), or for packed documents on a device that skips blocks Documents.
+    Returns None, a boolean mask (batch, 1, seq or 1, seq), or for packed documents on a device that skips blocks
+    Documents.
     """
     if segments is not None and has_block_masks(segments.device):
         return Documents(segments, keep)
@@ -54,8 +59,9 @@ def _dense(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
 
 
 def _blocks(segments: Tensor, keep: Tensor | None) -> BlockMask:
-    """Blocks of scores that may hold one which counts. Found by the first and last document of each block, so that nothing of seq × seq
-    is ever made; `mask_mod` decides within a block, but not where one document fills both its sides."""
+    """Blocks of scores that may hold one which counts. Found by the first and last document of each block, so that
+    nothing of seq × seq is ever made; `mask_mod` decides within a block, but not where one document fills both its
+    sides."""
     batch, seq = segments.shape
     n = -(-seq // BLOCK)
     tail = (batch, n * BLOCK - seq)
@@ -80,7 +86,8 @@ def _blocks(segments: Tensor, keep: Tensor | None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many blocks of keys each block of queries takes, which ones first): integers (batch, 1, n), (batch, 1, n, n)."""
+    """(how many blocks of keys each block of queries takes, which ones first): integers (batch, 1, n), (batch, 1, n,
+    n)."""
     blocks = blocks[:, None].int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 

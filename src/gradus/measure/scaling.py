@@ -1,19 +1,24 @@
-"""Is it worth more processes? One recipe trained on 1, 2, 4, ... of them: speed, efficiency, and where the rest of it goes, by name.
+"""Is it worth more processes? One recipe trained on 1, 2, 4, ... of them: speed, efficiency, and where the rest of it
+goes, by name.
 
-Strong scaling keeps the global batch; weak scaling keeps the batch of a process. Every number of processes is started anew in every
-round, and runs the very trainer of `gradus train`.
+Strong scaling keeps the global batch; weak scaling keeps the batch of a process. Every number of processes is started
+anew in every round, and runs the very trainer of `gradus train`.
 
-A step's time is told by five names that add up to it, from the clocks of every process's main thread, in the timed steps themselves:
+A step's time is told by five names that add up to it, from the clocks of every process's main thread, in the timed
+steps themselves:
 
 - computing: on a processor (data excepted), the copies that collectives need included;
 - communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps it waiting;
-- waiting: blocked longer than that: for a process that comes later. Where a step has several meeting points at which different
+- waiting: blocked longer than that: for a process that comes later. Where a step has several meeting points at which
+different
   processes come last, some of this is told as communication;
 - data: making the batch, or waiting for it;
-- other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process alone is blocked.
+- other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process
+alone is blocked.
 
-Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with one until it is
-done, the wait for the last process to call it included. A part of it, or all, is hidden behind computing.
+Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with
+one until it is done, the wait for the last process to call it included. A part of it, or all, is hidden behind
+computing.
 """
 
 from __future__ import annotations
@@ -64,8 +69,8 @@ PROFILED = 3  # steps whose collectives are timed by name
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """In each of `repeat` rounds every number of processes takes `steps` steps after `warm_up`; then, with `to_the_end`, the whole
-    training once. weak, scale_lr: as `recipe_for` has them."""
+    """In each of `repeat` rounds every number of processes takes `steps` steps after `warm_up`; then, with
+    `to_the_end`, the whole training once. weak, scale_lr: as `recipe_for` has them."""
 
     steps: int = 30
     warm_up: int = 5
@@ -76,11 +81,13 @@ class Settings:
 
 
 def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = False) -> Recipe:
-    """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees samples of its own.
+    """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees
+    samples of its own.
 
-    Weak: what is counted in steps is divided by their number k, so that a run sees as many samples; the learning rate stays, or is
-    multiplied by k with `scale_lr` (the linear scaling rule: Goyal et al. 2017, section 2.1). What a layout cannot do with one replica
-    is left out for one. On a CPU every process has `layout.threads` threads, 1 where that is not said.
+    Weak: what is counted in steps is divided by their number k, so that a run sees as many samples; the learning rate
+    stays, or is multiplied by k with `scale_lr` (the linear scaling rule: Goyal et al. 2017, section 2.1). What a
+    layout cannot do with one replica is left out for one. On a CPU every process has `layout.threads` threads, 1 where
+    that is not said.
     """
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
@@ -97,7 +104,8 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
         return section.model_copy(update={key: max(1, round(n / k)) for key in keys if (n := getattr(section, key))})
 
     rate = r.optimizer.lr * (k if scale_lr else 1)
-    if r.schedule.name == "noam":  # its peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
+    # its peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
+    if r.schedule.name == "noam":
         rate /= math.sqrt(k)
     batch = {key: n * k for key in ("samples", "tokens") if (n := getattr(r.batch, key))}
     return r.model_copy(
@@ -116,7 +124,9 @@ def without_replicas(layout: Layout) -> dict[str, Any]:
     plain = {"replicate": "auto", "shard_optimizer": False, "local_sgd": None, "diloco": None}
     keeps = ("auto", "none", "data_parallel")  # the last is one process by itself
     return {
-        k: v for k, v in plain.items() if getattr(layout, k) != v and not (k == "replicate" and layout.replicate in keeps)
+        k: v
+        for k, v in plain.items()
+        if getattr(layout, k) != v and not (k == "replicate" and layout.replicate in keeps)
     }
 
 
@@ -135,12 +145,15 @@ class Timed:
 
 
 def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: World) -> Timed:
-    """Steps of the recipe's training, in one of `here.size` processes that all call this. Collective. Writes nothing."""
+    """Steps of the recipe's training, in one of `here.size` processes that all call this. Collective. Writes
+    nothing."""
     session = open_session(recipe, None, here)
     parallel = apply(session.build(), session.recipe.layout, session.mesh)
     torch.manual_seed(dropout_seed(recipe.train.seed, session.mesh))
     parallel.bare.train()
-    trainer = Trainer(session.recipe, session.task, parallel, Path(os.devnull), session.device, precision=session.precision)
+    trainer = Trainer(
+        session.recipe, session.task, parallel, Path(os.devnull), session.device, precision=session.precision
+    )
     every = meeting(recipe.layout)
     source = endless(trainer)
     try:
@@ -161,7 +174,8 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         collectives = profile_collectives(trainer, source, whole(PROFILED, every)) if profiled else None
     finally:
         trainer.loader.close()
-    wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)  # (steps, 2: data, the rest)
+    # (steps, 2: data, the rest)
+    wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)
     blocked = np.maximum(0.0, wall - processor - ready)  # the clocks differ by microseconds
     spent = np.stack([wall[:, 0], processor[:, 1], ready[:, 1], blocked[:, 1]], axis=1)
     facts = {
@@ -205,18 +219,20 @@ def profile_collectives(trainer: Trainer, source: Iterator[Any], steps: int) -> 
 def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
     """(calls, seconds) a step from a profiler's events (name, start and end in µs).
 
-    A collective goes by the name that it was called by: gloo does a reduce_scatter by an all_reduce. What was called first is done
-    first, so the calls' order tells which is which.
+    A collective goes by the name that it was called by: gloo does a reduce_scatter by an all_reduce. What was called
+    first is done first, so the calls' order tells which is which.
     """
-    called = [name.removeprefix("c10d::") for name, *_ in sorted(events, key=lambda e: e[1]) if name.startswith("c10d::")]
+    called = [
+        name.removeprefix("c10d::") for name, *_ in sorted(events, key=lambda e: e[1]) if name.startswith("c10d::")
+    ]
     scattered = [name for name in map(collective, called) if name in ("all_reduce", "reduce_scatter")]
     done = sorted((start, end, name.removeprefix("gloo:")) for name, start, end in events if name.startswith("gloo:"))
     if len(scattered) == sum(name == "all_reduce" for *_, name in done):
         order = iter(scattered)
         done = [(start, end, next(order) if name == "all_reduce" else name) for start, end, name in done]
     times: dict[str, list[float]] = {}
-    for start, end, name in done:
-        times.setdefault(name, []).append((end - start) / 1e6)
+    for begin, end, name in done:
+        times.setdefault(name, []).append((end - begin) / 1e6)
     return {name: (len(t) / steps, sum(t) / steps) for name, t in sorted(times.items())}
 
 
@@ -245,8 +261,8 @@ class Round:
         return max(t.elapsed for t in self.ranks) / len(self.ranks[0].spent)
 
     def parts(self) -> dict[str, float] | None:
-        """Seconds of the mean step by PARTS: means over the processes, which add up to the step. None on a GPU, which works by itself
-        while the thread that the clocks see goes on."""
+        """Seconds of the mean step by PARTS: means over the processes, which add up to the step. None on a GPU, which
+        works by itself while the thread that the clocks see goes on."""
         if self.ranks[0].facts["device"] != "cpu":
             return None
         spent = np.stack([t.spent for t in self.ranks])  # (processes, steps, 4)
@@ -273,7 +289,8 @@ class Found:
 
     @property
     def middle(self) -> Round:
-        """The round of median speed (of an even number of rounds, the slower of the two in the middle): its figures belong together."""
+        """The round of median speed (of an even number of rounds, the slower of the two in the middle): its figures
+        belong together."""
         return next(r for r in self.rounds if r.speed == statistics.median_low(self.speeds))
 
     @property
@@ -306,7 +323,8 @@ class Found:
         return None if by is None else sum(n_bytes for _, n_bytes in by.values())
 
     def collectives(self) -> dict[str, tuple[float, float, float | None]]:
-        """Collective → (calls, seconds, bytes that a process sends) a step, means over the processes of the last round."""
+        """Collective → (calls, seconds, bytes that a process sends) a step, means over the processes of the last
+        round."""
         timed = [t.collectives or {} for t in self.rounds[-1].ranks]
         sent = self.last.sent or {}
         names = sorted({name for t in timed for name in t})
@@ -327,7 +345,8 @@ def work(found: Found, base: Found) -> float:
 def lost(found: Found, base: Found) -> dict[str, float] | None:
     """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
 
-    Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling as they are.
+    Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling
+    as they are.
     """
     parts, ideal = found.middle.parts(), base.middle.parts()
     if parts is None or ideal is None:
@@ -405,10 +424,14 @@ def table(all_found: list[Found]) -> Iterator[str]:
         sent = "-" if f.sent() is None else show_bytes(round(f.sent()))
         lines.append((
             str(f.n), f"{f.recipe.batch.samples or f.recipe.batch.tokens:,}", figure(f.middle.speed) + spread,
-            *(f"{ratio:.2f}" for ratio in f.against(base)), show_bytes(max(f.memory())), sent, f"{f.middle.ranks[0].loss:.5f}",
+            *(f"{ratio:.2f}" for ratio in f.against(base)), show_bytes(max(f.memory())), sent,
+            f"{f.middle.ranks[0].loss:.5f}",
         ))  # fmt: skip
     batch = f"batch, {'samples' if base.recipe.batch.samples else 'tokens'}"
-    head = ("processes", batch, "samples/s", "speed-up", "efficiency", "memory a rank", "sent a step", f"loss, {facts['loss_unit']}")
+    head = (
+        "processes", batch, "samples/s", "speed-up", "efficiency", "memory a rank", "sent a step",
+        f"loss, {facts['loss_unit']}",
+    )  # fmt: skip
     yield from columns(head, lines)
     if facts["device"] == "cpu":
         yield "\na step in ms, mean over the processes; the parts add up to it:"
@@ -434,7 +457,8 @@ def table(all_found: list[Found]) -> Iterator[str]:
 
 
 def bottleneck(f: Found, base: Found, gone: dict[str, float]) -> str:
-    """For example: `2 processes lose 9.0 % of the step against 1: communication +6.1 % (all_reduce), computing +3.0 %`."""
+    """For example: `2 processes lose 9.0 % of the step against 1: communication +6.1 % (all_reduce), computing +3.0
+    %`."""
     total = 1 - f.against(base)[1]
     by_time = sorted(f.collectives().items(), key=lambda item: -item[1][1])
     named = []
@@ -450,20 +474,22 @@ def whole_table(all_found: list[Found]) -> Iterator[str]:
     names = list(all_found[0].summary["metrics"])
     lines = []
     for f in all_found:
-        s, (ratio, efficiency) = f.summary, f.whole_against(all_found[0])
+        s, against = f.summary, f.whole_against(all_found[0])
         lines.append((
-            str(f.n), f"{s['steps']:,}", f"{s['samples']:,}", f"{f.recipe.optimizer.lr:.3g}", figure(s["train_runtime"]), f"{ratio:.2f}",
-            f"{efficiency:.2f}", f"{s['train_loss']:.4f}", *(f"{s['metrics'][name]:.4f}" for name in names),
+            str(f.n), f"{s['steps']:,}", f"{s['samples']:,}", f"{f.recipe.optimizer.lr:.3g}",
+            figure(s["train_runtime"]), *(f"{x:.2f}" for x in against), f"{s['train_loss']:.4f}", *(f"{s['metrics'][name]:.4f}" for name in names),
         ))  # fmt: skip
     head = ("processes", "steps", "samples", "learning rate", "seconds", "speed-up", "efficiency", "train loss", *names)
     yield from columns(head, lines)
 
 
-COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")))  # of Okabe and Ito: told apart by all eyes
+# of Okabe and Ito: told apart by all eyes
+COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")))
 
 
 def plot(all_found: list[Found], title: str, file: Path) -> None:
-    """Speed-up with the ideal line, a step by its parts, and after whole trainings their metric. Raises UserError without matplotlib."""
+    """Speed-up with the ideal line, a step by its parts, and after whole trainings their metric. Raises UserError
+    without matplotlib."""
     Figure = need("matplotlib.figure", "plot", "a plot").Figure
     panels = [plot_speed_up, plot_step, *([plot_metric] if all_found[0].metric() else [])]
     fig = Figure(figsize=(5.0 * len(panels), 4.6), layout="constrained", dpi=120)
@@ -513,7 +539,8 @@ def plot_metric(axes: Any, all_found: list[Found]) -> None:
     axes.plot(places, values, "s-", color=COLOURS["communication"], label="once")
     axes.set(xlabel="processes", ylabel=name, title="after the whole training")
     axes.set_xticks(places, [str(f.n) for f in all_found])
-    axes.set_ylim(min(values) - 0.02 * abs(first) - 1e-6, max(values) + 0.02 * abs(first) + 1e-6)  # rounding looks like no difference
+    # rounding looks like no difference
+    axes.set_ylim(min(values) - 0.02 * abs(first) - 1e-6, max(values) + 0.02 * abs(first) + 1e-6)
 
 
 # ------------------------------------------------------------ the verb
@@ -528,11 +555,13 @@ def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool
         if n % taken:
             keys = ", ".join(f"layout.{axis}={k}" for axis, k in named.items())
             raise UserError(
-                f"--processes {n}: {keys} needs a multiple of {taken}, since replicas vary here. Use --processes {taken},{2 * taken}"
+                f"--processes {n}: {keys} needs a multiple of {taken}, since replicas vary here. Use --processes "
+                f"{taken},{2 * taken}"
             )
     if layout.transport == "mpi":
         raise UserError(
-            "layout.transport=mpi: processes are started here without mpirun. Leave it out, or use mpirun -n N gradus train."
+            "layout.transport=mpi: processes are started here without mpirun. Leave it out, or use mpirun -n N "
+            "gradus train."
         )
     enough_devices(layout.device, counts[-1])
     found = []
@@ -546,13 +575,15 @@ def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool
 
 
 def measure(
-    recipe: Recipe, counts: Sequence[int], folder: Path, how: Settings, say: Callable[[str], None] = print, plan: Any = None
-) -> list[Row]:
+    recipe: Recipe, counts: Sequence[int], folder: Path, how: Settings, say: Callable[[str], None] = print,
+    plan: Any = None,
+) -> list[Row]:  # fmt: skip
     """Train on each of these numbers of processes, and return what was found as rows (`rows_of`).
 
-    Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in `folder`/runs.
-    plan: handed in from above: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives the rows of
-    plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured.
+    Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in
+    `folder`/runs.
+    plan: handed in from above: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives
+    the rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured.
     Raises UserError for what cannot be done, before anything is started where it can be known then.
     """
     how = dataclasses.replace(how, steps=whole(how.steps, meeting(recipe.layout)))
@@ -603,7 +634,8 @@ def _noted(recipe: Recipe, found: list[Found], how: Settings, say: Callable[[str
 def _take_rounds(
     found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]
 ) -> list[Row]:
-    """Fills `found`, and `common` with what the first process tells; writes rows as they come and returns those of all rounds."""
+    """Fills `found`, and `common` with what the first process tells; writes rows as they come and returns those of all
+    rounds."""
     log = folder / "workers.log"
     with contextlib.closing(RowFile(folder / "rows.jsonl")) as out:
         for number in range(1, how.repeat + 1):
@@ -627,7 +659,9 @@ def _take_rounds(
 def _tell(found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]) -> None:
     """The table, and the plot."""
     kept = "the same batch for every process" if how.weak else "the same global batch"
-    threads = f", {common['threads']} thread{'s' * (common['threads'] > 1)} a process" if common["device"] == "cpu" else ""
+    threads = (
+        f", {common['threads']} thread{'s' * (common['threads'] > 1)} a process" if common["device"] == "cpu" else ""
+    )
     where = f"{common['precision']} on {common['device']}{threads}"
     title = f"{common['recipe']}, {common['scaling']} scaling ({kept}): {where}"
     machine = f"{common['cpu']}, {common['cpus']} processors, load {common['load']} before"
@@ -643,7 +677,8 @@ def _tell(found: list[Found], folder: Path, how: Settings, common: dict[str, Any
 
 
 def scale(recipe: Recipe, counts: list[int], args: Any, plan: Any = None) -> int:
-    """`gradus scale RECIPE --processes 1,2,4`. counts: of processes; args: as cli has them; plan: as `measure` has it."""
+    """`gradus scale RECIPE --processes 1,2,4`. counts: of processes; args: as cli has them; plan: as `measure` has
+    it."""
     world = worlds.find()
     if world.size > 1:
         place = f"process {world.rank} of {world.size}"
@@ -652,11 +687,17 @@ def scale(recipe: Recipe, counts: list[int], args: Any, plan: Any = None) -> int
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
     folder = Path(args.to) if args.to else Path("scale") / recipe.name / time.strftime("%Y%m%d-%H%M%S")
     if args.warmup < COUNTED_STEP:
-        raise UserError(f"--warmup {args.warmup}: must be at least {COUNTED_STEP} (what the first steps set up is not to be timed).")
+        raise UserError(
+            f"--warmup {args.warmup}: must be at least {COUNTED_STEP} (what the first steps set up is not to be timed)."
+        )
     if args.scale_lr and not args.weak:
-        raise UserError("--scale-lr: without --weak the global batch stays, and so does its learning rate. Add --weak, or leave it out.")
+        raise UserError(
+            "--scale-lr: without --weak the global batch stays, and so does its learning rate. Add --weak, or leave "
+            "it out."
+        )
     how = Settings(args.steps, args.warmup, args.repeat, args.weak, args.scale_lr, args.to_the_end or args.weak)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # on the way out, what was started here is ended
+    # on the way out, what was started here is ended
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         measure(recipe, sorted(counts), folder, how, plan=plan)
     finally:

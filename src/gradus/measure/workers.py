@@ -1,4 +1,5 @@
-"""Processes of this machine that can meet and do one thing together: what each of them returned, or what went wrong first."""
+"""Processes of this machine that can meet and do one thing together: what each of them returned, or what went wrong
+first."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ GRACE = 5.0  # seconds in which the other workers can say what they know of a fa
 def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
     """What `function(*args, here)` returned in each of n processes that can meet, in the order of their ranks.
 
-    What they print goes to `log`. They end when this returns or raises, or when this process ends, however it ended. Raises UserError
-    for a mistake that one of them found, or when one was killed.
+    What they print goes to `log`. They end when this returns or raises, or when this process ends, however it ended.
+    Raises UserError for a mistake that one of them found, or when one was killed.
     """
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
@@ -71,7 +72,11 @@ def _work(pipe: connection.Connection, log: str, here: World, function: Callable
         answer = ("mistake", str(e))
     except torch.OutOfMemoryError as e:
         text = str(e).splitlines()[0]
-        answer = ("mistake", f"rank {here.rank} of {here.size}: the memory is full ({text}). Set a smaller layout.micro_batch, or more processes.")
+        answer = (
+            "mistake",
+            f"rank {here.rank} of {here.size}: the memory is full ({text}). Set a smaller layout.micro_batch, or "
+            "more processes.",
+        )
     except BaseException:
         answer = ("failed", traceback.format_exc())
     pipe.send(answer)

@@ -1,5 +1,5 @@
-"""Expert parallelism: every process keeps a part of the experts, and tokens travel to them and back (Lepikhin et al. 2021, section 3.2;
-without its capacity: no token is dropped)."""
+"""Expert parallelism: every process keeps a part of the experts, and tokens travel to them and back (Lepikhin et al.
+2021, section 3.2; without its capacity: no token is dropped)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 APART = {  # axes along which a model with experts is not split, whether or not the experts are
     "tensor": "experts' matrices are not split by rows and columns. Use layout.expert for a model with experts",
-    "pipeline": "the load-balancing loss arises in every stage and the loss in the last alone. Use layout.expert for a model with experts",
-    "context": "the load-balancing loss is of whole sequences, and a process sees a part. Use layout.expert for a model with experts",
+    "pipeline": "the load-balancing loss arises in every stage and the loss in the last alone. "
+    "Use layout.expert for a model with experts",
+    "context": "the load-balancing loss is of whole sequences, and a process sees a part. "
+    "Use layout.expert for a model with experts",
 }
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be laid out so, one line a reason. Also for layout.expert=1: some axes do not take a model with experts."""
+    """Why this model cannot be laid out so, one line a reason. Also for layout.expert=1: some axes do not take a model
+    with experts."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
         if n > 1 and model.family in ("gpt", "llama"):
@@ -36,19 +39,21 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         return
     if n_experts % n:
         good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
-        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {', '.join(map(str, good[:-1]))} or {good[-1]}."
+        use = f"{', '.join(map(str, good[:-1]))} or {good[-1]}"
+        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {use}."
     for axis, reason in APART.items():
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)} with model.n_experts={n_experts}: {reason}."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the experts of every MixtureOfExperts over `mesh`, one-dimensional with the dimension `expert`, in place: their parameters
-    become DTensors, Shard(0), under the names they had. All processes hold the same weights before. Not collective.
+    """Split the experts of every MixtureOfExperts over `mesh`, one-dimensional with the dimension `expert`, in place:
+    their parameters become DTensors, Shard(0), under the names they had. All processes hold the same weights before.
+    Not collective.
 
-    Each process goes on with samples of its own. Every forward and backward pass is collective: all processes of the mesh do equally
-    many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh after the backward pass
-    (`is_expert`); all other gradients have those of one.
+    Each process goes on with samples of its own. Every forward and backward pass is collective: all processes of the
+    mesh do equally many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh
+    after the backward pass (`is_expert`); all other gradients have those of one.
     """
     assert mesh.mesh_dim_names == ("expert",), f"not the expert axis alone: {mesh}"
     n, rank = mesh.size(), mesh.get_local_rank()

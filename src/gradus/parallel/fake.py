@@ -1,8 +1,8 @@
 """A world of any size in one process: a layout is built and stepped as one of its ranks, and nothing travels.
 
-What a process computes, holds and sends is as in a real world. What it would receive is not: the others are taken to have what it has
-itself, or what happens to lie in memory, so losses and gradients mean nothing. Under FakeTensorMode nothing is computed either, only
-shapes, and a world of 1,024 is a matter of seconds:
+What a process computes, holds and sends is as in a real world. What it would receive is not: the others are taken to
+have what it has itself, or what happens to lie in memory, so losses and gradients mean nothing. Under FakeTensorMode
+nothing is computed either, only shapes, and a world of 1,024 is a matter of seconds:
 
     with fake_world(1024, rank=5) as world:
         mesh = Mesh.make(layout, world)
@@ -42,7 +42,8 @@ from gradus.torch_private import (
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """While this lasts, this process is `rank` of `size` that have met. The group is taken down afterwards, whatever happens.
+    """While this lasts, this process is `rank` of `size` that have met. The group is taken down afterwards, whatever
+    happens.
 
     Not for a process that has joined others.
     """
@@ -80,10 +81,12 @@ def _patches() -> Iterator[contextlib.AbstractContextManager]:
     yield replaced(DeviceMesh, "__init__", _not_fake(DeviceMesh.__init__))
     yield replaced(DeviceMesh, "mesh", property(_not_fake(DeviceMesh.mesh.fget)))
 
-    # FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: most of the time of a large world.
+    # FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: most of the time of a
+    # large world.
     yield replaced(*chunking_of_fsdp(), _Chunks)
 
-    # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are empty here.
+    # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are
+    # empty here.
     yield replaced(replicate, "DDP", BucketedReplicas)
 
     from gradus.parallel.pipeline import Stage
@@ -127,15 +130,19 @@ class _Chunks:
 
 
 class BucketedReplicas(replicate.Replicas):
-    """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of the backward pass;
-    on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as DDP's from its third step on, when it
-    has made its buckets anew. Raises UserError for a compression that only DDP can do.
+    """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of
+    the backward pass; on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as
+    DDP's from its third step on, when it has made its buckets anew. Raises UserError for a compression that only DDP
+    can do.
     """
 
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
         super().__init__(bare)
         if layout.compress == "powersgd":
-            raise UserError("layout.compress=powersgd: what it sends is decided inside DDP and cannot be traced. Use none, bf16 or fp16.")
+            raise UserError(
+                "layout.compress=powersgd: what it sends is decided inside DDP and cannot be traced. Use none, bf16 "
+                "or fp16."
+            )
         self.group, self.last, self.scale = group, True, float(dist.get_world_size(group))
         self.wire = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.compress)
         parameters = [p for p in bare.parameters() if p.requires_grad][::-1]
@@ -144,7 +151,9 @@ class BucketedReplicas(replicate.Replicas):
             flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
             waiting = {id(p) for p in members}
             for p, part in zip(members, flat.split([p.numel() for p in members])):
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, part.view_as(p), flat, waiting, frozenset(waiting)))
+                p.register_post_accumulate_grad_hook(
+                    functools.partial(self._arrived, part.view_as(p), flat, waiting, frozenset(waiting))
+                )
 
     def _arrived(self, view: Tensor, flat: Tensor, waiting: set[int], members: frozenset[int], p: nn.Parameter) -> None:
         if not self.last:
@@ -166,7 +175,8 @@ class BucketedReplicas(replicate.Replicas):
 
 
 def _in_order(forward: Callable) -> Callable:
-    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their order."""
+    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their
+    order."""
 
     def forward_of(stage: Any, *args, index: Tensor) -> Tensor:
         if not isinstance(index, FakeTensor):

@@ -1,4 +1,5 @@
-"""What travels between processes, counted as it is called: every collective, its payload, and what this process sends for it."""
+"""What travels between processes, counted as it is called: every collective, its payload, and what this process sends
+for it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from gradus.torch_private import TorchDispatchMode, group_of, schema, tree_leaves
 
-# collective → what a process of n sends for a payload of one byte by the bandwidth-optimal ring. The payload of gathers and scatters is
-# the whole that is gathered or scattered.
+# collective → what a process of n sends for a payload of one byte by the bandwidth-optimal ring. The payload of gathers
+# and scatters is the whole that is gathered or scattered.
 _SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -27,8 +28,14 @@ _SENT = {
 
 
 def collective(operator: str) -> str | None:
-    """The collective that an operator of PyTorch's is: `_allgather_base_`, `all_gather_into_tensor_out` → all_gather. None: it sends nothing."""
-    plain = operator.strip("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce").replace("alltoall", "all_to_all")
+    """The collective that an operator of PyTorch's is: `_allgather_base_`, `all_gather_into_tensor_out` → all_gather.
+    None: it sends nothing."""
+    plain = (
+        operator.strip("_")
+        .replace("allgather", "all_gather")
+        .replace("allreduce", "all_reduce")
+        .replace("alltoall", "all_to_all")
+    )
     return next((name for name in _SENT if plain.startswith(name)), None)
 
 
@@ -42,8 +49,8 @@ class Counted:
 
 
 class Traffic(TorchDispatchMode):
-    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does not go through
-    PyTorch (MPI) tells `Traffic.now` of itself."""
+    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does
+    not go through PyTorch (MPI) tells `Traffic.now` of itself."""
 
     now: Traffic | None = None
 
@@ -83,7 +90,8 @@ class Traffic(TorchDispatchMode):
 
 
 def payload_of(kind: str, args: tuple, out: Any) -> int:
-    """Bytes of a collective of this kind: of gathers and scatters the whole, which is their largest argument or their result."""
+    """Bytes of a collective of this kind: of gathers and scatters the whole, which is their largest argument or their
+    result."""
     values = args[:1] if kind == "all_reduce" else (*args, out)
     return max((sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in values), default=0)
 
