@@ -123,10 +123,9 @@ def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
 def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:
     """(the trainer after two steps, the steps to come, a table, the same as rows). Bytes of tensor memory: on a CPU
     counted from before the model was built, on CUDA whatever the allocator holds."""
-    cuda = session.device.type == "cuda"
     if session.device.type == "mps":
         raise UserError("layout.device=mps: its memory cannot be followed. Profile with layout.device=cpu.")
-    timeline = CudaTimeline() if cuda else Timeline()
+    timeline = CudaTimeline() if session.device.type == "cuda" else Timeline()
     with timeline:
         model = session.build()
         apply(model, session.recipe.layout)
@@ -148,15 +147,22 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
             timeline.mark(f"step {number}: cleared")
     held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
+    return trainer, steps, *tell_picture(session, timeline, held)
+
+
+def tell_picture(
+    session: Session, timeline: Timeline | CudaTimeline, state: dict[str, int]
+) -> tuple[list[str], list[Row]]:
+    """(a table, the same as rows) of two steps that were followed. state: bytes of weights, gradients and optimizer."""
     # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
-    phases = timeline.phases()
+    phases, cuda = timeline.phases(), isinstance(timeline, CudaTimeline)
     last = {name: (allocated, peak) for name, allocated, peak in phases}
     peaks: dict[str, int] = {}
     for name, _, peak in phases:
         peaks[name] = max(peaks.get(name, 0), peak)
+    held = {name: state[name] for name in ("weights", "gradients", "optimizer")}
     held["activations"] = last["step 2: forward"][0] - last["step 2: ready"][0]
     held["peak"] = max(peaks.values())
-    held = {name: held[name] for name in ("weights", "gradients", "optimizer", "activations", "peak")}
 
     shown = ["building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))]
     lines = [f"  {'after':20} {'allocated':>12} {'peak':>12}" + (f" {'reserved':>12}" if cuda else "")]
@@ -168,9 +174,9 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
         "torch": torch.__version__,
     }
     for name in shown:
-        numbers = {"allocated": last[name][0], "peak": peaks[name]} | (
-            {"reserved": timeline.reserved[name]} if cuda else {}
-        )
+        numbers = {"allocated": last[name][0], "peak": peaks[name]}
+        if cuda:
+            numbers["reserved"] = timeline.reserved[name]
         lines.append(f"  {name:20}" + "".join(f" {megabytes(n):>12}" for n in numbers.values()))
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
         rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
@@ -181,7 +187,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
     lines += ["", f"  {'component':20} {'MB':>12}"]
     lines += [f"  {name:20} {megabytes(n):>12}  {said[name]}".rstrip() for name, n in held.items()]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n in held.items()]
-    return trainer, steps, lines, rows
+    return lines, rows
 
 
 def megabytes(n: int) -> str:

@@ -477,7 +477,8 @@ def whole_table(all_found: list[Found]) -> Iterator[str]:
         s, against = f.summary, f.whole_against(all_found[0])
         lines.append((
             str(f.n), f"{s['steps']:,}", f"{s['samples']:,}", f"{f.recipe.optimizer.lr:.3g}",
-            figure(s["train_runtime"]), *(f"{x:.2f}" for x in against), f"{s['train_loss']:.4f}", *(f"{s['metrics'][name]:.4f}" for name in names),
+            figure(s["train_runtime"]), *(f"{x:.2f}" for x in against),
+            *(f"{x:.4f}" for x in (s["train_loss"], *(s["metrics"][name] for name in names))),
         ))  # fmt: skip
     head = ("processes", "steps", "samples", "learning rate", "seconds", "speed-up", "efficiency", "train loss", *names)
     yield from columns(head, lines)
