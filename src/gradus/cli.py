@@ -574,7 +574,7 @@ def scale(args) -> int:
     from gradus.plan.prove import Scaled
 
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
-    return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), args, plan=Scaled(args.force))
+    return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args, Scaled(args.force))
 
 
 def env(args) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from gradus import models
 from gradus import recipe as recipes
+from gradus.layers import MixtureOfExperts, attention_mask, masks
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
 from gradus.parallel.apply import apply
@@ -37,6 +38,7 @@ TEXT = {"vocab_size": 256, "seq_len": 32}
 FAMILIES = {
     "gpt": ({"family": "gpt", **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
     "llama": ({"family": "llama", "n_kv_heads": 1, **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
+    "experts": ({"family": "llama", "n_kv_heads": 1, "n_experts": 4, **TEXT}, {"name": "causal_lm"}, {"kind": "text", "path": "-"}),
     "bert": ({"family": "bert", "dropout": 0.0, **TEXT}, {"name": "masked_lm"}, {"kind": "text", "path": "-"}),
     "t5": ({"family": "t5", "dropout": 0.0, **TEXT}, {"name": "span_corruption"}, {"kind": "text", "path": "-"}),
     "seq2seq": ({"family": "seq2seq", "dropout": 0.0, **TEXT}, {"name": "translation"}, {"kind": "pairs", "path": "-"}),
@@ -85,6 +87,63 @@ def losses(family: str, device: torch.device, **layout) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_follows_the_cpus_fp32(family, device):
     assert losses(family, device, precision="bf16") == pytest.approx(losses(family, CPU), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_packed_documents_train_as_on_the_cpu(precision, device):
+    """On a GPU by blocks of scores, on a CPU with a dense mask; both compiled and not."""
+    torch.manual_seed(0)
+    model = models.build(schema.LlamaConfig(vocab_size=64, seq_len=512, n_kv_heads=1, **SIZE))
+    segments = torch.stack([torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in ([200, 12, 300], [5, 250, 257])])
+    ids, positions = torch.randint(64, segments.shape), torch.cat([torch.arange(512)[None]] * 2)
+
+    def step(model: nn.Module, where: torch.device) -> list[torch.Tensor]:
+        with torch.autocast(where.type, torch.bfloat16, enabled=precision == "bf16"):
+            out = model(ids.to(where), segments=segments.to(where), positions=positions.to(where))
+        out.float().square().mean().backward()
+        return [out, *(p.grad for p in model.parameters())]
+
+    wanted = step(copy.deepcopy(model), CPU)
+    assert isinstance(attention_mask(segments.to(device), None), masks.Documents) == (device != CPU)
+    for compiled in (False, True) if device != CPU else (False,):
+        one = copy.deepcopy(model).to(device)
+        for block in one.blocks if compiled else ():
+            block.compile()
+        for got, expected in zip(step(one, device), wanted, strict=True):
+            assert (got.float().to(CPU) - expected.float()).norm() <= (1e-3 if precision == "fp32" else 0.05) * expected.float().norm()
+
+
+def test_packed_documents_need_no_scores(device):
+    """32,768 tokens in a row: a dense mask alone would be 1 GiB, and as much again for each layer in the scores' dtype."""
+    if device == CPU:
+        pytest.skip("a CPU has the dense mask")
+    model = models.build(schema.LlamaConfig(vocab_size=64, seq_len=32768, n_kv_heads=1, **SIZE)).to(device)
+    segments = (torch.arange(32768, device=device) // 1000)[None]
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16):
+        model(segments % 64, segments=segments, positions=torch.arange(32768, device=device)[None] % 1000).float().mean().backward()
+    assert torch.cuda.max_memory_allocated() < 2**30
+
+
+def test_experts_never_wait_for_the_device(device):
+    mixture = MixtureOfExperts(64, 128, 4, 2, "silu", gated=True).to(device)
+    x = torch.randn(2, 32, 64, device=device, requires_grad=True)
+    if device != CPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            out = mixture(x)
+        out.float().square().sum().backward()
+    finally:
+        if device != CPU:
+            torch.cuda.set_sync_debug_mode("default")
+    plain = copy.deepcopy(mixture).to(CPU)
+    plain.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x.detach().to(CPU))
+    expected.float().square().sum().backward()
+    for got, wanted in zip((out, *(p.grad for p in mixture.parameters())), (expected, *(p.grad for p in plain.parameters())), strict=True):
+        assert (got.float().to(CPU) - wanted.float()).norm() <= 0.05 * wanted.float().norm()
 
 
 @pytest.mark.parametrize("layout", [{"checkpointing": "attention"}, {"checkpointing": "selective"}, {"checkpointing": "full"},

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from gradus.errors import UserError
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.torch_private import FakeTensorMode
 
 BATCH, HEADS, SEQ, DIM = 3, 4, 11, 8
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.layers import FeedForward, MixtureOfExperts, keep_balance
+from gradus.layers import FeedForward, MixtureOfExperts, keep_balance, moe
 from gradus.layers.moe import balance_loss, grouped_mm, grouped_outer
 from gradus.measure.flops import count_flops, flops_per_token
 from gradus.models.decoding import complete
@@ -24,6 +23,7 @@ from gradus.models.weights.llama import config_from_hf, config_to_hf
 from gradus.parallel.apply import use_checkpointing, use_kernel
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import GPTConfig, LlamaConfig
+from gradus.torch_private import FakeTensorMode, TorchDispatchMode
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -115,6 +115,46 @@ def test_operators():
     torch.library.opcheck(grouped_mm, (x.requires_grad_(), w.requires_grad_(), counts), test_utils=quick)
     torch.library.opcheck(grouped_outer, (x.detach(), y, counts), test_utils=quick)
     assert torch.autograd.gradcheck(lambda a, b: grouped_mm(a, b, counts), (x.double(), w.double()))
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a value is read on the host: on a GPU that waits for all that was launched before."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [8, 0, 0], [0, 0, 0]])
+def test_fused_products_are_the_same(counts, monkeypatch):
+    """The way of a GPU in bf16, which PyTorch's own operator can go on a CPU too."""
+    counts = torch.tensor(counts)
+    n = int(counts.sum())
+    x, w, y = torch.randn(n, 16).bfloat16(), torch.randn(3, 16, 24).bfloat16(), torch.randn(n, 24).bfloat16()
+    wanted = grouped_mm(x, w, counts), grouped_outer(x, y, counts), grouped_mm(y, w.transpose(1, 2), counts)
+    monkeypatch.setattr(moe, "has_fused", lambda *_: True)
+    monkeypatch.setattr(Tensor, "tolist", lambda _: pytest.fail("a value was read on the host")) if n else None
+    found = grouped_mm(x, w, counts), grouped_outer(x, y, counts), grouped_mm(y, w.transpose(1, 2), counts)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+    assert not found[1][counts == 0].any(), "a group without rows has a gradient of zero"
+
+
+def test_a_layer_reads_no_value_on_the_host(monkeypatch):
+    monkeypatch.setattr(moe, "has_fused", lambda *_: True)
+    monkeypatch.setattr(Tensor, "tolist", lambda _: pytest.fail("a value was read on the host"))
+    mixture = MixtureOfExperts(16, 24, E, 2, "silu", gated=True, bias=True)
+    x = torch.randn(2, 50, 16, requires_grad=True)
+    with NoWaiting(), torch.autocast("cpu", torch.bfloat16):
+        mixture(x).sum().backward()
+    assert all(p.grad is not None for p in mixture.parameters())
+
+
+def test_what_pytorch_cannot_multiply_fused_goes_by_itself():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert not moe.has_fused(torch.bfloat16, cpu, 16, 16) and not moe.has_fused(torch.float32, gpu, 16, 16)
+    if torch.cuda.is_available():
+        assert not moe.has_fused(torch.bfloat16, gpu, 12, 16)
 
 
 def test_dropout_is_between_the_matrices():

@@ -18,7 +18,7 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure import scaling
+from gradus.measure import scaling, workers
 from gradus.parallel.world import World
 from gradus.rows import read_rows
 from gradus.train.schedule import learning_rate
@@ -37,7 +37,7 @@ def tiny(**more):
 @pytest.fixture(scope="module")
 def strong(tmp_path_factory):
     folder, lines = tmp_path_factory.mktemp("scale") / "strong", []
-    scaling.measure(tiny(), [1, 2], folder, steps=4, warm_up=2, repeat=2, say=lines.append)
+    scaling.measure(tiny(), [1, 2], folder, scaling.Settings(steps=4, warm_up=2, repeat=2), say=lines.append)
     rows = read_rows(folder / "rows.jsonl")
     return folder, lines, {(r["name"], r["processes"]): r for r in rows if r["name"] != "scale/round/samples_per_s"}, rows
 
@@ -88,7 +88,7 @@ def test_conditions_table_and_plot(strong):
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert recipes.load(folder).batch.samples == 8
     with pytest.raises(UserError, match="there is a measurement already"):
-        scaling.measure(tiny(), [1], folder)
+        scaling.measure(tiny(), [1], folder, scaling.Settings())
 
 
 def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch)
     lines = []
     ranks = [scaling.Timed(1.0, np.full((4, 4), 0.05), 32, 2.0, 10**8, {}, None, {"device": "cpu", "precision": "fp32", "threads": 1, "parameters": 1, "loss_unit": ""})]
     monkeypatch.setattr(scaling, "start", lambda n, *args, log: ranks)
-    scaling.measure(tiny(), [1], tmp_path, say=lines.append)
+    scaling.measure(tiny(), [1], tmp_path, scaling.Settings(), say=lines.append)
     assert any("no plot" in line and "gradus[plot]" in line for line in lines) and any(line.startswith("processes") for line in lines)
     assert not (tmp_path / "scaling.png").exists() and (tmp_path / "rows.jsonl").exists()
 
@@ -107,7 +107,7 @@ def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path):
     lines = []
-    rows = scaling.measure(tiny(), [1, 2], tmp_path, steps=2, warm_up=2, repeat=1, weak=True, scale_lr=True, to_the_end=True, say=lines.append)
+    rows = scaling.measure(tiny(), [1, 2], tmp_path, scaling.Settings(2, 2, 1, weak=True, scale_lr=True, to_the_end=True), say=lines.append)
     found = {(r.name, r.conditions["processes"]): r for r in rows}
     one, two = (recipes.load(tmp_path / "runs" / str(n)) for n in (1, 2))
     assert (one.batch.samples, one.train.steps, one.optimizer.lr) == (8, 8, tiny().optimizer.lr)
@@ -243,7 +243,7 @@ def failed(here):
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(scaling, "GRACE", 1.0)
+    monkeypatch.setattr(workers, "GRACE", 1.0)
     bad = importlib.import_module("bad_workers")
     for function, kind, said in (
         (bad.mistaken, UserError, "^sample 3: no such file$"),
@@ -251,8 +251,8 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
         (bad.failed, RuntimeError, "rank 1 of 2(.|\n)*the cause"),
     ):
         with pytest.raises(kind, match=said):
-            scaling.start(2, function, log=tmp_path / "log")
-    assert scaling.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
+            workers.start(2, function, log=tmp_path / "log")
+    assert workers.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
 
 
 # ------------------------------------------------------------ no process is left

@@ -174,7 +174,7 @@ def test_initialisation():
 
 
 def test_built_under_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from gradus.torch_private import FakeTensorMode
 
     with FakeTensorMode():
         assert build(tiny("pretraining"))(torch.ones(2, 5, dtype=torch.long))[0].shape == (2, 5, 50)

@@ -7,7 +7,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradus.errors import UserError
 from gradus.layers import KERNELS, Attention, get_kernel
@@ -15,6 +14,7 @@ from gradus.models import build, count, load, save
 from gradus.models.weights.gpt import config_from_hf, config_to_hf, rules
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import GPTConfig, Layout, LlamaConfig, RopeScaling
+from gradus.torch_private import FakeTensorMode
 
 VOCAB, SEQ = 41, 20
 GPT_TINY = {"vocab_size": VOCAB, "n_layers": 3, "d_model": 32, "n_heads": 4, "seq_len": SEQ}

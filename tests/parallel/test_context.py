@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradus.torch_private import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # also in the processes that a test starts
 import common

@@ -244,10 +244,9 @@ def test_half_precision_decoding_and_a_process_without_rows():
 
 def test_the_step_can_be_planned_without_values():
     """Under fake tensors in a fake group of 64 processes: 64 experts, one each."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from gradus.torch_private import FakeTensorMode, join_fake
 
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    join_fake(3, 64)
     try:
         mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("expert",))
         with FakeTensorMode():

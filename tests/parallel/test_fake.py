@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from gradus import models
 from gradus.errors import UserError
@@ -24,6 +22,7 @@ from gradus.parallel.mesh import Mesh
 from gradus.parallel.traffic import Traffic
 from gradus.parallel.world import World
 from gradus.recipe.schema import GPTConfig, Layout
+from gradus.torch_private import FakeTensorMode, chunking_of_fsdp
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -217,13 +216,13 @@ def test_as_in_a_real_world(n):
 
 
 def test_all_is_as_before_afterwards():
-    before = DeviceMesh.__init__, DeviceMesh.mesh, _fsdp_param._chunk_with_empty
+    before = DeviceMesh.__init__, DeviceMesh.mesh, getattr(*chunking_of_fsdp())
     with pytest.raises(ZeroDivisionError), fake_world(4, 2) as world:
         assert (world.rank, world.size, world.first) == (2, 4, False) and dist.get_rank() == 2
         assert DeviceMesh.__init__ is not before[0]
         raise ZeroDivisionError
     assert not dist.is_initialized()
-    assert before == (DeviceMesh.__init__, DeviceMesh.mesh, _fsdp_param._chunk_with_empty)
+    assert before == (DeviceMesh.__init__, DeviceMesh.mesh, getattr(*chunking_of_fsdp()))
     with fake_world(1) as world:
         assert world.first and not dist.is_initialized()
     with pytest.raises(AssertionError, match="rank 4 of 4"), fake_world(4, 4):

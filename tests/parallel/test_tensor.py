@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gradus.models.decoding import complete
 from gradus.parallel.apply import use_checkpointing
@@ -22,6 +20,7 @@ from gradus.parallel.shard import shard
 from gradus.parallel.tensor import loss_context, sum_partial_gradients, tensor_parallel
 from gradus.recipe.schema import Layout
 from gradus.tasks.base import summed_cross_entropy
+from gradus.torch_private import FakeTensorMode, join_fake
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
@@ -296,7 +295,7 @@ def four_ways(world):
 
 def on_fake_processes(world):
     """One step of one of four processes that are not there, on tensors that hold nothing: what a plan is traced from."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    join_fake(0, 4)
     mesh = init_device_mesh("cpu", (4,))
     layout = layouts(4)[0]
     with FakeTensorMode():

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradus import models
 from gradus.parallel import check
@@ -24,6 +23,7 @@ from gradus.plan.work import COMPONENTS
 from gradus.recipe.presets import PRESETS, config_of
 from gradus.recipe.schema import BertConfig, GPTConfig, Layout, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 from gradus.tasks.base import summed_cross_entropy
+from gradus.torch_private import FakeTensorMode
 
 VOCAB, BATCH, SEQ, TARGET = 96, 2, 48, 40
 SIZE = {"n_layers": 2, "d_model": 64, "n_heads": 4, "dropout": 0.0}

@@ -302,3 +302,17 @@ def test_what_cannot_be_traced():
     r = recipe("gpt", replicate="manual", transport="mpi")
     with pytest.raises(UserError, match="cannot be traced"):
         trace_recipe(r, 2)
+
+
+def test_packed_documents_keep_no_scores_on_a_gpu():
+    """There flex_attention skips blocks; on a CPU every layer keeps the whole mask."""
+    settings = {"model": {"family": "gpt", "n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 128, "vocab_size": 256, "seq_len": 512, "dropout": 0.0},
+                "task": {"name": "causal_lm"}, "batch": {"samples": 2}, "optimizer": {"name": "adamw", "lr": 1e-3}, "train": {"steps": 2},
+                "layout": {"precision": "bf16"}}  # fmt: skip
+    found = {}
+    for pack in ("stream", "documents"):
+        recipe = Recipe.model_validate({"name": "packed", "data": {"kind": "text", "path": "-", "pack": pack}, **settings})
+        found[pack] = {target: trace_recipe(recipe, target=target).memory["activations"] for target in ("cpu", "cuda")}
+    scores = 2 * 512 * 512
+    assert found["documents"]["cpu"] > found["stream"]["cpu"] + 2 * scores
+    assert abs(found["documents"]["cuda"] - found["stream"]["cuda"]) < scores / 8

@@ -1,10 +1,11 @@
-"""The hardware file: devices, links, nodes, prices and grids, each figure with its source and date; the user's own file goes before.
+"""The hardware file: devices, links, nodes, prices and grids, each figure with its source and date; the user's own file
+goes before.
 
     find("A100-80GB"), cluster("64xH100"), price("H100"), grid("FR"), lines()
 
-Packaged: devices.yaml, links.yaml, prices.yaml, grid.yaml. The user's: ~/.config/gradus/hardware.yaml, prices.yaml, grid.yaml (or
-$GRADUS_HARDWARE, $GRADUS_PRICES, $GRADUS_GRID), of the same form. Files state quantities in the units vendors use, with the unit written;
-here everything is bytes, seconds, operations, watts. Nothing here imports torch.
+Packaged: devices.yaml, links.yaml, prices.yaml, grid.yaml. The user's: ~/.config/gradus/hardware.yaml, prices.yaml,
+grid.yaml (or $GRADUS_HARDWARE, $GRADUS_PRICES, $GRADUS_GRID), of the same form. Files state quantities in the units
+vendors use, with the unit written; here everything is bytes, seconds, operations, watts. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator (or the processor of this machine). Peaks are dense. What is not known is absent, never guessed."""
+    """One accelerator (or the processor of this machine). Peaks are dense. What is not known is absent, never
+    guessed."""
 
     name: str  # as in the file: A100-80GB
     peaks: dict[str, float]  # fp32, tf32, bf16, fp16, fp8 -> operations/s

@@ -23,7 +23,8 @@ THIS = ("this", "here", "cpu")  # what the calibrated entry of this machine is c
 
 
 def user_file(kind: str) -> Path:
-    """Where the user's own file of a kind (hardware, prices, grid) is: $GRADUS_HARDWARE and so on, else ~/.config/gradus."""
+    """Where the user's own file of a kind (hardware, prices, grid) is: $GRADUS_HARDWARE and so on, else
+    ~/.config/gradus."""
     given = os.environ.get(f"GRADUS_{kind.upper()}")
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(given) if given else home / "gradus" / f"{kind}.yaml"
@@ -140,8 +141,15 @@ def head(table: Table) -> tuple[str, dict[str, str]]:
 
 
 def link_from(name: str, t: Table, names: dict[str, str]) -> Link:
-    extra = {"efficiency": t.number("efficiency", 1e-3, 1), "latency": t.size("latency", "seconds"), "both": t.size("both", "bytes/s")}
-    made = Link(name, t.size("bandwidth", "bytes/s", required=True), source=sources_of(t, names), **{k: v for k, v in extra.items() if v is not None})
+    extra = {
+        "efficiency": t.number("efficiency", 1e-3, 1),
+        "latency": t.size("latency", "seconds"),
+        "both": t.size("both", "bytes/s"),
+    }
+    made = Link(
+        name, t.size("bandwidth", "bytes/s", required=True), source=sources_of(t, names),
+        **{k: v for k, v in extra.items() if v is not None},
+    )  # fmt: skip
     t.done()
     return made
 
@@ -203,7 +211,8 @@ def device_from(name: str, t: Table, known: dict[str, Link], names: dict[str, st
 
 @functools.lru_cache(maxsize=8)
 def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], dict[str, Link]]:
-    """All devices and links: the packaged ones, then the user's over them. `stamp`: when the user's file was changed, so that it is read again."""
+    """All devices and links: the packaged ones, then the user's over them. `stamp`: when the user's file was changed,
+    so that it is read again."""
     all_links: dict[str, Link] = {}
     all_devices: dict[str, Device] = {}
     raw: dict[str, Any] = {}
@@ -218,7 +227,11 @@ def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], di
         for name, found in entries(t, "devices").items():
             if name in raw and isinstance(found, dict):  # the user's figures over the packaged ones, and said so
                 changed = f"{one}: {', '.join(found)}"
-                found = {**raw[name], "source": [*([all_devices[name].source] if "source" not in found else []), changed], **found}
+                found = {
+                    **raw[name],
+                    "source": [*([all_devices[name].source] if "source" not in found else []), changed],
+                    **found,
+                }
             raw[name] = found
             device = device_from(name, Table(found, one, f"devices.{name}"), all_links, names, date)
             for alias in device.aliases:
@@ -274,10 +287,12 @@ def link(name: str, path: str | Path | None = None) -> Link:
 
 
 def find(name: str, path: str | Path | None = None) -> Device:
-    """The device of that name: exact, by alias, by the driver's name, or by any of them written differently ('h100-sxm', 'A100 80GB').
+    """The device of that name: exact, by alias, by the driver's name, or by any of them written differently
+    ('h100-sxm', 'A100 80GB').
 
-    What is ambiguous has one meaning: A100 is A100-80GB (SXM), H100 is H100-SXM, V100 is V100-32GB (SXM2). 'this', 'here' and 'cpu' are the
-    entry that `gradus calibrate` made of this machine. Raises UserError where nothing is meant, with the nearest name and `gradus calibrate`.
+    What is ambiguous has one meaning: A100 is A100-80GB (SXM), H100 is H100-SXM, V100 is V100-32GB (SXM2). 'this',
+    'here' and 'cpu' are the entry that `gradus calibrate` made of this machine. Raises UserError where nothing is
+    meant, with the nearest name and `gradus calibrate`.
     """
     known = devices(path)
     if name in known:
@@ -301,9 +316,11 @@ def find(name: str, path: str | Path | None = None) -> Device:
 
 
 def cluster(text: str, path: str | Path | None = None, network: str | None = None) -> Cluster:
-    """'8xA100-80GB', '1024xH100', 'A100' (one), 'cpu', 'this' → Cluster. `network`: another link between nodes, by name.
+    """'8xA100-80GB', '1024xH100', 'A100' (one), 'cpu', 'this' → Cluster. `network`: another link between nodes, by
+    name.
 
-    Raises UserError for a number that is none, an unknown device, or more devices than a node has where no network is known.
+    Raises UserError for a number that is none, an unknown device, or more devices than a node has where no network is
+    known.
     """
     found = re.fullmatch(r"\s*(?:([0-9_,.eE+-]+)\s*[x×*]\s*)?(.+?)\s*", text)
     if found is None:
@@ -313,21 +330,26 @@ def cluster(text: str, path: str | Path | None = None, network: str | None = Non
         many = f"; at most {limits.AXIS:,}" if re.fullmatch(r"[0-9]+", number) and number.strip("0") else ""
         raise UserError(f"{text}: {found[1]} is not a whole number of devices{many}; write e.g. 8xA100-80GB.")
     if re.fullmatch(r"[\d_,. ]+[x×*]?", found[2]):
-        raise UserError(f"{text}: so many of which device? Write e.g. {found[2].strip(' x×*')}xA100-80GB (gradus hardware lists them).")
+        raise UserError(
+            f"{text}: so many of which device? Write e.g. {found[2].strip(' x×*')}xA100-80GB (gradus hardware lists "
+            "them)."
+        )
     device = find(found[2], path)
     if network is not None:
         device = dataclasses.replace(device, network=link(network, path))
     n = int(number[-9:])
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
-            f"{text}: a node has {device.node} {device.name} and no network between nodes is known; ask for {device.node} or fewer, "
+            f"{text}: a node has {device.node} {device.name} and no network between nodes is known; ask for "
+            f"{device.node} or fewer, "
             f"or say network: (e.g. InfiniBand NDR) for {device.name} in {user_file('hardware')}."
         )
     return Cluster(device, n)
 
 
 def by_driver(name: str, path: str | Path | None = None) -> Device | None:
-    """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's card)."""
+    """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's
+    card)."""
     for device in reversed(devices(path).values()):
         if device.driver and re.fullmatch(device.driver, name):
             return device
@@ -373,9 +395,11 @@ def device_entry(device: Device) -> dict[str, Any]:
 
 
 def add_device(device: Device, path: str | Path | None = None) -> Path:
-    """Write a device into the user's file, over one of the same name, and take its aliases from the others there. Returns the file.
+    """Write a device into the user's file, over one of the same name, and take its aliases from the others there.
+    Returns the file.
 
-    What else is in the file stays (comments do not). `gradus calibrate` gives aliases=("this", "here", "cpu"), or ("this", "here") for a GPU.
+    What else is in the file stays (comments do not). `gradus calibrate` gives aliases=("this", "here", "cpu"), or
+    ("this", "here") for a GPU.
     """
     import yaml
 
@@ -408,7 +432,8 @@ def _files(kind: str, path: str | Path | None) -> list[Path]:
 
 
 def quotes(name: str, path: str | Path | None = None) -> list[Price]:
-    """What single sources say a device costs an hour; the user's file replaces the packaged quotes of its devices. [] where nothing is known."""
+    """What single sources say a device costs an hour; the user's file replaces the packaged quotes of its devices. []
+    where nothing is known."""
     answer: list[Price] = []
     for file in _files("prices", path):
         t = read(file)
@@ -438,10 +463,11 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
 
 
 def price(device: Device | str, path: str | Path | None = None) -> Price | None:
-    """What a device costs an hour: the lowest quote, the median of their middles, the highest. None where nothing is known.
+    """What a device costs an hour: the lowest quote, the median of their middles, the highest. None where nothing is
+    known.
 
-    Quotes in dollars are converted when the user's file says `currency` and `rate` (what one dollar costs in it); its own prices are in its
-    currency already.
+    Quotes in dollars are converted when the user's file says `currency` and `rate` (what one dollar costs in it); its
+    own prices are in its currency already.
     """
     device = find(device) if isinstance(device, str) else device
     found = quotes(device.name, path)
@@ -473,7 +499,10 @@ def _grids(path: str | Path | None) -> tuple[dict[str, Grid], tuple[float, float
         year = t.whole("year")
         p = t.table("pue")
         if p is not None:
-            factor = (*(p.number(case, 1, 10, required=True) for case in ("low", "expected", "high")), sources_of(p, names))
+            factor = (
+                *(p.number(case, 1, 10, required=True) for case in ("low", "expected", "high")),
+                sources_of(p, names),
+            )
             if not factor[0] <= factor[1] <= factor[2]:
                 raise UserError(f"{p.at()}: low, expected, high must not fall.")
             p.done()
@@ -482,7 +511,9 @@ def _grids(path: str | Path | None) -> tuple[dict[str, Grid], tuple[float, float
             of = g.whole("year") or year
             if of is None:
                 raise UserError(f"{g.at()}: year is missing.")
-            found[key] = Grid(g.text("name") or key, g.size("intensity", "kg/J", required=True), of, sources_of(g, names))
+            found[key] = Grid(
+                g.text("name") or key, g.size("intensity", "kg/J", required=True), of, sources_of(g, names)
+            )
             g.done()
         t.done()
     return found, factor

@@ -41,22 +41,39 @@ def lines(name: str | None = None, path: str | Path | None = None, prices: str |
     if name is not None:
         return one(name, known_links, path, prices)
     numbers = [n for n in NUMBERS if any(n in d.peaks for d in known.values())]
-    header = ["device", *numbers, "memory", "type", "GB/s", "W", "year", "a node", "link GB/s", "network GB/s", "price an hour"]
+    header = [
+        "device", *numbers, "memory", "type", "GB/s", "W", "year", "a node", "link GB/s", "network GB/s",
+        "price an hour",
+    ]  # fmt: skip
     rows = []
     for d in known.values():
-        rate = [f"{d.link.bandwidth / 1e9:.4g}" if d.link else "-", f"{d.network.bandwidth / 1e9:.4g}" if d.network else "-"]
+        rate = [
+            f"{d.link.bandwidth / 1e9:.4g}" if d.link else "-",
+            f"{d.network.bandwidth / 1e9:.4g}" if d.network else "-",
+        ]
         rows.append([
-            d.name, *(size(d.peaks.get(n, 0)) for n in numbers), gib(d.memory), d.memory_type or "-", f"{d.bandwidth / 1e9:.4g}",
+            d.name, *(size(d.peaks.get(n, 0)) for n in numbers), gib(d.memory),
+            d.memory_type or "-", f"{d.bandwidth / 1e9:.4g}",
             f"{d.power:.0f}" if d.power else "-", str(d.year or "-"), str(d.node), *rate, price_of(d, prices),
         ])  # fmt: skip
-    answer = ["Devices: dense peaks in TFLOP/s; links one direction, of one device; prices low, expected, high a device-hour", ""]
+    answer = [
+        "Devices: dense peaks in TFLOP/s; links one direction, of one device; prices low, expected, high a device-hour",
+        "",
+    ]
     answer += table(header, rows, set(range(1, len(numbers) + 2)) | set(range(len(numbers) + 3, len(header) - 1)))
     answer += ["", "Links: one direction; where vendors advertise both directions together, that figure beside it", ""]
-    rows = [[k.name, gb_s(k.bandwidth), f"{k.bandwidth * 8 / 1e9:.6g} Gb/s", gb_s(k.both) if k.both else "-"] for k in known_links.values()]
+    rows = [
+        [k.name, gb_s(k.bandwidth), f"{k.bandwidth * 8 / 1e9:.6g} Gb/s", gb_s(k.both) if k.both else "-"]
+        for k in known_links.values()
+    ]
     answer += table(["link", "one direction", "the same in bits", "both together"], rows, {1, 2, 3})
     theirs = files.user_file("hardware") if path is None else Path(path)
     own = f"{theirs}{'' if theirs.exists() else ' (none yet)'}"
-    return [*answer, "", f"gradus hardware NAME: one of them with its sources. Your own: {own}; this machine: gradus calibrate"]
+    return [
+        *answer,
+        "",
+        f"gradus hardware NAME: one of them with its sources. Your own: {own}; this machine: gradus calibrate",
+    ]
 
 
 def wrapped(label: str, text: str) -> list[str]:
@@ -67,8 +84,15 @@ def one(name: str, known_links: dict[str, Link], path: str | Path | None, prices
     for k in known_links.values():
         if files.plain(k.name) == files.plain(name):
             both = f" ({gb_s(k.both)} both directions together)" if k.both else ""
-            answer = [k.name, *wrapped("bandwidth", f"{gb_s(k.bandwidth)} = {k.bandwidth * 8 / 1e9:.6g} Gb/s in one direction{both}")]
-            return answer + wrapped("collectives", f"{k.efficiency:.0%} of it, {k.latency * 1e6:.3g} us a hop") + wrapped("source", k.source or "-")
+            answer = [
+                k.name,
+                *wrapped("bandwidth", f"{gb_s(k.bandwidth)} = {k.bandwidth * 8 / 1e9:.6g} Gb/s in one direction{both}"),
+            ]
+            return (
+                answer
+                + wrapped("collectives", f"{k.efficiency:.0%} of it, {k.latency * 1e6:.3g} us a hop")
+                + wrapped("source", k.source or "-")
+            )
     d = files.find(name, path)
     answer = [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else "")]
     answer += wrapped("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items()))
@@ -86,7 +110,9 @@ def one(name: str, known_links: dict[str, Link], path: str | Path | None, prices
     if found:
         p = files.price(d, prices)
         spread = f", sources differ by a factor of {p.high / p.low:.1f}" if p.low and p.high > p.low else ""
-        answer += wrapped("", f"taken: {p.low:.2f} low, {p.expected:.2f} expected, {p.high:.2f} high, in {p.currency}{spread}")
+        answer += wrapped(
+            "", f"taken: {p.low:.2f} low, {p.expected:.2f} expected, {p.high:.2f} high, in {p.currency}{spread}"
+        )
     if d.measured:
         answer += wrapped("measured", f"by gradus calibrate: {', '.join(map(str, d.measured))}")
     return answer + wrapped("source", f"{d.source or '-'} ({d.date or 'no date'})")

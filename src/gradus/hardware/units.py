@@ -11,7 +11,10 @@ from gradus.errors import UserError, did_you_mean
 UNITS: dict[str, dict[str, float]] = {
     "operations/s": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15, "TOP/s": 1e12},
     "bytes": {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-    "bytes/s": {"MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Tb/s": 1e12 / 8, "GiB/s": 2**30, "MiB/s": 2**20},
+    "bytes/s": {
+        "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Tb/s": 1e12 / 8, "GiB/s": 2**30,
+        "MiB/s": 2**20,
+    },
     "watts": {"W": 1.0, "kW": 1e3},
     "seconds": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
     "kg/J": {"g/kWh": 1e-3 / 3.6e6, "kg/kWh": 1 / 3.6e6, "kg/MWh": 1e-3 / 3.6e6},
@@ -19,15 +22,23 @@ UNITS: dict[str, dict[str, float]] = {
 
 
 def quantity(text, what: str, where: str) -> float:
-    """'80 GiB' → bytes, by `what`: a key of UNITS. Raises UserError naming `where` (file and key) for a missing or wrong unit, a wrong number."""
+    """'80 GiB' → bytes, by `what`: a key of UNITS. Raises UserError naming `where` (file and key) for a missing or
+    wrong unit, a wrong number."""
     known = UNITS[what]
     found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", text) if isinstance(text, str) else None
     if isinstance(text, int | float) and not isinstance(text, bool):
-        raise UserError(f"{where}: {text} has no unit; write e.g. {text} {list(known)[min(1, len(known) - 1)]}. Known: {', '.join(known)}.")
+        raise UserError(
+            f"{where}: {text} has no unit; write e.g. {text} {list(known)[min(1, len(known) - 1)]}. Known: "
+            f"{', '.join(known)}."
+        )
     if found is None:
-        raise UserError(f"{where}: {text!r} is not a number with a unit; write e.g. 80 {list(known)[min(1, len(known) - 1)]}.")
+        raise UserError(
+            f"{where}: {text!r} is not a number with a unit; write e.g. 80 {list(known)[min(1, len(known) - 1)]}."
+        )
     if found[2] not in known:
-        raise UserError(f"{where}: {text!r}: {found[2] or 'no unit'!r} is no unit of {what}.{did_you_mean(found[2], known)}")
+        raise UserError(
+            f"{where}: {text!r}: {found[2] or 'no unit'!r} is no unit of {what}.{did_you_mean(found[2], known)}"
+        )
     try:
         number = float(found[1])
     except ValueError:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from gradus.parallel import status
+from gradus.torch_private import worker_processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
 
@@ -103,7 +104,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group):
         started = super()._start_workers(worker_group)
-        self.processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+        self.processes = worker_processes(self)
         self.signals.receiver = self.send
         self.signals.take()
         for number in self.signals.came[:1]:

@@ -10,10 +10,12 @@ from gradus.layers.positions import apply_rotary
 
 
 class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with fewer key heads than query heads when n_kv_heads is given
-    (Ainslie et al. 2023). `kernel` does the inner part and may be replaced from outside (`gradus.layers.get_kernel`).
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with fewer key heads than query heads when n_kv_heads
+    is given (Ainslie et al. 2023). `kernel` does the inner part and may be replaced from outside
+    (`gradus.layers.get_kernel`).
 
-    head_dim: None for d_model / n_heads. bias: in to_q, to_k, to_v; out_bias: in to_out, None for the same. dropout: on the weights.
+    head_dim: None for d_model / n_heads. bias: in to_q, to_k, to_v; out_bias: in to_out, None for the same. dropout: on
+    the weights.
     scale: of the scores, None for head_dim ** -0.5.
     """
 
@@ -57,10 +59,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from x to itself, or to `context`.
 
-        x: (batch, seq, d_model). context: (batch, k_len, d_model), for cross attention. mask: boolean, True where a query may look, and
-        bias: added to the scores, both broadcastable to (batch, n_heads, seq, k_len). causal: no query looks at a later key.
-        rotary: (cos, sin) of `rotary_table`, applied to q and k. cache: this layer's; new keys go into its slots `positions`
-        (batch, seq), and k_len counts its slots; with `context`, the context's keys and values are kept in it and projected once.
+        x: (batch, seq, d_model). context: (batch, k_len, d_model), for cross attention. mask: boolean, True where a
+        query may look, and bias: added to the scores, both broadcastable to (batch, n_heads, seq, k_len). causal: no
+        query looks at a later key.
+        rotary: (cos, sin) of `rotary_table`, applied to q and k. cache: this layer's; new keys go into its slots
+        `positions` (batch, seq), and k_len counts its slots; with `context`, the context's keys and values are kept in
+        it and projected once.
         Returns (batch, seq, d_model).
         """
         q = self.split_heads(self.to_q(x))  # (batch, n_heads, seq, head_dim)
@@ -68,7 +72,8 @@ class Attention(nn.Module):
             k, v = cache.cross
         else:
             source = x if context is None else context
-            k, v = self.split_heads(self.to_k(source)), self.split_heads(self.to_v(source))  # (batch, n_kv_heads, k_len, head_dim)
+            # (batch, n_kv_heads, k_len, head_dim)
+            k, v = self.split_heads(self.to_k(source)), self.split_heads(self.to_v(source))
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if cache is not None:
@@ -76,5 +81,8 @@ class Attention(nn.Module):
                 k, v = cache.update(k, v, positions)
             else:
                 cache.cross = k, v
-        out, _ = self.kernel(q, k, v, mask=mask, bias=bias, causal=causal, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        out, _ = self.kernel(
+            q, k, v, mask=mask, bias=bias, causal=causal, scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
         return self.to_out(out.transpose(1, 2).flatten(2))

@@ -10,8 +10,8 @@ from gradus.layers.masks import attention_mask
 
 
 class LayerCache:
-    """One layer's share: `k` and `v` (batch, n_kv_heads, max_len, head_dim) with a slot a token, and `cross`, the keys and values of
-    the encoder's output (or None), which are projected once."""
+    """One layer's share: `k` and `v` (batch, n_kv_heads, max_len, head_dim) with a slot a token, and `cross`, the keys
+    and values of the encoder's output (or None), which are projected once."""
 
     def __init__(self, cache: Cache, shape: tuple[int, int, int, int], device, dtype):
         self.cache = cache
@@ -22,8 +22,8 @@ class LayerCache:
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v (batch, n_kv_heads, seq, head_dim) into the slots `positions` (batch, seq).
 
-        Returns all keys and values up to the highest slot used: (batch, n_kv_heads, cache.length, head_dim). `cache.mask(positions)`
-        must have been called before, once for all layers.
+        Returns all keys and values up to the highest slot used: (batch, n_kv_heads, cache.length, head_dim).
+        `cache.mask(positions)` must have been called before, once for all layers.
         """
         rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (batch, 1)
         for kept, new in ((self.k, k), (self.v, v)):
@@ -32,13 +32,17 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of all layers of a decoder: `layers[i]` is layer i's. `length` is one more than the highest slot used.
+    """Keys and values of all layers of a decoder: `layers[i]` is layer i's. `length` is one more than the highest slot
+    used.
 
-    `positions` (batch, seq) says in which slot each token sits. Prompts of different lengths are padded on the right: row i goes
-    on at slot length_i, over the padding's keys, and no query looks at a slot behind its own.
+    `positions` (batch, seq) says in which slot each token sits. Prompts of different lengths are padded on the right:
+    row i goes on at slot length_i, over the padding's keys, and no query looks at a slot behind its own.
     """
 
-    def __init__(self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         self.batch, self.max_len, self.length = batch, max_len, 0
         self.layers = [LayerCache(self, (batch, n_kv_heads, max_len, head_dim), device, dtype) for _ in range(n_layers)]
 
@@ -47,8 +51,8 @@ class Cache:
         return torch.arange(self.length, self.length + seq_len, device=device).expand(batch, seq_len)
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Call once per forward pass, before the layers: makes room for `positions` (batch, seq) and returns which slots each
-        query may look at, slot <= position: boolean (batch, 1, seq, length).
+        """Call once per forward pass, before the layers: makes room for `positions` (batch, seq) and returns which
+        slots each query may look at, slot <= position: boolean (batch, 1, seq, length).
 
         Raises UserError when a position lies outside the cache.
         """
@@ -57,7 +61,10 @@ class Cache:
         lowest, highest = torch.stack(torch.aminmax(positions)).tolist()
         if lowest < 0 or highest >= self.max_len:
             outside = highest if lowest >= 0 else lowest
-            raise UserError(f"position {outside} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise max_len")
+            raise UserError(
+                f"position {outside} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise "
+                "max_len"
+            )
         self.length = max(self.length, highest + 1)
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
 

@@ -25,7 +25,8 @@ def get_activation(name: str):
 
 
 class FeedForward(nn.Module):
-    """down(dropout(activation(up(x)))) (Vaswani et al. 2017, equation 2). x: (batch, seq, d_model), and so the result."""
+    """down(dropout(activation(up(x)))) (Vaswani et al. 2017, equation 2). x: (batch, seq, d_model), and so the
+    result."""
 
     def __init__(self, d_model: int, d_ff: int, activation: str, bias: bool = True, dropout: float = 0.0):
         super().__init__()
@@ -39,7 +40,8 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, equation 6). x: (batch, seq, d_model), and so the result."""
+    """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, equation 6). x: (batch, seq, d_model), and so the
+    result."""
 
     def __init__(self, d_model: int, d_ff: int, activation: str, bias: bool = False, dropout: float = 0.0):
         super().__init__()

@@ -5,8 +5,10 @@ All kernels have one signature:
     kernel(q, k, v, *, mask=None, bias=None, causal=False, scale=None, dropout=0.0) -> (out, weights | None)
 
     q        (batch, n_heads, q_len, head_dim)
-    k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads: query head i reads key head i // (n_heads / n_kv_heads)
-    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len)
+    k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads:
+             query head i reads key head i // (n_heads / n_kv_heads)
+    mask     boolean, True where a query may look; broadcastable to (batch, n_heads, q_len, k_len);
+             or Documents, with causal
     bias     added to the scaled scores; broadcastable likewise
     causal   a query looks at no later key; only where q_len == k_len (otherwise give a mask)
     scale    None: head_dim ** -0.5
@@ -16,8 +18,10 @@ All kernels have one signature:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gradus.errors import UserError, did_you_mean
+from gradus.layers.masks import Documents, flex
 
 
 def naive(
@@ -32,20 +37,23 @@ def naive(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len, k_len)."""
+    """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len,
+    k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    mask = _dense(mask, causal)
     allowed = _allowed(q, k, mask, causal)
-    scores = (q * _scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
+    scores = (q * default_scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
     if bias is not None:
         scores = scores + bias
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)  # not -inf: softmax of nothing would be NaN
+        # not -inf: softmax of nothing would be NaN
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1)
     if mask is not None:
         weights = weights.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
@@ -57,7 +65,7 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -65,13 +73,19 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
 
-    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its backward pass
-    is slow there: up to about 512 tokens `naive` trains faster.
+    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its
+    backward pass is slow there: up to about 512 tokens `naive` trains faster.
     """
     extra, blind = None, None
+    # all that flex_attention can do
+    if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
+        assert causal, "packed documents look backwards"
+        return flex(*_autocast(q, k, v), mask, scale), None
+    mask = _dense(mask, causal)
     if mask is not None or bias is not None:
         extra = _allowed(q, k, mask, causal)
-        if mask is not None:  # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
+        # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
+        if mask is not None:
             blind = ~extra.any(dim=-1, keepdim=True)
             extra = extra | blind
         if bias is not None:
@@ -94,23 +108,58 @@ def chunked(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
     chunk: int = 256,
 ) -> tuple[Tensor, None]:
-    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which makes
-    each chunk's weights again (and draws its dropout again from the generator's saved state)."""
+    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which
+    makes each chunk's weights again (and draws its dropout again from the generator's saved state)."""
     assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    mask = _dense(mask, causal)
     n_kv_heads = k.shape[1]
     group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
     mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
-    out = _Chunked.apply(group, k, v, mask, bias, causal, _scale(q, scale), dropout, chunk)
+    out = _Chunked.apply(group, k, v, mask, bias, causal, default_scale(q, scale), dropout, chunk)
     return out.flatten(1, 2), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How scores are made and become weights. mask, bias: broadcastable to (batch, n_kv_heads, group, q_len, k_len)."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of the scores that is alive at once. dropped: True where a weight of it is dropped, in the shape of its
+    scores."""
+
+    rows: slice  # queries
+    cols: slice  # keys that any of them may look at, from the first on
+    dropped: Tensor | None = None
+
+    @classmethod
+    def draw(cls, q: Tensor, rows: slice, cols: slice, dropout: float) -> Chunk:
+        """Draws what is dropped from the generator. q: (batch, n_kv_heads, group, q_len, head_dim)."""
+        if not dropout:
+            return cls(rows, cols)
+        shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
+        return cls(rows, cols, torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout))
+
+    def halves(self, chunk: int, k_len: int, causal: bool) -> Iterator[Chunk]:
+        start = self.rows.start
+        for rows, cols in query_chunks(start, self.rows.stop, -(-chunk // 2), k_len, causal):
+            dropped = None if self.dropped is None else self.dropped[..., rows.start - start : rows.stop - start, cols]
+            yield Chunk(rows, cols, dropped)
 
 
 class _Chunked(torch.autograd.Function):
@@ -128,13 +177,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, bias, causal, scale, dropout, chunk):
         ctx.settings = causal, scale, dropout, chunk
-        ctx.rng_state = _rng_state(q.device) if dropout else None
+        ctx.rng_state = rng_state(q.device) if dropout else None
+        how = Scores(mask, bias, causal, scale, dropout)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(*q.shape[:-1], 1, dtype=_wide(q.dtype))
-        with _no_autocast(q.device):
-            for rows, cols in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
-                dropped = _dropped(q, rows, cols, dropout)
-                out[..., rows, :], lse[..., rows, :] = _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped)
+        lse = q.new_empty(*q.shape[:-1], 1, dtype=accumulator(q.dtype))
+        with no_autocast(q.device):
+            for rows, cols in query_chunks(0, q.shape[3], chunk, k.shape[2], causal):
+                part = Chunk.draw(q, rows, cols, dropout)
+                out[..., rows, :], lse[..., rows, :] = forward_chunk(q, k, v, how, part)
         ctx.save_for_backward(q, k, v, mask, bias, out, lse)
         return out
 
@@ -143,78 +193,85 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, mask, bias, out, lse = ctx.saved_tensors
         causal, scale, dropout, chunk = ctx.settings
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (k, v))
+        how, k_len = Scores(mask, bias, causal, scale, dropout), k.shape[2]
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (k, v))
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
-        with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
-            for whole, width in _chunks(0, q.shape[3], chunk, k.shape[2], causal):
-                dropped = _dropped(q, whole, width, dropout)  # drawn as it was in the forward pass
-                for rows, cols in _chunks(whole.start, whole.stop, -(-chunk // 2), k.shape[2], causal):  # P and dS live together: halves
-                    part = None if dropped is None else dropped[..., rows.start - whole.start : rows.stop - whole.start, cols]
-                    saved = out[..., rows, :], lse[..., rows, :], grad[..., rows, :]
-                    dq[..., rows, :] = _backward_chunk(q, k, v, mask, bias, *saved, dk, dv, dbias, rows, cols, causal, scale, dropout, part)
+        with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
+            for whole, width in query_chunks(0, q.shape[3], chunk, k_len, causal):
+                drawn = Chunk.draw(q, whole, width, dropout)  # as in the forward pass
+                for part in drawn.halves(chunk, k_len, causal):  # P and dS live together
+                    saved = tuple(x[..., part.rows, :] for x in (out, lse, grad))
+                    dq[..., part.rows, :] = backward_chunk(q, k, v, how, part, saved, (dk, dv, dbias))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None, None, None, None
 
 
-def _chunks(first: int, last: int, chunk: int, k_len: int, causal: bool):
+def query_chunks(first: int, last: int, chunk: int, k_len: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Queries first .. last - 1 in chunks: the rows of each, and the columns that any of them may look at."""
     for start in range(first, last, chunk):
         stop = min(start + chunk, last)
         yield slice(start, stop), slice(0, stop if causal else k_len)
 
 
-def _dropped(q: Tensor, rows: slice, cols: slice, dropout: float) -> Tensor | None:
-    """True where a weight of the chunk is dropped, in the shape of its scores."""
-    if not dropout:
-        return None
-    shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
-    return torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout)
-
-
-def _chunk_scores(q, k, mask, bias, rows, cols, causal, scale):
-    """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not look."""
-    rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)  # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
+def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
+    """scale · q kᵀ + bias, (batch, n_kv_heads, group, chunk, columns): a new buffer, -inf where a query may not
+    look."""
+    rows, cols = part.rows, part.cols
+    # (batch · n_kv_heads, group · chunk, head_dim): a group shares its keys
+    rows_q = q[..., rows, :].flatten(2, 3).flatten(0, 1)
     cols_k = k[:, :, cols].flatten(0, 1).transpose(-2, -1)
-    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed, for it is worked on in place).
-    scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=scale).to(_wide(q.dtype))
+    # Not rows_q @ cols_k: selective checkpointing keeps what that gives (and would keep it changed: it is worked on in
+    # place).
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), rows_q, cols_k, beta=0, alpha=how.scale).to(accumulator(q.dtype))
     scores = scores.view(*q.shape[:3], -1, scores.shape[-1])
-    if bias is not None:
-        scores += _window(bias, rows, cols)
-    if mask is not None:
-        scores.masked_fill_(~_window(mask, rows, cols), float("-inf"))
-    if causal:
+    if how.bias is not None:
+        scores += _window(how.bias, rows, cols)
+    if how.mask is not None:
+        scores.masked_fill_(~_window(how.mask, rows, cols), float("-inf"))
+    if how.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start + 1)
         scores.masked_fill_(later, float("-inf"))
     return scores
 
 
-def _forward_chunk(q, k, v, mask, bias, rows, cols, causal, scale, dropout, dropped):
-    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale)
-    top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)  # finite also for a row that may look nowhere
+def forward_chunk(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk) -> tuple[Tensor, Tensor]:
+    """(out, log of the sum of exponentials) of a chunk's queries: (batch, n_kv_heads, group, chunk, head_dim), (...,
+    1)."""
+    p = _chunk_scores(q, k, how, part)
+    # finite also for a row that may look nowhere
+    top = p.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(p.dtype).min)
     p.sub_(top).exp_()
-    total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)  # its largest term is 1, unless the row may look nowhere: 0 / 1 then
-    if dropped is not None:
-        p.masked_fill_(dropped, 0.0)
-    out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, cols]).unflatten(2, (q.shape[2], -1))
-    return out / (total * (1 - dropout)), top + total.log()
+    # its largest term is 1, unless the row may look nowhere: 0 / 1 then
+    total = p.sum(dim=-1, keepdim=True).clamp_min_(1.0)
+    if part.dropped is not None:
+        p.masked_fill_(part.dropped, 0.0)
+    out = (p.flatten(2, 3).to(v.dtype) @ v[:, :, part.cols]).unflatten(2, (q.shape[2], -1))
+    return out / (total * (1 - how.dropout)), top + total.log()
 
 
-def _backward_chunk(q, k, v, mask, bias, out, lse, grad, dk, dv, dbias, rows, cols, causal, scale, dropout, dropped):
-    p = _chunk_scores(q, k, mask, bias, rows, cols, causal, scale).sub_(lse).exp_().to(v.dtype)
+def backward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, how: Scores, part: Chunk, saved: tuple[Tensor, ...],
+    into: tuple[Tensor | None, ...],
+) -> Tensor:  # fmt: skip
+    """dq of a chunk's queries. saved: its out, lse and dO; into: dk, dv and dbias or None, which are added to."""
+    (out, lse, grad), (dk, dv, dbias), cols = saved, into, part.cols
+    p = _chunk_scores(q, k, how, part).sub_(lse).exp_().to(v.dtype)
     delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
-    grad = (grad / (1 - dropout) if dropout else grad).to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
+    grad = grad / (1 - how.dropout) if how.dropout else grad
+    grad = grad.to(v.dtype).flatten(2, 3)  # (batch, n_kv_heads, group · chunk, head_dim)
     ds = (grad @ v[:, :, cols].transpose(-2, -1)).unflatten(2, (q.shape[2], -1))
-    if dropped is not None:
-        ds.masked_fill_(dropped, 0.0)
+    if part.dropped is not None:
+        ds.masked_fill_(part.dropped, 0.0)
     ds.sub_(delta).mul_(p)
-    if dropped is not None:
-        p.masked_fill_(dropped, 0.0)
+    if part.dropped is not None:
+        p.masked_fill_(part.dropped, 0.0)
     _add_product(dv[:, :, cols], p.flatten(2, 3).transpose(-2, -1), grad)
     if dbias is not None:
-        part = _window(dbias, rows, cols)
-        part += ds.sum_to_size(part.shape)
+        window = _window(dbias, part.rows, cols)
+        window += ds.sum_to_size(window.shape)
     ds = ds.flatten(2, 3)
-    _add_product(dk[:, :, cols], ds.transpose(-2, -1), (q[..., rows, :] * scale).flatten(2, 3))
-    return (ds @ k[:, :, cols]).mul_(scale).unflatten(2, (q.shape[2], -1))
+    _add_product(dk[:, :, cols], ds.transpose(-2, -1), (q[..., part.rows, :] * how.scale).flatten(2, 3))
+    return (ds @ k[:, :, cols]).mul_(how.scale).unflatten(2, (q.shape[2], -1))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -249,48 +306,67 @@ def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
     return earlier if mask is None else mask & earlier
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
+    if not isinstance(mask, Documents):
+        return mask
+    assert causal, "packed documents look backwards"
+    return mask.dense()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As PyTorch's own operators are given them: what is written in Python is not cast by itself."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _no_autocast(device: torch.device):
+def no_autocast(device: torch.device):
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
-def _rng_state(device: torch.device) -> Tensor | None:
+def rng_state(device: torch.device) -> Tensor | None:
     if device.type == "meta":
         return None
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-class _rng_restored:
-    """Within it, random numbers come from a saved state; afterwards they go on as if nothing had been drawn."""
+@contextlib.contextmanager
+def rng_restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
+    """Random numbers come from a saved state (None: none are drawn); afterwards they go on as if nothing had been
+    drawn."""
+    if state is None:
+        yield
+        return
 
-    def __init__(self, device: torch.device, state: Tensor | None):
-        self.device, self.state = device, state
+    def restore(state: Tensor) -> None:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
-    def _set(self, state: Tensor) -> None:
-        torch.set_rng_state(state) if self.device.type == "cpu" else torch.get_device_module(self.device).set_rng_state(state, self.device)
-
-    def __enter__(self):
-        if self.state is not None:
-            self.now = _rng_state(self.device)
-            self._set(self.state)
-
-    def __exit__(self, *_):
-        if self.state is not None:
-            self._set(self.now)
+    now = rng_state(device)
+    restore(state)
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 KERNELS = {"naive": naive, "chunked": chunked, "sdpa": sdpa}
 
 
 def get_kernel(name: str, chunk: int = 256) -> Callable:
-    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another name."""
+    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another
+    name."""
     if name not in KERNELS:
         raise UserError(f"layout.attention={name}: no such attention kernel.{did_you_mean(name, KERNELS)}")
     return functools.partial(chunked, chunk=chunk) if name == "chunked" else KERNELS[name]

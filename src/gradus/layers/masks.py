@@ -1,17 +1,102 @@
-"""Which tokens a decoder's queries may attend to."""
+"""Where tokens may look, of documents packed into rows: blocks of scores where the device can skip blocks, else a dense
+mask."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128  # queries and keys a block of flex_attention's
 
 
-def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    """What a decoder's queries may look at besides looking backwards. segments, keep: (batch, seq), as in `decoder_inputs`.
+def has_block_masks(device: torch.device) -> bool:
+    """Whether PyTorch compiles flex_attention for the device, forwards and backwards: on a CPU it has no backward
+    pass."""
+    return device.type == "cuda"
 
-    Returns a boolean mask (batch, 1, seq or 1, seq), or None where nothing is masked.
+
+class Documents:
+    """A query looks at earlier tokens of its own document. Stands in the place of a dense mask; `made` once for all
+    layers.
+
+    segments: integers (batch, seq), the document of each token. keep: boolean (batch, seq), False where no token may
+    look, or None.
     """
+
+    def __init__(self, segments: Tensor, keep: Tensor | None):
+        self.segments, self.keep = segments, keep
+        self.blocks = _blocks(segments, keep)
+        self.made: Tensor | None = None
+
+    @torch.compiler.disable
+    def dense(self) -> Tensor:
+        """(batch, 1, seq, seq), for kernels that take no blocks; that a query looks backwards alone is left to them."""
+        if self.made is None:
+            self.made = _dense(self.segments, self.keep)
+        return self.made
+
+
+def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | Documents | None:
+    """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None.
+
+    Returns None, a boolean mask (batch, 1, seq or 1, seq), or for packed documents on a device that skips blocks
+    Documents.
+    """
+    if segments is not None and has_block_masks(segments.device):
+        return Documents(segments, keep)
+    return _dense(segments, keep)
+
+
+def _dense(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
     mask = None if keep is None else keep[:, None, None, :]
-    if segments is not None:
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        mask = same if mask is None else mask & same
-    return mask
+    if segments is None:
+        return mask
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same if mask is None else mask & same
+
+
+def _blocks(segments: Tensor, keep: Tensor | None) -> BlockMask:
+    """Blocks of scores that may hold one which counts. Found by the first and last document of each block, so that
+    nothing of seq × seq is ever made; `mask_mod` decides within a block, but not where one document fills both its
+    sides."""
+    batch, seq = segments.shape
+    n = -(-seq // BLOCK)
+    tail = (batch, n * BLOCK - seq)
+    low, high = (
+        torch.cat((segments, segments.new_full(tail, fill)), dim=1).view(batch, n, BLOCK)
+        for fill in (torch.iinfo(segments.dtype).max, torch.iinfo(segments.dtype).min)
+    )
+    low, high = low.amin(-1), high.amax(-1)  # (batch, n)
+    i = torch.arange(n, device=segments.device)
+    backwards = i[:, None] >= i
+    meets = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None]) & backwards  # (batch, n, n)
+    whole = torch.zeros_like(meets)
+    if keep is None:
+        one = (low == high) & ((i + 1) * BLOCK <= seq)
+        whole = one[:, :, None] & one[:, None, :] & (low[:, :, None] == low[:, None, :]) & (i[:, None] > i)
+
+    def looks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        may = (q >= k) & (segments[b, q] == segments[b, k])
+        return may if keep is None else may & keep[b, k]
+
+    return BlockMask.from_kv_blocks(*_listed(meets & ~whole), *_listed(whole), BLOCK, looks, (seq, seq))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many blocks of keys each block of queries takes, which ones first): integers (batch, 1, n), (batch, 1, n,
+    n)."""
+    blocks = blocks[:, None].int()
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention)  # as it is, it would make all scores
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    """The attention of packed documents, block by block. q, k, v and the result as in layers.kernels."""
+    return _compiled()(q, k, v, block_mask=documents.blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

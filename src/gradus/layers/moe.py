@@ -12,14 +12,29 @@ from torch import Tensor, nn
 from gradus.layers.feedforward import get_activation
 
 # ---------------------------------------------------------------- matrix products of groups of rows
-# Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell, and so no shape
-# may depend on it. torch.nn.functional.grouped_mm has no fp32 there, and wants widths of whole 16 bytes.
+# Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell,
+# and so no shape may depend on it. On a GPU they are torch.nn.functional.grouped_mm where it can do it, which does not
+# wait for the device.
+
+
+def has_fused(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+    """Whether torch.nn.functional.grouped_mm multiplies such matrices: in bf16, on CUDA from capability 8.0 on, in
+    widths of whole 16 bytes."""
+    if dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return all(width % 8 == 0 for width in widths)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 @torch.library.custom_op("gradus::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """The first counts[0] rows of x times weights[0], the next counts[1] times weights[1], ...: (rows, d_in), (groups, d_in, d_out),
-    integers (groups,) that sum to rows -> (rows, d_out). A group may have no row."""
+    """The first counts[0] rows of x times weights[0], the next counts[1] times weights[1], ...: (rows, d_in), (groups,
+    d_in, d_out), integers (groups,) that sum to rows -> (rows, d_out). A group may have no row."""
+    if len(x) and has_fused(x.dtype, x.device, *weights.shape[1:]):
+        return F.grouped_mm(x.contiguous(), weights, offs=_ends(counts))
     out = x.new_empty(x.shape[0], weights.shape[2])
     sizes = counts.tolist()
     for rows, weight, result in zip(x.split(sizes), weights, out.split(sizes), strict=True):
@@ -34,8 +49,12 @@ def _(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("gradus::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-    """Of each group the rows of x, transposed, times the rows of y: (rows, d_in), (rows, d_out), (groups,) -> (groups, d_in, d_out).
-    That of a group without rows is 0."""
+    """Of each group the rows of x, transposed, times the rows of y: (rows, d_in), (rows, d_out), (groups,) -> (groups,
+    d_in, d_out). That of a group without rows is 0."""
+    if len(x) and has_fused(x.dtype, x.device, x.shape[1], y.shape[1]):
+        out = F.grouped_mm(x.contiguous().T, y.contiguous(), offs=_ends(counts))
+        # pytorch/pytorch#172439: on some GPUs not 0 by itself
+        return out.masked_fill_((counts == 0)[:, None, None], 0.0)
     out = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
     sizes = counts.tolist()
     for a, b, result in zip(x.split(sizes), y.split(sizes), out, strict=True):
@@ -99,14 +118,17 @@ class ExpertLinear(nn.Module):
         x = grouped_mm(x, weight, counts)
         if self.bias is None:
             return x
-        expert = torch.repeat_interleave(counts, output_size=x.shape[0])  # (rows,)
+        # (rows,); without output_size it waits for the device
+        expert = torch.repeat_interleave(counts, output_size=x.shape[0])
         return x + self.held(self.bias).to(x.dtype)[expert]
 
 
 class Experts(nn.Module):
     """One FeedForward, or GatedFeedForward, for each expert."""
 
-    def __init__(self, d_model: int, d_ff: int, n_experts: int, activation: str, gated: bool, bias: bool, dropout: float):
+    def __init__(
+        self, d_model: int, d_ff: int, n_experts: int, activation: str, gated: bool, bias: bool, dropout: float
+    ):
         super().__init__()
         self.gate = ExpertLinear(n_experts, d_model, d_ff, bias) if gated else None
         self.up = ExpertLinear(n_experts, d_model, d_ff, bias)
@@ -126,17 +148,19 @@ def here(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """Σ over the top_k likeliest experts of a token: weight · expert(x) (Shazeer et al. 2017; weights as in Jiang et al. 2024, section
-    2.1: a softmax over the chosen). An expert is a FeedForward, or with `gated` a GatedFeedForward. No token is dropped: an expert takes
-    as many as choose it. The router computes in fp32 (Fedus et al. 2021, section 2.4).
+    """Σ over the top_k likeliest experts of a token: weight · expert(x) (Shazeer et al. 2017; weights as in Jiang et
+    al. 2024, section 2.1: a softmax over the chosen). An expert is a FeedForward, or with `gated` a GatedFeedForward.
+    No token is dropped: an expert takes as many as choose it. The router computes in fp32 (Fedus et al. 2021, section
+    2.4).
 
-    `dispatch(experts, rows, counts)` brings rows (tokens · top_k, d_model), sorted by expert, to their experts and back; it may be
-    replaced from outside. `balance`: what the last forward pass left, see `keep_balance`.
+    `dispatch(experts, rows, counts)` brings rows (tokens · top_k, d_model), sorted by expert, to their experts and
+    back; it may be replaced from outside. `balance`: what the last forward pass left, see `keep_balance`.
     """
 
     def __init__(
-        self, d_model: int, d_ff: int, n_experts: int, top_k: int, activation: str, gated: bool = False, bias: bool = False, dropout: float = 0.0
-    ):
+        self, d_model: int, d_ff: int, n_experts: int, top_k: int, activation: str, gated: bool = False,
+        bias: bool = False, dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         assert top_k <= n_experts, f"top_k={top_k} is more than n_experts={n_experts}"
         self.n_experts, self.top_k = n_experts, top_k
@@ -154,22 +178,26 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         picks = chosen.flatten(1)  # (batch, seq · top_k)
-        counts = picks.new_zeros(x.shape[0], self.n_experts).scatter_add(1, picks, torch.ones_like(picks))  # (batch, n_experts)
+        # (batch, n_experts)
+        counts = picks.new_zeros(x.shape[0], self.n_experts).scatter_add(1, picks, torch.ones_like(picks))
         balance = balance_loss(probabilities, counts)  # kept or not: what checkpointing computes again must be the same
         if self.keeps_balance:
             self.balance = balance
         order = picks.flatten().argsort(stable=True)  # (batch · seq · top_k,), by expert
-        out = self.dispatch(self.experts, x.flatten(0, 1)[order // self.top_k], counts.sum(0))  # (batch · seq · top_k, d_model)
+        # (batch · seq · top_k, d_model)
+        out = self.dispatch(self.experts, x.flatten(0, 1)[order // self.top_k], counts.sum(0))
         out = out[order.argsort()].unflatten(0, chosen.shape)  # (batch, seq, top_k, d_model)
         return (out * weights.unsqueeze(-1)).sum(-2).to(out.dtype)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """n_experts · Σ_i f_i · P_i of each sequence (Fedus et al. 2021, equations 4 to 6, for top_k experts and a sequence at a time:
-    DeepSeek-AI 2024, equations 17 to 20). f_i is the part of the sequence's choices that fell on expert i, P_i the mean probability of
-    expert i; 1 where all experts are equally loaded. Every position of the sequence counts, padding too.
+    """n_experts · Σ_i f_i · P_i of each sequence (Fedus et al. 2021, equations 4 to 6, for top_k experts and a sequence
+    at a time: DeepSeek-AI 2024, equations 17 to 20). f_i is the part of the sequence's choices that fell on expert i,
+    P_i the mean probability of expert i; 1 where all experts are equally loaded. Every position of the sequence counts,
+    padding too.
 
-    probabilities: (batch, seq, n_experts), counts: how often each expert was chosen, integers (batch, n_experts) -> (batch,), fp32.
+    probabilities: (batch, seq, n_experts), counts: how often each expert was chosen, integers (batch, n_experts) ->
+    (batch,), fp32.
     """
     f = counts / counts.sum(-1, keepdim=True)  # (batch, n_experts)
     return probabilities.shape[-1] * (f * probabilities.mean(1)).sum(-1)
@@ -177,8 +205,9 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def keep_balance(model: nn.Module) -> Iterator[list[Tensor]]:
-    """After the block, the list holds the balance loss of every sequence, (batch,), from every mixture of experts in `model`, in their
-    order, of the last forward pass inside. The modules keep nothing, also where a backward pass computes them again."""
+    """After the block, the list holds the balance loss of every sequence, (batch,), from every mixture of experts in
+    `model`, in their order, of the last forward pass inside. The modules keep nothing, also where a backward pass
+    computes them again."""
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     kept: list[Tensor] = []
     for layer in layers:

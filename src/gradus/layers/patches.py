@@ -20,12 +20,16 @@ def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
 
     images: (batch, channels, height, width), both sides multiples of patch_size.
     Returns (batch, n_patches, channels · patch_size · patch_size): within a patch channel, then row, then column.
-    how: unfold and rearrange (a reshape) are two ways to the same; convolution is a third one, with the identity as its kernel.
+    how: unfold and rearrange (a reshape) are two ways to the same; convolution is a third one, with the identity as its
+    kernel.
     """
     batch, channels, height, width = images.shape
     p = patch_size
     if height % p or width % p:
-        raise UserError(f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change patch_size")
+        raise UserError(
+            f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change "
+            "patch_size"
+        )
     if how == "rearrange":
         grid = images.reshape(batch, channels, height // p, p, width // p, p)
         return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
@@ -38,8 +42,8 @@ def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
 
 
 class Patches(nn.Module):
-    """A linear embedding of each patch of an image (Dosovitskiy et al. 2021, equation 1), in one of three ways of one result and
-    one parameter layout: weight (d_model, channels, patch_size, patch_size), bias (d_model,)."""
+    """A linear embedding of each patch of an image (Dosovitskiy et al. 2021, equation 1), in one of three ways of one
+    result and one parameter layout: weight (d_model, channels, patch_size, patch_size), bias (d_model,)."""
 
     def __init__(self, image_size: int, patch_size: int, n_channels: int, d_model: int, how: How = "convolution"):
         super().__init__()
@@ -58,11 +62,15 @@ class Patches(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> (batch, n_patches, d_model). Raises UserError for images of another size."""
+        """(batch, channels, height, width) -> (batch, n_patches, d_model). Raises UserError for images of another
+        size."""
         wanted = (self.weight.shape[1], self.image_size, self.image_size)
         if tuple(images.shape[1:]) != wanted:
             given, wanted = (" × ".join(map(str, shape)) for shape in (images.shape[1:], wanted))
-            raise UserError(f"images of {given} (channels × height × width) given to a model for {wanted}; resize them or change model.image_size")
+            raise UserError(
+                f"images of {given} (channels × height × width) given to a model for {wanted}; resize them or change "
+                "model.image_size"
+            )
         if self.how == "convolution":
             return F.conv2d(images, self.weight, self.bias, stride=self.patch_size).flatten(2).transpose(1, 2)
         return F.linear(extract(images, self.patch_size, self.how), self.weight.flatten(1), self.bias)

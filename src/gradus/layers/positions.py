@@ -20,7 +20,9 @@ class RopeScaling(Protocol):
     original_seq_len: int
 
 
-def sinusoidal(seq_len: int, d_model: int, layout: Literal["interleaved", "halves"] = "interleaved", device=None) -> Tensor:
+def sinusoidal(
+    seq_len: int, d_model: int, layout: Literal["interleaved", "halves"] = "interleaved", device=None
+) -> Tensor:
     """(seq, d_model) fp32: sin and cos of position / 10000^(2i / d_model) (Vaswani et al. 2017, section 3.5).
 
     interleaved: sin and cos alternate, as in the paper. halves: all sin, then all cos.
@@ -31,7 +33,8 @@ def sinusoidal(seq_len: int, d_model: int, layout: Literal["interleaved", "halve
     if layout not in ("interleaved", "halves"):
         raise UserError(f"positions={layout}: unknown layout. Known: halves, interleaved.")
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
-    angle = torch.arange(seq_len, dtype=torch.float64, device="cpu")[:, None] * 10_000.0**-exponent  # (seq, d_model / 2)
+    # (seq, d_model / 2)
+    angle = torch.arange(seq_len, dtype=torch.float64, device="cpu")[:, None] * 10_000.0**-exponent
     parts = angle.sin(), angle.cos()
     table = torch.stack(parts, dim=-1).flatten(1) if layout == "interleaved" else torch.cat(parts, dim=-1)
     return table.to(device=device or torch.get_default_device(), dtype=torch.float32)
@@ -40,8 +43,9 @@ def sinusoidal(seq_len: int, d_model: int, layout: Literal["interleaved", "halve
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
     """(head_dim / 2,) fp32: radians a position, theta^(-2i / head_dim) (Su et al. 2021, equation 15).
 
-    scaling: Llama 3.1's (Grattafiori et al. 2024): wavelengths longer than original_seq_len / low_freq_factor are stretched by
-    `factor`, those shorter than original_seq_len / high_freq_factor stay, and between the two the stretch fades in.
+    scaling: Llama 3.1's (Grattafiori et al. 2024): wavelengths longer than original_seq_len / low_freq_factor are
+    stretched by `factor`, those shorter than original_seq_len / high_freq_factor stay, and between the two the stretch
+    fades in.
     """
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head size, not {head_dim}")
@@ -53,18 +57,24 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None 
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
-    """Rotations for `apply_rotary`: (cos, sin), each positions.shape + (head_dim,) in fp32, the first half of sin negated.
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotations for `apply_rotary`: (cos, sin), each positions.shape + (head_dim,) in fp32, the first half of sin
+    negated.
 
-    positions: integers (seq,) or (batch, seq); for q and k of shape (batch, n_heads, seq, head_dim) give (batch, 1, seq).
+    positions: integers (seq,) or (batch, seq); for q and k of shape (batch, n_heads, seq, head_dim) give (batch, 1,
+    seq).
     """
-    angle = positions[..., None].float() * rotary_frequencies(head_dim, theta, scaling, positions.device)  # (..., seq, head_dim / 2)
+    # (..., seq, head_dim / 2)
+    angle = positions[..., None].float() * rotary_frequencies(head_dim, theta, scaling, positions.device)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + head_dim/2}) by its position's angle (Su et al. 2021, equation 34, in the half-split layout).
+    """Rotate each pair (x_i, x_{i + head_dim/2}) by its position's angle (Su et al. 2021, equation 34, in the
+    half-split layout).
 
     x: (batch, n_heads, seq, head_dim); cos, sin: from `rotary_table`. Same shape and dtype as x; computed in fp32.
     """
@@ -73,13 +83,17 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def interleaved_to_halves(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows of a q or k projection (weight or bias) from the layout that rotates neighbours (2i, 2i+1) (Meta's) to the half-split one (ours)."""
+    """Rows of a q or k projection (weight or bias) from the layout that rotates neighbours (2i, 2i+1) (Meta's) to the
+    half-split one (ours)."""
     return weight.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def relative_buckets(query_pos: Tensor, key_pos: Tensor, bidirectional: bool, n_buckets: int = 32, max_distance: int = 128) -> Tensor:
-    """T5's buckets of the distance from a query to a key (Raffel et al. 2020, section 2.1): one each for near keys, logarithmic ones
-    up to max_distance, one for all that is farther; half of them for later keys when bidirectional, else later keys count as distance 0.
+def relative_buckets(
+    query_pos: Tensor, key_pos: Tensor, bidirectional: bool, n_buckets: int = 32, max_distance: int = 128
+) -> Tensor:
+    """T5's buckets of the distance from a query to a key (Raffel et al. 2020, section 2.1): one each for near keys,
+    logarithmic ones up to max_distance, one for all that is farther; half of them for later keys when bidirectional,
+    else later keys count as distance 0.
 
     query_pos: integers (..., q_len); key_pos: (..., k_len). Returns long (..., q_len, k_len) in [0, n_buckets).
     """

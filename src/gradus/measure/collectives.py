@@ -1,16 +1,16 @@
-"""How long the eight collectives take between these processes, and the two numbers that sum it up: latency and bandwidth.
+"""How long the eight collectives take between these processes, and the two numbers that sum it up: latency and
+bandwidth.
 
-Sizes and bandwidths are defined as in NVIDIA's nccl-tests (doc/PERFORMANCE.md there), so that the figures can be laid beside theirs.
+Sizes and bandwidths are defined as in NVIDIA's nccl-tests (doc/PERFORMANCE.md there), so that the figures can be laid
+beside theirs.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,14 +22,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradus import __version__, limits
+from gradus import limits
 from gradus.errors import UserError, did_you_mean, need
+from gradus.measure.conditions import conditions as about_here
+from gradus.measure.workers import start
 from gradus.parallel import world as worlds
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile, read_rows
-from gradus.train.machine import cpu_name
 
-# Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-tests).
+# Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
+# tests).
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "scatter": lambda n: (n - 1) / n,
@@ -54,13 +56,15 @@ _torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class TorchCollectives:
     """The eight collectives of torch.distributed on float32, root 0.
 
-    whole: (n_processes * n,) and part: (n,) are this process's input or output as the collective has it; other: (n_processes * n,)
-    is the second whole array of all_to_all.
+    whole: (n_processes * n,) and part: (n,) are this process's input or output as the collective has it; other:
+    (n_processes * n,) is the second whole array of all_to_all.
     """
 
     def __init__(self, world: World, n: int, device: str = "cpu"):
         # filled, not zeros(): untouched zero pages would not come from memory
-        self.whole, self.part, self.other = (torch.empty(k, device=device).fill_(0) for k in (world.size * n, n, world.size * n))
+        self.whole, self.part, self.other = (
+            torch.empty(k, device=device).fill_(0) for k in (world.size * n, n, world.size * n)
+        )
         self.parts = list(self.whole.chunk(world.size))  # views
         self.first, self.device = world.first, device
 
@@ -157,17 +161,22 @@ def measure(
     collectives: tuple[str, ...] = COLLECTIVES,
     seconds: float = SECONDS,
 ) -> list[Row]:
-    """Times each collective at each size between the processes of `world`, which have met. Every process calls it; every one gets the rows.
+    """Times each collective at each size between the processes of `world`, which have met. Every process calls it;
+    every one gets the rows.
 
-    sizes: bytes of the whole array, S in nccl-tests (a process's part is S / n_processes; rounded up to whole float32 a part, and the row has
-    the bytes that went). backend: `gloo`, `nccl` (between GPUs) or `mpi` (MPI.COMM_WORLD). seconds: aimed at for each collective and size.
+    sizes: bytes of the whole array, S in nccl-tests (a process's part is S / n_processes; rounded up to whole float32 a
+    part, and the row has the bytes that went). backend: `gloo`, `nccl` (between GPUs) or `mpi` (MPI.COMM_WORLD).
+    seconds: aimed at for each collective and size.
 
-    A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows of a collective are
-    `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and `/bus_bandwidth` (bytes/s) for each size,
-    then `/latency` (s) and `/bandwidth` (bytes/s; none where time does not grow with size) of the fit, from 3 sizes on: see `fit`.
+    A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows
+    of a collective are `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and
+    `/bus_bandwidth` (bytes/s) for each size, then `/latency` (s) and `/bandwidth` (bytes/s; none where time does not
+    grow with size) of the fit, from 3 sizes on: see `fit`.
     """
     assert world.size > 1, "a collective needs another process"
-    maker, device = (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
+    maker, device = (
+        (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
+    )
     common = conditions(world, backend)
     rows: list[Row] = []
     for name in collectives:
@@ -183,7 +192,9 @@ def measure(
             rows += [
                 Row(f"{path}/time", median, "s", conditions={**here, "quartiles": [low, high], "calls": len(times)}),
                 Row(f"{path}/algorithm_bandwidth", n_bytes / median, "bytes/s", conditions=here),
-                Row(f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
+                Row(
+                    f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here
+                ),
             ]
         if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
             rows += _fitted(name, points, common)
@@ -200,19 +211,22 @@ def _time(made: TorchCollectives | MpiCollectives, name: str, seconds: float) ->
         made.wait()
         return time.perf_counter() - start
 
-    warm = made.slowest([once() for _ in range(WARM_UP)])  # the same on every process, so that all agree on the number of calls
+    # the same on every process, so that all agree on the number of calls
+    warm = made.slowest([once() for _ in range(WARM_UP)])
     calls = int(min(MOST, max(LEAST, seconds / max(float(warm[-1]), 1e-9))))
     return made.slowest([once() for _ in range(calls)])
 
 
 def fit(n_bytes: list[float], seconds: list[float]) -> tuple[float, float, float]:
-    """Latency α (s), bandwidth β (bytes/s) and the largest relative error of t = α + n/β (the alpha-beta model; Hockney 1994).
+    """Latency α (s), bandwidth β (bytes/s) and the largest relative error of t = α + n/β (the alpha-beta model; Hockney
+    1994).
 
-    Least squares on relative errors, Σ((α + n/β - t)/t)², so that small and large sizes weigh alike; α and 1/β are not negative, hence
-    β = inf where time does not grow with size.
+    Least squares on relative errors, Σ((α + n/β - t)/t)², so that small and large sizes weigh alike; α and 1/β are not
+    negative, hence β = inf where time does not grow with size.
     """
     n, t = np.asarray(n_bytes, float), np.asarray(seconds, float)
-    columns = np.stack([1 / t, n / t], axis=1)  # (sizes, 2): what α and 1/β add to the predicted over the measured time, which is to be 1
+    # (sizes, 2): what α and 1/β add to the predicted over the measured time, which is to be 1
+    columns = np.stack([1 / t, n / t], axis=1)
     scale = np.abs(columns).max(axis=0)  # else one column is 10⁶ times the other
     alpha, slope = np.linalg.lstsq(columns / scale, np.ones(len(t)), rcond=None)[0] / scale
     if alpha < 0:
@@ -239,48 +253,49 @@ def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterato
 
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
-    versions = {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = about_here()
+    versions = found["versions"]
     if backend == "mpi":
         mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
         versions |= {"mpi4py": mpi4py.__version__, "mpi": library.Get_library_version().split(",")[0].strip("\0 \n")}
     if backend == "nccl":
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
-    found = {
+        found["gpu"] = torch.cuda.get_device_name()
+    return {
         "backend": backend,
         "processes": world.size,
         "processes_on_this_host": world.local_size,
         "threads": torch.get_num_threads(),
         "dtype": "float32",
-        "host": socket.gethostname(),
-        "cpu": cpu_name(),
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),  # before: what else the machine was doing
-        "versions": versions,
+        **found,
     }
-    if backend == "nccl":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`1KiB,64KiB,1MB` → bytes. KiB, MiB, GiB are powers of 1024; kB, MB, GB of 1000; a bare number is bytes. Raises UserError."""
+    """`1KiB,64KiB,1MB` → bytes. KiB, MiB, GiB are powers of 1024; kB, MB, GB of 1000; a bare number is bytes. Raises
+    UserError."""
     units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
     sizes = []
     for word in text.split(","):
         found = re.fullmatch(r"\s*([0-9]{1,15})\s*([A-Za-z]*)\s*", word)
         if not found or int(found[1]) == 0:
-            raise UserError(f"--sizes: {word.strip()[:40] or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB")
+            raise UserError(
+                f"--sizes: {word.strip()[:40] or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB"
+            )
         if found[2].lower() not in units:
             raise UserError(f"--sizes: {word.strip()}: unknown unit {found[2]}. Use B, KiB, MiB, GiB, kB, MB or GB.")
         sizes.append(int(found[1]) * units[found[2].lower()])
     return tuple(sorted(set(sizes)))
 
 
-def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZES, seconds: float = SECONDS) -> list[Row] | None:
-    """Measures between `processes` processes. They are started here (2 by default), unless a launcher (torchrun, mpirun, srun) has
-    started this one; then they are its, and every one but the first gets None.
+def run(
+    backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZES, seconds: float = SECONDS
+) -> list[Row] | None:
+    """Measures between `processes` processes. They are started here (2 by default), unless a launcher (torchrun,
+    mpirun, srun) has started this one; then they are its, and every one but the first gets None.
 
-    Raises UserError when the backend is not to be had here, when processes contradicts the launcher, or when there is only one process.
+    Raises UserError when the backend is not to be had here, when processes contradicts the launcher, or when there is
+    only one process.
     """
     if backend not in BACKENDS:
         raise UserError(f"--backend {backend}: no such backend.{did_you_mean(backend, BACKENDS)}")
@@ -288,65 +303,57 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     launched = world.launcher != "none"
     n = world.size if launched else processes or 2
     if launched and processes not in (None, n):
-        raise UserError(f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this without {world.launcher}.")
+        raise UserError(
+            f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this "
+            f"without {world.launcher}."
+        )
     if n < 2:
         raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
     here = world.local_size if launched else n
-    if backend != "nccl" and 4 * here * max(sizes) > limits.memory():  # each process holds what it sends and what it gets, twice over at times
+    # each process holds what it sends and what it gets, twice over at times
+    if backend != "nccl" and 4 * here * max(sizes) > limits.memory():
         most = f"{show_bytes(int(limits.memory() / 4 / here))} at most"
-        raise UserError(f"--sizes {show_bytes(max(sizes))}: {here} processes do not hold it in {show_bytes(int(limits.memory()))} of memory; {most}.")
+        raise UserError(
+            f"--sizes {show_bytes(max(sizes))}: {here} processes do not hold it in "
+            f"{show_bytes(int(limits.memory()))} of memory; {most}."
+        )
     if backend == "nccl":
         n_gpus = torch.cuda.device_count()
-        if not dist.is_nccl_available() or n_gpus < (1 if launched else n):  # a launcher may show each process its own GPU only
-            there = f"{n_gpus} GPU{'s' * (n_gpus != 1)} and PyTorch {'with' if dist.is_nccl_available() else 'without'} NCCL"
+        # a launcher may show each process its own GPU only
+        if not dist.is_nccl_available() or n_gpus < (1 if launched else n):
+            nccl = "with" if dist.is_nccl_available() else "without"
+            there = f"{n_gpus} GPU{'s' * (n_gpus != 1)} and PyTorch {nccl} NCCL"
             raise UserError(f"--backend nccl needs a GPU for each of {n} processes; here: {there}. Use --backend gloo.")
     if backend == "mpi":
         need("mpi4py", "mpi", "--backend mpi")
     if launched:
-        if backend == "mpi":
-            return _under_mpi(world, sizes, seconds)
-        _join(world, backend)
-        rows = measure(world, sizes, backend, seconds=seconds)
-        return rows if world.first else None
+        return _take_part(backend, sizes, seconds, world)
     return _start_mpi(n, sizes, seconds) if backend == "mpi" else _start(n, backend, sizes, seconds)
 
 
-def _join(world: World, backend: str) -> None:
+def _take_part(backend: str, sizes: tuple[int, ...], seconds: float, world: World) -> list[Row] | None:
+    """The rows on the first process, None on the others."""
     torch.set_num_threads(1)
-    worlds.join(world, "cuda" if backend == "nccl" else "cpu")
-
-
-def _under_mpi(world: World, sizes: tuple[int, ...], seconds: float) -> list[Row] | None:
-    seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
-    torch.set_num_threads(1)
-    if seen != world.size:
-        raise UserError(f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. {MPI_HELP}")
-    rows = measure(world, sizes, "mpi", seconds=seconds)
+    if backend == "mpi":
+        seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
+        if seen != world.size:
+            raise UserError(
+                f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. "
+                f"{MPI_HELP}"
+            )
+    else:
+        worlds.join(world, "cuda" if backend == "nccl" else "cpu")
+    rows = measure(world, sizes, backend, seconds=seconds)
     return rows if world.first else None
 
 
 def _start(n: int, backend: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
-    """n workers on this machine, and what the first of them measured."""
-    import multiprocessing
-
-    from torch.multiprocessing import start_processes
-
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    multiprocessing.set_forkserver_preload(["gradus.measure.collectives"])  # torch is imported once, not n times
-    port = worlds.free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        start_processes(_work, (n, port, backend, sizes, seconds, str(file)), n, daemon=True, start_method=method)
-        return _read(file)
-
-
-def _work(rank: int, n: int, port: int, backend: str, sizes: tuple[int, ...], seconds: float, file: str) -> None:
-    world = World(rank, n, rank, n, "gradus", "127.0.0.1", port)
-    _join(world, backend)
-    rows = measure(world, sizes, backend, seconds=seconds)
-    if world.first:
-        _write(Path(file), rows)
-    worlds.leave()
+    """n workers on this machine, and what the first of them measured. What they print stays where one of them
+    failed."""
+    folder = Path(tempfile.mkdtemp(prefix="gradus-collectives-"))
+    rows = start(n, _take_part, backend, sizes, seconds, log=folder / "workers.log")[0]
+    shutil.rmtree(folder)
+    return rows
 
 
 MPI_HELP = "Start it with: mpirun -n 4 gradus collectives --backend mpi"
@@ -358,7 +365,8 @@ def _start_mpi(n: int, sizes: tuple[int, ...], seconds: float) -> list[Row]:
         raise UserError(f"--backend mpi: there is no mpirun on PATH (Debian: apt-get install openmpi-bin). {MPI_HELP}")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # as root, and more processes than cores: Open MPI asks for a word on each (other MPIs do not, and heed none of these)
+        # as root, and more processes than cores: Open MPI asks for a word on each (other MPIs do not, and heed none of
+        # these)
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -366,9 +374,14 @@ def _start_mpi(n: int, sizes: tuple[int, ...], seconds: float) -> list[Row]:
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
-        command = [mpirun, "-n", str(n), sys.executable, "-m", "gradus.measure.collectives", ",".join(map(str, sizes)), str(seconds), str(file)]
+        command = [
+            mpirun, "-n", str(n), sys.executable, "-m", "gradus.measure.collectives", ",".join(map(str, sizes)),
+            str(seconds), str(file),
+        ]  # fmt: skip
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as started:
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        ) as started:
             try:
                 out, err = started.communicate()
             except BaseException:
@@ -396,7 +409,8 @@ def collectives(args) -> int:
     sizes = parse_sizes(args.sizes) if args.sizes else SIZES
     if args.to:
         open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # on the way out, what was started here is ended
+    # on the way out, what was started here is ended
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         rows = run(args.backend, args.processes, sizes)
     finally:
@@ -414,18 +428,25 @@ def table(rows: list[Row]) -> Iterator[str]:
     """What a run prints: its conditions, a line for each collective and size, a line for each fit."""
     c = rows[0].conditions
     versions = ", ".join(f"{k} {v}" for k, v in c["versions"].items())
-    yield f"{c['backend']}, {c['processes']} processes on {c['host']} ({c['cpus']} CPUs, load {c['load']}), float32, {versions}"
-    yield "size: bytes of the whole array; time: on the slowest process, median over calls; algorithm bandwidth: size / time; bus: as in nccl-tests"
+    where = f"{c['processes']} processes on {c['host']} ({c['cpus']} CPUs, load {c['load']})"
+    yield f"{c['backend']}, {where}, float32, {versions}"
+    yield (
+        "size: bytes of the whole array; time: on the slowest process, median over calls; "
+        "algorithm bandwidth: size / time; bus: as in nccl-tests"
+    )
     yield ""
     yield f"{'collective':15} {'size':>8} {'time':>9} {'quartiles':>20} {'calls':>5} {'algorithm':>11} {'bus':>11}"
     found = {(r.name, r.conditions.get("bytes")): r for r in rows}
     for r in rows:
         if r.name.endswith("/time"):
             name, n_bytes = r.conditions["collective"], r.conditions["bytes"]
-            speed, bus = (found[f"collective/{name}/{which}_bandwidth", n_bytes].value for which in ("algorithm", "bus"))
+            speed, bus = (
+                found[f"collective/{name}/{which}_bandwidth", n_bytes].value for which in ("algorithm", "bus")
+            )
             quartiles = " .. ".join(map(show_seconds, r.conditions["quartiles"]))
             yield (
-                f"{name:15} {show_bytes(n_bytes):>8} {show_seconds(r.value):>9} {quartiles:>20} {r.conditions['calls']:5}"
+                f"{name:15} {show_bytes(n_bytes):>8} {show_seconds(r.value):>9} {quartiles:>20} "
+                f"{r.conditions['calls']:5}"
                 f" {show_speed(speed):>11} {show_speed(bus):>11}"
             )
     fits = [r for r in rows if r.name.endswith("/latency")]
@@ -466,7 +487,7 @@ def _main() -> None:
     world = worlds.find()
     if world.launcher == "none":
         raise UserError(f"mpirun told this process neither rank nor size. {MPI_HELP}")
-    rows = _under_mpi(world, parse_sizes(sys.argv[1]), float(sys.argv[2]))
+    rows = _take_part("mpi", parse_sizes(sys.argv[1]), float(sys.argv[2]), world)
     if rows is not None:
         _write(Path(sys.argv[3]), rows)
 

@@ -1,4 +1,5 @@
-"""Energy as a meter reads it: NVIDIA's own counter of a GPU, or RAPL's of the processor packages. Nothing is estimated: no meter, no figure."""
+"""Energy as a meter reads it: NVIDIA's own counter of a GPU, or RAPL's of the processor packages. Nothing is estimated:
+no meter, no figure."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ PERIOD = 0.1  # s between two samples of a GPU's power, where it has no counter 
 
 
 class Meter:
-    """Joules of what is done within `with Meter(device) as meter:`: `meter.joules`, None where nothing can be read; `meter.source` says what was.
+    """Joules of what is done within `with Meter(device) as meter:`: `meter.joules`, None where nothing can be read;
+    `meter.source` says what was.
 
-    A CUDA device is read by NVML: its energy counter (Volta and newer; millijoules since the driver was loaded), else the power it tells
-    ten times a second, integrated by the trapezoid rule. The CPU is read by RAPL (Linux's power capping framework, Intel's and AMD's;
-    readable by root alone on most systems): all processor packages and their memory, so whatever else runs on the machine counts too.
-    RAPL's counters start again at their end, at full power after some minutes at the earliest: call `read()` more often than that.
+    A CUDA device is read by NVML: its energy counter (Volta and newer; millijoules since the driver was loaded), else
+    the power it tells ten times a second, integrated by the trapezoid rule. The CPU is read by RAPL (Linux's power
+    capping framework, Intel's and AMD's; readable by root alone on most systems): all processor packages and their
+    memory, so whatever else runs on the machine counts too. RAPL's counters start again at their end, at full power
+    after some minutes at the earliest: call `read()` more often than that.
 
     library: NVML, opened (None: opened and closed here). root: of the power capping tree.
     """
@@ -95,13 +98,16 @@ class Meter:
 
 
 def rapl(root: Path = POWERCAP) -> dict[Path, tuple[int, int]]:
-    """Domain → (microjoules, where its counter starts again), of processor packages and their memory. Cores and graphics are parts of a
-    package and `psys` is made of all, so they are left out. Empty where nothing can be read."""
+    """Domain → (microjoules, where its counter starts again), of processor packages and their memory. Cores and
+    graphics are parts of a package and `psys` is made of all, so they are left out. Empty where nothing can be read."""
     found = {}
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's too
         with contextlib.suppress(OSError, ValueError):
             if (folder / "name").read_text().strip().startswith(("package", "dram")):
-                found[folder] = (int((folder / "energy_uj").read_text()), int((folder / "max_energy_range_uj").read_text()))
+                found[folder] = (
+                    int((folder / "energy_uj").read_text()),
+                    int((folder / "max_energy_range_uj").read_text()),
+                )
     return found
 
 

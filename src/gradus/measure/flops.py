@@ -1,7 +1,7 @@
 """Floating-point operations, and the peaks to set them against.
 
-Convention: one multiply-add is two operations. *Model* operations are those of the paper's formulas: attention's full matrix (causal
-kernels do about half of it), no recomputation, no padding (Chowdhery et al. 2022, appendix B).
+Convention: one multiply-add is two operations. *Model* operations are those of the paper's formulas: attention's full
+matrix (causal kernels do about half of it), no recomputation, no padding (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from gradus import hardware, models
 from gradus.parallel.apply import use_kernel
+from gradus.torch_private import FLASH_CPU, FLASH_CPU_BACKWARD
 
 if TYPE_CHECKING:
     from gradus.tasks.base import Task
@@ -39,20 +40,23 @@ def _experts_backward(x, y, *_, out_shape=None, **__) -> int:
     return 2 * x[0] * x[1] * y[1]
 
 
-# PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own operators
+# PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own
+# operators
 _MORE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    FLASH_CPU: _cpu_attention,
+    FLASH_CPU_BACKWARD: _cpu_attention_backward,
     torch.ops.gradus.grouped_mm: _experts,
     torch.ops.gradus.grouped_outer: _experts_backward,
 }
 
 
 def count_flops(function: Callable[[], Any]) -> int:
-    """The operations of matrix products, convolutions and attention that `function()` does, backward passes in it included.
+    """The operations of matrix products, convolutions and attention that `function()` does, backward passes in it
+    included.
 
-    All that is done counts: also what checkpointing computes again, and the scores that a fused attention's backward pass computes
-    again (naive attention keeps them). A causal kernel counts in full. Works on real, fake and meta tensors.
+    All that is done counts: also what checkpointing computes again, and the scores that a fused attention's backward
+    pass computes again (naive attention keeps them). A causal kernel counts in full. Works on real, fake and meta
+    tensors.
     """
     with FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         function()
@@ -63,7 +67,8 @@ def count_flops(function: Callable[[], Any]) -> int:
 
 
 def for_run(session: Session) -> tuple[float | None, float | None]:
-    """(model operations of a training step a token, the device's peak in operations a second). Tokens as in `n_tokens`: without padding.
+    """(model operations of a training step a token, the device's peak in operations a second). Tokens as in `n_tokens`:
+    without padding.
 
     Both None, and nothing is counted, where the peak of this device at this precision is not known.
     """
@@ -74,7 +79,8 @@ def for_run(session: Session) -> tuple[float | None, float | None]:
 def flops_per_token(task: Task) -> float:
     """Forward and backward pass over the task's training samples, counted on meta tensors: nothing is computed.
 
-    Samples of one length need one; ragged ones are counted at the middles of four equal parts of the sorted lengths, each alone.
+    Samples of one length need one; ragged ones are counted at the middles of four equal parts of the sorted lengths,
+    each alone.
     """
     data = task.splits["train"]
     lengths = getattr(data, "lengths", None)
@@ -102,7 +108,8 @@ def flops_per_token(task: Task) -> float:
 
 
 def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch without values. How many places a selection holds is a value, so it becomes a tuple of indices, whose shapes say it."""
+    """A batch without values. How many places a selection holds is a value, so it becomes a tuple of indices, whose
+    shapes say it."""
     batch = dict(batch)
     if isinstance(batch.get("select"), Tensor):
         batch["select"] = tuple(part.to("meta") for part in batch["select"].nonzero(as_tuple=True))
@@ -113,16 +120,19 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_peak(device_name: str, numbers: str) -> float | None:
-    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not known, never guessed.
+    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not
+    known, never guessed.
 
-    From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and another name.
+    From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and
+    another name.
     """
     device = hardware.by_driver(device_name)
     return None if device is None else device.peaks.get(numbers)
 
 
 def peak_flops(session: Session) -> float | None:
-    """The peak of the session's device in the numbers that its matrix products are computed in; None where it is not known."""
+    """The peak of the session's device in the numbers that its matrix products are computed in; None where it is not
+    known."""
     if session.device.type != "cuda":
         return None
     layout = session.recipe.layout

@@ -24,7 +24,11 @@ MACHINE = {
     "cpus": ("cores", str, "CPUs that the system counts (hardware threads)"),
     "cpus_allowed": ("cores allowed", str, "of these, those that this process may use"),
     "threads": ("threads", str, "that PyTorch computes with in one process"),
-    "cpu_flags": ("instructions", ", ".join, "AVX: wide vectors; VNNI: int8 products; bf16, fp16: half precision in hardware; AMX: matrix tiles"),
+    "cpu_flags": (
+        "instructions",
+        ", ".join,
+        "AVX: wide vectors; VNNI: int8 products; bf16, fp16: half precision in hardware; AMX: matrix tiles",
+    ),
     "torch_cpu": ("PyTorch uses", str, "the widest vectors its own CPU kernels are built for here"),
     "memory_bytes": ("RAM", _gib, "main memory"),
     "memory_limit_bytes": ("RAM allowed", _gib, "limit of this container"),
@@ -56,7 +60,9 @@ LAUNCHERS = {
 DRIVER = {
     "driver": ("driver", str, "NVIDIA's kernel driver"),
     "driver_cuda": ("CUDA of driver", str, "the newest CUDA that this driver can run"),
-    "torch_cuda": ("CUDA of PyTorch", str, "the CUDA that PyTorch was built with: not newer than the driver's major version"),
+    "torch_cuda": (
+        "CUDA of PyTorch", str, "the CUDA that PyTorch was built with: not newer than the driver's major version",
+    ),
     "torch_gpus": ("GPUs for PyTorch", str, "GPUs that PyTorch sees here (CUDA_VISIBLE_DEVICES hides some)"),
     "nvml_error": ("NVML", str, "the driver's management library is there and does not answer"),
 }
@@ -65,7 +71,9 @@ GPU = {
     "name": ("name", str, "the model"),
     "temperature_c": ("temperature", lambda t: f"{t} °C", "of the chip; too hot, it clocks itself down"),
     "performance_state": ("performance state", str, "P0 is the fastest; P8 and above is at rest"),
-    "persistence_mode": ("persistence mode", str, "on: the driver stays loaded between programs, which then start sooner"),
+    "persistence_mode": (
+        "persistence mode", str, "on: the driver stays loaded between programs, which then start sooner",
+    ),
     "power_w": ("power", lambda w: f"{w:.0f} W", "drawn now: not what training draws, unless it trains now"),
     "power_cap_w": ("power cap", lambda w: f"{w:.0f} W", "above this it clocks itself down"),
     "bus_id": ("bus id", str, "domain:bus:device.function on PCIe"),
@@ -73,10 +81,16 @@ GPU = {
     "memory_used_bytes": ("memory used", _gib, "now, by all processes and the driver"),
     "memory_bytes": ("memory", _gib, "in all"),
     "ecc_mode": ("ECC", str, "error correction of the memory"),
-    "ecc_errors": ("ECC errors", str, "that could not be corrected, since the driver was loaded; more than 0: drain this GPU"),
-    "utilisation": ("utilisation", lambda u: f"{u} %", "share of the last second or less in which some kernel ran, however small"),
+    "ecc_errors": (
+        "ECC errors", str, "that could not be corrected, since the driver was loaded; more than 0: drain this GPU",
+    ),
+    "utilisation": (
+        "utilisation", lambda u: f"{u} %", "share of the last second or less in which some kernel ran, however small",
+    ),
     "memory_utilisation": ("memory utilisation", lambda u: f"{u} %", "share of it in which memory was read or written"),
-    "compute_mode": ("compute mode", str, "default: many processes may use it; exclusive process: one; prohibited: none"),
+    "compute_mode": (
+        "compute mode", str, "default: many processes may use it; exclusive process: one; prohibited: none",
+    ),
     "mig_mode": ("MIG", str, "on: cut into several smaller GPUs"),
     "pcie": ("PCIe", str, "the link to the host now, and at most; at rest it falls back to save power"),
     "nvlinks": ("NVLinks up", str, "direct links to other GPUs"),
@@ -84,7 +98,8 @@ GPU = {
 
 
 def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
-    """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has no line."""
+    """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has
+    no line."""
     found = describe() if found is None else found
     yield from _section("machine", _told(MACHINE, found))
     versions = [(name, version, PACKAGES[name]) for name, version in found.get("versions", {}).items()]
@@ -95,7 +110,10 @@ def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
     yield from _section("GPUs", _told(DRIVER, found))
     for gpu in found.get("gpus", []):
         yield from _section(f"GPU {gpu['index']}", _told(GPU, gpu))
-    links = [("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other") for link in found.get("gpu_links", [])]
+    links = [
+        ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other")
+        for link in found.get("gpu_links", [])
+    ]
     yield from _section("links", links)
     if found.get("torch_gpus") and "gpus" not in found and "nvml_error" not in found:
         yield ""

@@ -9,30 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradus.torch_private import memory_id
+
 MARK = "gradus/"  # how ranges that `Timeline` shall find are named
 
 
 def component_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes of `weights` (buffers too), `gradients` and `optimizer` state as they are now; what is shared counts once."""
+    """Bytes of `weights` (buffers too), `gradients` and `optimizer` state as they are now; what is shared counts
+    once."""
     weights = [*model.parameters(), *model.buffers()]
-    state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-    return {"weights": _bytes(weights), "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None), "optimizer": _bytes(state)}
+    state = (
+        []
+        if optimizer is None
+        else [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    )
+    return {
+        "weights": _bytes(weights),
+        "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer": _bytes(state),
+    }
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of the memory behind tensors: two that share it count once."""
-    behind = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    behind = {memory_id(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(behind.values())
 
 
 class Timeline:
-    """On a CPU: every allocation within `with Timeline() as timeline:`, and its release, in bytes of tensor memory since the start.
+    """On a CPU: every allocation within `with Timeline() as timeline:`, and its release, in bytes of tensor memory
+    since the start.
 
-    PyTorch keeps no count of a CPU's memory, but its profiler sees every change. Name places on the time line with `mark(name)`.
+    PyTorch keeps no count of a CPU's memory, but its profiler sees every change. Name places on the time line with
+    `mark(name)`.
     """
 
     def __enter__(self) -> Timeline:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library tells standard error of each start and stop
+        # the profiler's library tells standard error of each start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self.profile.__enter__()
         return self
@@ -45,11 +59,14 @@ class Timeline:
         self.profile.__exit__(*error)
         events = self.profile.profiler.kineto_results.events()
         cpu = torch.autograd.DeviceType.CPU
-        self.changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == cpu)
+        self.changes = sorted(
+            (e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == cpu
+        )
         self.marks = sorted((e.start_ns(), e.name().removeprefix(MARK)) for e in events if e.name().startswith(MARK))
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """(name of the mark that ends a phase, bytes allocated there, peak bytes since the mark before); "end" closes the last."""
+        """(name of the mark that ends a phase, bytes allocated there, peak bytes since the mark before); "end" closes
+        the last."""
         rows, now, peak, changes = [], 0, 0, iter([*self.changes, (float("inf"), 0)])
         at, change = next(changes)
         for until, name in [*self.marks, (float("inf"), "end")]:

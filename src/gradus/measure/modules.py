@@ -1,11 +1,11 @@
-"""The module tree as a layout places it: what each process holds of every parameter. Nothing is computed and no other process is needed."""
+"""The module tree as a layout places it: what each process holds of every parameter. Nothing is computed and no other
+process is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -17,13 +17,14 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, Mesh, needed
 from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.torch_private import FakeTensorMode
 from gradus.train.precision import Precision, pick_device
 from gradus.train.session import open_session
 
 
 def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = True) -> list[str]:
-    """The lines of the tree on process `rank` of n (None: as many as the layout names), by module: class, and of each parameter
-    its name, whole shape → shape here, dtype and placements.
+    """The lines of the tree on process `rank` of n (None: as many as the layout names), by module: class, and of each
+    parameter its name, whole shape → shape here, dtype and placements.
 
     data: open the data for what the recipe leaves to them, such as the vocabulary's size.
     Raises UserError for a layout that does not fit, and without data for a size that the recipe does not have.
@@ -32,7 +33,9 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     if n < 1 or not 0 <= rank < n:
         raise UserError(f"--rank={rank} of --processes={n}: ranks go from 0 to processes - 1.")
     # nothing is run here: neither the device nor how it is computed or sent changes what is held
-    layout = recipe.layout.model_copy(update={"device": "cpu", "compile": "none", "compress": "none", "transport": "torch"})
+    layout = recipe.layout.model_copy(
+        update={"device": "cpu", "compile": "none", "compress": "none", "transport": "torch"}
+    )
     check.validate(recipe, n)
     recipe = recipe.model_copy(update={"layout": layout})
     with fake_world(n, rank) as here:
@@ -121,7 +124,8 @@ def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
     words = []
     if isinstance(p, DTensor):
         for axis, placement in reversed(list(zip(p.device_mesh.mesh_dim_names, p.placements))):
-            split = placement.dim if hasattr(placement, "dim") else None  # Shard, also FSDP2's within a tensor-parallel one
+            # Shard, also FSDP2's within a tensor-parallel one
+            split = placement.dim if hasattr(placement, "dim") else None
             words.append(f"{axis.replace('_', ' × ')}: {'Replicate()' if split is None else f'Shard({split})'}")
     else:
         others = parallel.mesh.size(*(axis for axis in AXES if axis != "pipeline"))

@@ -25,10 +25,11 @@ WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
 def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     """Take real steps of the recipe and yield lines: first the memory picture, then torch.profiler's top operations.
 
-    Memory: what is allocated (on CUDA also reserved) and its peak after building, and after the forward pass, the backward pass and
-    the optimizer's step of the first step and of the second, which finds the optimizer's state there; then by component.
-    Time: `repeat` cycles of 1 step not looked at, 1 to warm up, 3 recorded, with shapes and memory.
-    Writes trace.json (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
+    Memory: what is allocated (on CUDA also reserved) and its peak after building, and after the forward pass, the
+    backward pass and the optimizer's step of the first step and of the second, which finds the optimizer's state there;
+    then by component.
+    Time: `repeat` cycles of 1 step not looked at, 1 to warm up, 3 recorded, with shapes and memory. Writes trace.json
+    (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
     Raises UserError for what the recipe, the data or the disk do not allow.
     """
     try:
@@ -92,7 +93,9 @@ class CudaTimeline:
 def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, the trainer's step marks where its passes begin and end."""
     task, precision, parallel = trainer.task, trainer.precision, trainer.parallel
-    own = {(task, "losses"): task.losses, (parallel, "backward"): parallel.backward, (precision, "step"): precision.step}
+    own = {
+        (task, "losses"): task.losses, (parallel, "backward"): parallel.backward, (precision, "step"): precision.step,
+    }  # fmt: skip
 
     def losses(model, batch):
         mark("ready")
@@ -118,12 +121,11 @@ def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
 
 
 def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:
-    """(the trainer after two steps, the steps to come, a table, the same as rows). Bytes of tensor memory: on a CPU counted from before the
-    model was built, on CUDA whatever the allocator holds."""
-    cuda = session.device.type == "cuda"
+    """(the trainer after two steps, the steps to come, a table, the same as rows). Bytes of tensor memory: on a CPU
+    counted from before the model was built, on CUDA whatever the allocator holds."""
     if session.device.type == "mps":
         raise UserError("layout.device=mps: its memory cannot be followed. Profile with layout.device=cpu.")
-    timeline = CudaTimeline() if cuda else Timeline()
+    timeline = CudaTimeline() if session.device.type == "cuda" else Timeline()
     with timeline:
         model = session.build()
         apply(model, session.recipe.layout)
@@ -145,15 +147,22 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
             timeline.mark(f"step {number}: cleared")
     held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
+    return trainer, steps, *tell_picture(session, timeline, held)
+
+
+def tell_picture(
+    session: Session, timeline: Timeline | CudaTimeline, state: dict[str, int]
+) -> tuple[list[str], list[Row]]:
+    """(a table, the same as rows) of two steps that were followed. state: bytes of weights, gradients and optimizer."""
     # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
-    phases = timeline.phases()
+    phases, cuda = timeline.phases(), isinstance(timeline, CudaTimeline)
     last = {name: (allocated, peak) for name, allocated, peak in phases}
     peaks: dict[str, int] = {}
     for name, _, peak in phases:
         peaks[name] = max(peaks.get(name, 0), peak)
+    held = {name: state[name] for name in ("weights", "gradients", "optimizer")}
     held["activations"] = last["step 2: forward"][0] - last["step 2: ready"][0]
     held["peak"] = max(peaks.values())
-    held = {name: held[name] for name in ("weights", "gradients", "optimizer", "activations", "peak")}
 
     shown = ["building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))]
     lines = [f"  {'after':20} {'allocated':>12} {'peak':>12}" + (f" {'reserved':>12}" if cuda else "")]
@@ -165,7 +174,9 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
         "torch": torch.__version__,
     }
     for name in shown:
-        numbers = {"allocated": last[name][0], "peak": peaks[name]} | ({"reserved": timeline.reserved[name]} if cuda else {})
+        numbers = {"allocated": last[name][0], "peak": peaks[name]}
+        if cuda:
+            numbers["reserved"] = timeline.reserved[name]
         lines.append(f"  {name:20}" + "".join(f" {megabytes(n):>12}" for n in numbers.values()))
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
         rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
@@ -176,7 +187,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
     lines += ["", f"  {'component':20} {'MB':>12}"]
     lines += [f"  {name:20} {megabytes(n):>12}  {said[name]}".rstrip() for name, n in held.items()]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n in held.items()]
-    return trainer, steps, lines, rows
+    return lines, rows
 
 
 def megabytes(n: int) -> str:
@@ -197,12 +208,16 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
             found.export_chrome_trace(str(path))
             json_whole(path)
         except (OSError, RuntimeError) as e:
-            raise UserError(f"{path}: the trace could not be written ({e}). Free some space or give another --to.") from None
+            raise UserError(
+                f"{path}: the trace could not be written ({e}). Free some space or give another --to."
+            ) from None
         written.append(path)
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True) as found:
+    with torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True
+    ) as found:
         for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
             trainer.take(next(steps))
             found.step()
@@ -219,15 +234,22 @@ def json_whole(path: Path) -> None:
 
 
 def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
-    """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory they took."""
+    """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory
+    they took."""
     time = "self_device_time_total" if cuda else "self_cpu_time_total"
     memory = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
     # a GPU's kernels are listed by themselves too; their time is also the operation's that launched them
-    events = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")]
+    events = [
+        e
+        for e in found.key_averages()
+        if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")
+    ]
     total = sum(getattr(e, time) for e in events) or 1
     lines = [f"  {'operation':56} {'ms':>10} {'share':>7} {'calls':>7} {'MB':>11}"]
     for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:
         spent = getattr(e, time)
         name = e.key if len(e.key) <= 56 else e.key[:55] + "…"
-        lines.append(f"  {name:56} {spent / 1e3:10.2f} {spent / total:7.1%} {e.count:7} {getattr(e, memory) / 1e6:11.2f}")
+        lines.append(
+            f"  {name:56} {spent / 1e3:10.2f} {spent / total:7.1%} {e.count:7} {getattr(e, memory) / 1e6:11.2f}"
+        )
     return lines

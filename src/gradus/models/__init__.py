@@ -134,7 +134,7 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
         from gradus.models.weights import meta_llama
 
-        with _one_line(path / "params.json"):
+        with one_line(path / "params.json"):
             return meta_llama.read(path)
     small = (".json", ".txt", ".model")
     checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
@@ -155,7 +155,7 @@ def _read_config(file: Path) -> schema.ModelConfig:
     weights.check_kinds(hf, file)
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
-    with _one_line(file):
+    with one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
     if any(name != f"LABEL_{i}" for i, name in names.items()):  # those that transformers gives where nobody named them are none
@@ -187,12 +187,12 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
     for key in fields:
         if key not in known or key in ("family", "preset", "init"):
             raise UserError(f"{where}: {key} is no field of a {config.family} model.{did_you_mean(key, set(known) - {'family', 'preset', 'init'})}")
-    with _one_line(where):
+    with one_line(where):
         return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
 
 
 @contextmanager
-def _one_line(where: object) -> Iterator[None]:
+def one_line(where: object) -> Iterator[None]:
     """What a configuration lacks or contradicts, as a UserError."""
     try:
         yield

@@ -21,6 +21,7 @@ from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
 from gradus.recipe.schema import Layout
+from gradus.torch_private import FUSED_ATTENTION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,10 +120,7 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *(operator.default for operator in FUSED_ATTENTION),
     torch.ops.gradus.grouped_mm.default,
 }
 

@@ -29,17 +29,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from gradus import models
 from gradus.data.collate import IGNORE
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, get_kernel
+from gradus.layers import Attention, Block, attention_mask, get_kernel
 from gradus.layers.kernels import (
-    _backward_chunk,
-    _chunks,
-    _dropped,
-    _forward_chunk,
-    _no_autocast,
-    _rng_restored,
-    _rng_state,
-    _scale,
-    _wide,
+    Chunk,
+    Scores,
+    accumulator,
+    backward_chunk,
+    default_scale,
+    forward_chunk,
+    no_autocast,
+    query_chunks,
+    rng_restored,
+    rng_state,
 )
 from gradus.recipe.schema import Layout, ModelConfig
 
@@ -229,7 +230,7 @@ class Context:
         if keep is None and not causal and split.padding:  # causal queries never look at what is behind the sequence
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
         keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
-        ring = _Ring(self.group, self.rank, split, causal, segments, keep, _scale(q, scale), dropout, self.chunk, q.device)
+        ring = _Ring(self.group, self.rank, split, causal, segments, keep, default_scale(q, scale), dropout, self.chunk, q.device)
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
 
@@ -239,10 +240,7 @@ class Context:
         parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]  # each (n, batch, heads / n, local, head_dim)
         mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
         q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split([x.shape[2] for x in parts], dim=2))
-        mask = None if keep is None else keep[:, None, None, :]
-        if segments is not None:
-            same = segments[:, None, :, None] == segments[:, None, None, :]  # (batch, 1, seq, seq)
-            mask = same if mask is None else mask & same
+        mask = attention_mask(segments, keep)
         out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)  # (batch, n_heads / n, seq, head_dim)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
         return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)
@@ -310,16 +308,17 @@ class _Ring:
             for b, j in enumerate(self.split.chunks(holder)):
                 if self.causal and j > i:
                     continue
-                for rows, cols in _chunks(0, size, self.chunk, size, self.causal and i == j):
+                for rows, cols in query_chunks(0, size, self.chunk, size, self.causal and i == j):
                     place = i * size, j * size, a * size, b * size
                     of_queries, of_keys, queries, keys = (slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols)))
                     yield _Tile(queries, keys, self.mask(of_queries, of_keys, self.causal and i == j))
 
-    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple, tuple]:
-        """What gradus.layers.kernels takes for a tile: (q, k, v, mask, bias) and (rows, cols, causal, scale, dropout, dropped)."""
+    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Scores, Chunk]:
+        """What gradus.layers.kernels takes for a tile; what dropout drops is drawn."""
         q, k, v = q[..., t.queries, :], k[..., t.keys, :], v[..., t.keys, :]
         rows, cols = slice(0, q.shape[-2]), slice(0, k.shape[-2])
-        return (q, k, v, t.mask, None), (rows, cols, False, self.scale, self.dropout, _dropped(q, rows, cols, self.dropout))
+        how = Scores(t.mask, None, False, self.scale, self.dropout)
+        return q, k, v, how, Chunk.draw(q, rows, cols, self.dropout)
 
     def mask(self, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
         """Where these queries may look at these keys, both counted in the whole sequence; diagonal: only at earlier ones."""
@@ -344,14 +343,13 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
-        ctx.ring, ctx.rng_state = ring, _rng_state(q.device) if ring.dropout else None
-        out = torch.zeros(q.shape, dtype=_wide(q.dtype), device=q.device)
+        ctx.ring, ctx.rng_state = ring, rng_state(q.device) if ring.dropout else None
+        out = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
         lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)  # not -inf: a query that may look nowhere gives 0, not NaN
-        with _no_autocast(q.device):
+        with no_autocast(q.device):
             for holder, (k, v) in ring.rounds(kv):
                 for t in ring.tiles(holder):
-                    inputs, settings = ring.of_tile(t, q, k, v)
-                    part, part_lse = _forward_chunk(*inputs, *settings)
+                    part, part_lse = forward_chunk(*ring.of_tile(t, q, k, v))
                     now, before = out[..., t.queries, :], lse[..., t.queries, :]
                     total = torch.logaddexp(before, part_lse)
                     now.mul_((before - total).exp_()).add_(part.mul_((part_lse - total).exp_()))
@@ -366,13 +364,13 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         ring = ctx.ring
         dq, wait = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), None
-        with _no_autocast(q.device), _rng_restored(q.device, ctx.rng_state):
+        with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
             for holder, (k, v) in ring.rounds(kv):
                 dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
                 for t in ring.tiles(holder):
-                    inputs, settings = ring.of_tile(t, q, k, v)  # dropout is drawn in the order of the forward pass
-                    saved = (x[..., t.queries, :] for x in (out, lse, grad))
-                    dq[..., t.queries, :] += _backward_chunk(*inputs, *saved, *dkv[..., t.keys, :], None, *settings)
+                    inputs = ring.of_tile(t, q, k, v)  # dropout is drawn in the order of the forward pass
+                    saved = tuple(x[..., t.queries, :] for x in (out, lse, grad))
+                    dq[..., t.queries, :] += backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
                 if wait is not None:
                     dkv += wait()  # what the processes before found for the same keys and values
                 wait = ring.send(dkv, tag=1)

@@ -1,5 +1,5 @@
-"""Expert parallelism: every process keeps a part of the experts, and tokens travel to them and back (Lepikhin et al. 2021, section 3.2;
-without its capacity: no token is dropped)."""
+"""Expert parallelism: every process keeps a part of the experts, and tokens travel to them and back (Lepikhin et al.
+2021, section 3.2; without its capacity: no token is dropped)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
 from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
+from gradus.torch_private import FakeTensor, all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,16 +30,18 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         return
     if n_experts % n:
         good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
-        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {', '.join(map(str, good[:-1]))} or {good[-1]}."
+        use = f"{', '.join(map(str, good[:-1]))} or {good[-1]}"
+        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {use}."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the experts of every MixtureOfExperts over `mesh`, one-dimensional with the dimension `expert`, in place: their parameters
-    become DTensors, Shard(0), under the names they had. All processes hold the same weights before. Not collective.
+    """Split the experts of every MixtureOfExperts over `mesh`, one-dimensional with the dimension `expert`, in place:
+    their parameters become DTensors, Shard(0), under the names they had. All processes hold the same weights before.
+    Not collective.
 
-    Each process goes on with samples of its own. Every forward and backward pass is collective: all processes of the mesh do equally
-    many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh after the backward pass
-    (`is_expert`); all other gradients have those of one.
+    Each process goes on with samples of its own. Every forward and backward pass is collective: all processes of the
+    mesh do equally many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh
+    after the backward pass (`is_expert`); all other gradients have those of one.
     """
     assert mesh.mesh_dim_names == ("expert",), f"not the expert axis alone: {mesh}"
     n, rank = mesh.size(), mesh.get_local_rank()
@@ -70,7 +71,7 @@ class Exchange:
     def __call__(self, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         sent = counts.view(self.n, -1)  # (processes, experts of each)
-        received = collectives.all_to_all_single(sent.contiguous(), None, None, self.group)  # (processes, experts here)
+        received = all_to_all(sent.contiguous(), None, None, self.group)  # (processes, experts here)
         if isinstance(counts, FakeTensor) or counts.is_meta:  # no values: as if all experts were equally loaded
             to = back = [x.shape[0] // self.n + (i < x.shape[0] % self.n) for i in range(self.n)]
         else:
@@ -83,4 +84,4 @@ class Exchange:
         return self._travel(rows[order.argsort()], back, to)
 
     def _travel(self, x: Tensor, to: list[int], back: list[int]) -> Tensor:
-        return collectives.all_to_all_single_autograd(x.contiguous(), back, to, self.group)  # waits by itself when it is used
+        return all_to_all(x.contiguous(), back, to, self.group)

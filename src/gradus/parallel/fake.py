@@ -1,8 +1,8 @@
 """A world of any size in one process: a layout is built and stepped as one of its ranks, and nothing travels.
 
-What a process computes, holds and sends is as in a real world. What it would receive is not: the others are taken to have what it has
-itself, or what happens to lie in memory, so losses and gradients mean nothing. Under FakeTensorMode nothing is computed either, only
-shapes, and a world of 1,024 is a matter of seconds:
+What a process computes, holds and sends is as in a real world. What it would receive is not: the others are taken to
+have what it has itself, or what happens to lie in memory, so losses and gradients mean nothing. Under FakeTensorMode
+nothing is computed either, only shapes, and a world of 1,024 is a matter of seconds:
 
     with fake_world(1024, rank=5) as world:
         mesh = Mesh.make(layout, world)
@@ -10,8 +10,6 @@ shapes, and a world of 1,024 is a matter of seconds:
             parallel = apply(models.build(config), layout, mesh)
             with Traffic() as traffic:
                 parallel.forward_backward(micro_batches, loss_of, lambda share: share)
-
-This leans on private parts of PyTorch: those of 2.13, which 2.11 has too but where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -24,27 +22,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradus.errors import UserError
 from gradus.parallel import replicate
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
+from gradus.torch_private import (
+    FakeTensor,
+    chunking_of_fsdp,
+    ddp_buckets,
+    forget_meshes,
+    join_fake,
+    set_shapes_known,
+    shape_votes,
+    unset_fake_temporarily,
+)
 
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """While this lasts, this process is `rank` of `size` that have met. The group is taken down afterwards, whatever happens.
+    """While this lasts, this process is `rank` of `size` that have met. The group is taken down afterwards, whatever
+    happens.
 
     Not for a process that has joined others.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # what PyTorch's own tests trace large worlds with
-
     assert 0 <= rank < size, f"rank {rank} of {size}"
     assert not dist.is_initialized(), "this process is one of several already"
     if size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        join_fake(rank, size)
     try:
         with contextlib.ExitStack() as stack:
             for patch in _patches():
@@ -53,7 +59,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()  # of this world
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -66,47 +72,38 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                     made[p] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
                 module.register_parameter(name, made[p])
         for name, b in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = b.to(dtype) if b.is_floating_point() else b
+            setattr(module, name, b.to(dtype) if b.is_floating_point() else b)
     return model
 
 
 def _patches() -> Iterator[contextlib.AbstractContextManager]:
     # A mesh reads the values of a tensor of ranks. FSDP2 makes meshes out of others in the midst of FakeTensorMode.
-    yield _replaced(DeviceMesh, "__init__", _not_fake(DeviceMesh.__init__))
-    yield _replaced(DeviceMesh, "mesh", property(_not_fake(DeviceMesh.mesh.fget)))
+    yield replaced(DeviceMesh, "__init__", _not_fake(DeviceMesh.__init__))
+    yield replaced(DeviceMesh, "mesh", property(_not_fake(DeviceMesh.mesh.fget)))
 
-    # FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: most of the time of a large world.
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    # FSDP2 cuts every parameter in as many parts as there are ranks and looks at two of them: most of the time of a
+    # large world.
+    yield replaced(*chunking_of_fsdp(), _Chunks)
 
-    yield _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
-
-    # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are empty here.
-    yield _replaced(replicate, "DDP", BucketedReplicas)
-
-    from torch.distributed.pipelining import schedules
+    # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are
+    # empty here.
+    yield replaced(replicate, "DDP", BucketedReplicas)
 
     from gradus.parallel.pipeline import Stage
 
-    yield _replaced(Stage, "forward", _in_order(Stage.forward))
-    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: stages vote on whether all of them know their shapes; ours do
-        yield _replaced(schedules._PipelineSchedule, "_warmup_p2p", _all_know_their_shapes)
+    yield replaced(Stage, "forward", _in_order(Stage.forward))
+    if votes := shape_votes():
+        yield replaced(*votes, _all_know_their_shapes)
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     kept = getattr(owner, name)
     setattr(owner, name, new)
     try:
         yield
     finally:
         setattr(owner, name, kept)
-
-
-def _forget_meshes() -> None:
-    """DTensor remembers results by meshes that compare equal, though they may be of another world's rank, whose groups are no more."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
 
 
 def _not_fake(function: Callable) -> Callable:
@@ -133,24 +130,30 @@ class _Chunks:
 
 
 class BucketedReplicas(replicate.Replicas):
-    """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of the backward pass;
-    on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as DDP's from its third step on, when it
-    has made its buckets anew. Raises UserError for a compression that only DDP can do.
+    """What DDP does, in Python: gradients are views of buckets that live as long as the model, filled in the order of
+    the backward pass; on the last micro-batch each bucket is summed as soon as it is full. As many calls and bytes as
+    DDP's from its third step on, when it has made its buckets anew. Raises UserError for a compression that only DDP
+    can do.
     """
 
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
         super().__init__(bare)
         if layout.compress == "powersgd":
-            raise UserError("layout.compress=powersgd: what it sends is decided inside DDP and cannot be traced. Use none, bf16 or fp16.")
+            raise UserError(
+                "layout.compress=powersgd: what it sends is decided inside DDP and cannot be traced. Use none, bf16 "
+                "or fp16."
+            )
         self.group, self.last, self.scale = group, True, float(dist.get_world_size(group))
         self.wire = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.compress)
         parameters = [p for p in bare.parameters() if p.requires_grad][::-1]
-        buckets, _ = dist._compute_bucket_assignment_by_size(parameters, [int(layout.bucket_mb * 2**20)])
-        for members in ([parameters[i] for i in bucket] for bucket in buckets):
+        for bucket in ddp_buckets(parameters, int(layout.bucket_mb * 2**20)):
+            members = [parameters[i] for i in bucket]
             flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
             waiting = {id(p) for p in members}
             for p, part in zip(members, flat.split([p.numel() for p in members])):
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, part.view_as(p), flat, waiting, frozenset(waiting)))
+                p.register_post_accumulate_grad_hook(
+                    functools.partial(self._arrived, part.view_as(p), flat, waiting, frozenset(waiting))
+                )
 
     def _arrived(self, view: Tensor, flat: Tensor, waiting: set[int], members: frozenset[int], p: nn.Parameter) -> None:
         if not self.last:
@@ -172,7 +175,8 @@ class BucketedReplicas(replicate.Replicas):
 
 
 def _in_order(forward: Callable) -> Callable:
-    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their order."""
+    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their
+    order."""
 
     def forward_of(stage: Any, *args, index: Tensor) -> Tensor:
         if not isinstance(index, FakeTensor):
@@ -186,7 +190,5 @@ def _in_order(forward: Callable) -> Callable:
 
 
 def _all_know_their_shapes(schedule: Any, stages: list, has_backward: bool, p2p_done: bool) -> None:
-    from torch.distributed.pipelining.stage import InferenceMode
-
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+        set_shapes_known(stage)

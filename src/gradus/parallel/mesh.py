@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradus.parallel.world import World
 from gradus.recipe.axes import AXES, DATA, needed, sizes  # noqa: F401  (needed and DATA are here for those who use a mesh)
 from gradus.recipe.schema import Layout
+from gradus.torch_private import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 def single_process(layout: Layout) -> Layout:
     """The layout without what concerns several processes: as one that evaluates a run of many has it."""
     one = {"device", "threads", "precision", "tf32", "micro_batch", "attention", "chunk", "checkpointing", "compile"}
-    return layout.model_copy(update={key: field.default for key, field in type(layout).model_fields.items() if key not in one})
+    return layout.model_copy(
+        update={key: field.default for key, field in type(layout).model_fields.items() if key not in one}
+    )
 
 
 @dataclasses.dataclass
 class Mesh:
-    """The arrangement as one process sees it. `sizes`: axis → processes; the world's ranks run along the last axis first."""
+    """The arrangement as one process sees it. `sizes`: axis → processes; the world's ranks run along the last axis
+    first."""
 
     world: World
     sizes: dict[str, int]
@@ -38,7 +42,8 @@ class Mesh:
 
     @classmethod
     def make(cls, layout: Layout, world: World, device: str = "cpu") -> Mesh:
-        """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes it."""
+        """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes
+        it."""
         shape = sizes(layout, world.size)
         if world.size == 1:
             return cls(world, shape)
@@ -64,7 +69,8 @@ class Mesh:
         return self._flat(axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no other."""
+        """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no
+        other."""
         return None if self.size(*axes) == 1 else self._flat(axes).get_group()
 
     def __hash__(self):
@@ -76,7 +82,7 @@ class Mesh:
         wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]
         if len(wide) == 1:
             return self.devices[wide[0]]
-        return self.devices[wide]._flatten("_".join(wide))
+        return flatten_mesh(self.devices[wide], "_".join(wide))
 
     def describe(self) -> str:
         """For example `shard 2 × tensor 2`."""

@@ -43,6 +43,7 @@ from gradus.errors import UserError
 from gradus.models import Stack
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import send_nothing_ahead, without_hooks
 
 T = TypeVar("T")
 
@@ -173,9 +174,7 @@ def _clone(module: nn.Module) -> nn.Module:
 
 def _unused(part: nn.Module, zeros: _Zeros) -> nn.Module:
     """The same parameters under the same names, and no computation."""
-    shell = _clone(part)
-    shell._forward_hooks.clear()
-    shell._forward_pre_hooks.clear()
+    shell = without_hooks(_clone(part))
     shell.forward = zeros.forward
     return shell
 
@@ -442,8 +441,8 @@ class Pipeline:
         arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
         leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
         made = PipelineStage(stage, stage.index, self.n_stages, self.device, input_args=arriving, output_args=(leaving,), group=self.group)
-        if dist.get_backend(self.group) == "gloo":  # PyTorch 2.11 sends ahead to open connections; gloo needs none, and has none to itself
-            made._get_init_p2p_neighbors_ops = list
+        if dist.get_backend(self.group) == "gloo":
+            send_nothing_ahead(made)
         return made
 
     def reduce_tied(self) -> None:

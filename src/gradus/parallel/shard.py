@@ -20,8 +20,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMesh | None = None) -> None:
     """FSDP2 in place: every block, then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
-    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the experts' weights, each
-    layer's a unit of its own, where expert parallelism has split them; their gradients have all its processes' contributions already.
+    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the
+    experts' weights, each layer's a unit of its own, where expert parallelism has split them; their gradients have all
+    its processes' contributions already.
 
     Gradients are summed, since the loss's shares are already divided by global counts.
     """
@@ -57,8 +58,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
 
 
 def _across(parameter: Tensor, n: int) -> Shard:
-    """Where n processes cut a parameter of experts: between experts, or along the first dimension that n divides. FSDP2 pads the first:
-    8 experts cut into 64 parts would be no smaller than in 8."""
+    """Where n processes cut a parameter of experts: between experts, or along the first dimension that n divides. FSDP2
+    pads the first: 8 experts cut into 64 parts would be no smaller than in 8."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(next((i for i, size in enumerate(local.shape) if size % n == 0), 0))
 
@@ -70,7 +71,8 @@ def sync_on(model: nn.Module, last: bool) -> None:
 
 
 class OptimizerShards:
-    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each replica steps a part of the weights and sends it to the others.
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each replica steps a part of the weights and sends it to the
+    others.
 
     Whole parameters are dealt out, the largest first, each to the replica that has least so far.
     """

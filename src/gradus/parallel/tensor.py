@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -43,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from gradus import models
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import FakeTensor
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:

@@ -1,19 +1,19 @@
-"""What travels between processes, counted as it is called: every collective, its payload, and what this process sends for it."""
+"""What travels between processes, counted as it is called: every collective, its payload, and what this process sends
+for it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-# collective → what a process of n sends for a payload of one byte by the bandwidth-optimal ring. The payload of gathers and scatters is
-# the whole that is gathered or scattered.
+from gradus.torch_private import TorchDispatchMode, group_of, schema, tree_leaves
+
+# collective → what a process of n sends for a payload of one byte by the bandwidth-optimal ring. The payload of gathers
+# and scatters is the whole that is gathered or scattered.
 _SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -28,8 +28,14 @@ _SENT = {
 
 
 def collective(operator: str) -> str | None:
-    """The collective that an operator of PyTorch's is: `_allgather_base_`, `all_gather_into_tensor_out` → all_gather. None: it sends nothing."""
-    plain = operator.strip("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce").replace("alltoall", "all_to_all")
+    """The collective that an operator of PyTorch's is: `_allgather_base_`, `all_gather_into_tensor_out` → all_gather.
+    None: it sends nothing."""
+    plain = (
+        operator.strip("_")
+        .replace("allgather", "all_gather")
+        .replace("allreduce", "all_reduce")
+        .replace("alltoall", "all_to_all")
+    )
     return next((name for name in _SENT if plain.startswith(name)), None)
 
 
@@ -43,8 +49,8 @@ class Counted:
 
 
 class Traffic(TorchDispatchMode):
-    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does not go through
-    PyTorch (MPI) tells `Traffic.now` of itself."""
+    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does
+    not go through PyTorch (MPI) tells `Traffic.now` of itself."""
 
     now: Traffic | None = None
 
@@ -56,11 +62,10 @@ class Traffic(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what DTensor makes of it comes by here again, its own collectives among it
         out = function(*args, **(kwargs or {}))
-        namespace, name = function._schema.name.split("::")
+        namespace, name = schema(function).name.split("::")
         kind = collective(name) if namespace in ("c10d", "_c10d_functional") else None
         if kind is not None:
-            payload = max(_bytes(args), _bytes((out,))) if kind != "all_reduce" else _bytes(args[:1])
-            self.count(kind, payload, _group_size(args, kwargs or {}))
+            self.count(kind, payload_of(kind, args, out), dist.get_world_size(group_among(args, kwargs or {})))
         return out
 
     def count(self, kind: str, payload: int, n: int) -> None:
@@ -84,25 +89,13 @@ class Traffic(TorchDispatchMode):
         return sum(c.sent for c in self.found.values())
 
 
-def _bytes(values: Iterable) -> int:
-    """The largest list of tensors among the arguments: of a gather or scatter that is the whole."""
-    sizes = [0]
-    for value in values:
-        leaves = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        sizes.append(sum(t.nbytes for t in leaves))
-    return max(sizes)
+def payload_of(kind: str, args: tuple, out: Any) -> int:
+    """Bytes of a collective of this kind: of gathers and scatters the whole, which is their largest argument or their
+    result."""
+    values = args[:1] if kind == "all_reduce" else (*args, out)
+    return max((sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in values), default=0)
 
 
-def _group_size(args: tuple, kwargs: dict) -> int:
-    for value in [*args, *kwargs.values()]:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(value).size()
-            except (RuntimeError, TypeError, ValueError):
-                continue
-        if isinstance(value, str):
-            try:
-                return dist.distributed_c10d._resolve_process_group(value).size()
-            except (RuntimeError, ValueError, LookupError):
-                continue
-    return dist.get_world_size()
+def group_among(args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
+    """The group among the arguments of a collective operator; None where it is of all processes."""
+    return next((group for value in (*args, *kwargs.values()) if (group := group_of(value)) is not None), None)

@@ -1,11 +1,11 @@
-"""Which process this is, of how many: found in the environment that torchrun, mpirun or srun left, joined, and left cleanly."""
+"""Which process this is, of how many: found in the environment that torchrun, mpirun or srun left, joined, and left
+cleanly."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-import logging
 import os
 import random
 import re
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gradus.errors import EnvironmentFault, UserError, need
+from gradus.torch_private import default_store, quiet_redistribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,15 @@ class Launcher(NamedTuple):
     local_size: str
 
 
-# Looked through from the top: torchrun or mpirun inside srun are themselves. A batch script of Slurm has SLURM_PROCID too, but no step.
-# srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not Hydra's MPI_LOCALRANKID. MPICH and Intel MPI both start by Hydra.
+# Looked through from the top: torchrun or mpirun inside srun are themselves. A batch script of Slurm has SLURM_PROCID
+# too, but no step. srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not Hydra's MPI_LOCALRANKID. MPICH and Intel MPI
+# both start by Hydra.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     Launcher("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
@@ -76,16 +81,26 @@ def find(environment: Mapping[str, str] = os.environ) -> World:
         missing = [name for name in launcher[1:] if name not in environment]
         if missing:
             if launcher.rank not in missing and launcher.size not in missing and environment[launcher.size] != "1":
-                half = half or UserError(f"{launcher.rank} and {launcher.size} are set, but not {missing[0]}. Set it too, or unset {launcher.rank}.")
+                half = half or UserError(
+                    f"{launcher.rank} and {launcher.size} are set, but not {missing[0]}. Set it too, or unset "
+                    f"{launcher.rank}."
+                )
             continue
         try:
-            rank, size, local_rank = (int(environment[name]) for name in (launcher.rank, launcher.size, launcher.local_rank))
+            rank, size, local_rank = (
+                int(environment[name]) for name in (launcher.rank, launcher.size, launcher.local_rank)
+            )
             local_size = _local_size(environment, launcher)
             address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
         except ValueError as e:
-            raise UserError(f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}.") from None
+            raise UserError(
+                f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}."
+            ) from None
         if not 0 <= rank < size:
-            raise UserError(f"{launcher.name}: {launcher.rank}={rank} is not below {launcher.size}={size}. Start again, or unset both.")
+            raise UserError(
+                f"{launcher.name}: {launcher.rank}={rank} is not below {launcher.size}={size}. Start again, or unset "
+                "both."
+            )
         return World(rank, size, local_rank, local_size, launcher.name, address, port)
     if half:
         raise half
@@ -104,17 +119,25 @@ def _local_size(environment: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int, local_size: int) -> tuple[str, int]:
-    """Where the processes find each other: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port that the job's name gives."""
+    """Where the processes find each other: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port that the
+    job's name gives."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address and local_size == size:
         address = "127.0.0.1"
     elif not address and launcher.name == "Slurm":
         address = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
     elif not address:
-        how = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}.get(launcher.name, "MASTER_ADDR=HOST")
-        raise UserError(f"{launcher.name}: {size} processes on several hosts, and which has rank 0 is not told. Add {how}, with that host's name.")
+        how = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}.get(
+            launcher.name, "MASTER_ADDR=HOST"
+        )
+        raise UserError(
+            f"{launcher.name}: {size} processes on several hosts, and which has rank 0 is not told. Add {how}, with "
+            "that host's name."
+        )
     # the same for all processes of a job
-    return address, int(port or PORTS[zlib.crc32(_job(environment, launcher, local_size == size).encode()) % len(PORTS)])
+    return address, int(
+        port or PORTS[zlib.crc32(_job(environment, launcher, local_size == size).encode()) % len(PORTS)]
+    )
 
 
 def _job(environment: Mapping[str, str], launcher: Launcher, one_host: bool) -> str:
@@ -146,7 +169,9 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("", port))
             return port
-    raise UserError(f"{socket.gethostname()}: of 100 ports from {PORTS[0]} to {PORTS[-1]} none is free. End what listens there.")
+    raise UserError(
+        f"{socket.gethostname()}: of 100 ports from {PORTS[0]} to {PORTS[-1]} none is free. End what listens there."
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -156,7 +181,8 @@ def first_host(nodes: str) -> str:
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
-    """Meet the other processes (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout` in seconds.
+    """Meet the other processes (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout`
+    in seconds.
 
     Raises UserError where they cannot be met.
     """
@@ -164,9 +190,10 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
-        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU only
+        # a launcher may show each process one GPU only
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     limit = datetime.timedelta(seconds=timeout)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering a weight of two axes takes two steps: known
+    quiet_redistribution()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             dist.init_process_group(backend, timeout=limit)
@@ -177,22 +204,25 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
     except (RuntimeError, ValueError) as e:
         reason = str(e).strip().splitlines()[0]
         if "EADDRINUSE" in reason:
-            raise UserError(f"{socket.gethostname()}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one.") from None
+            raise UserError(
+                f"{socket.gethostname()}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one."
+            ) from None
         where = f"{world.address}:{world.port}"
         raise EnvironmentFault(
-            f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at {where} ({reason}). "
+            f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at "
+            f"{where} ({reason}). "
             "Were all of them started? Is MASTER_ADDR reachable from here?"
         ) from None
 
 
 @contextlib.contextmanager
 def one_first(world: World) -> Iterator[None]:
-    """Rank 0 of this host goes through this part before the others, who then find what it has made. That may take hours (a large text
-    in tokens), which no collective waits."""
+    """Rank 0 of this host goes through this part before the others, who then find what it has made. That may take hours
+    (a large text in tokens), which no collective waits."""
     if world.size == 1 or dist.get_backend() == "fake":
         yield
         return
-    store, made = dist.distributed_c10d._get_default_store(), f"gradus/made/{socket.gethostname()}"
+    store, made = default_store(), f"gradus/made/{socket.gethostname()}"
     if world.local_rank:
         store.wait([made], datetime.timedelta(days=7))
     yield
@@ -213,9 +243,10 @@ def joined() -> bool:
 
 
 def mistake(text: str) -> str | None:
-    """What this process says of a user's mistake: rank 0 says it, another only what rank 0 does not say (then with its own name)."""
+    """What this process says of a user's mistake: rank 0 says it, another only what rank 0 does not say (then with its
+    own name)."""
     rank, mine = dist.get_rank(), f"gradus/mistake/{zlib.crc32(text.encode())}"
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     with contextlib.suppress(RuntimeError):
         if rank == 0:
             store.set(mine, "said")
@@ -228,7 +259,8 @@ def mistake(text: str) -> str | None:
 
 
 def load_mpi(what: str) -> ModuleType:
-    """mpi4py's MPI, which `what` asks for. Raises UserError where the package is missing, or the MPI library that it loads."""
+    """mpi4py's MPI, which `what` asks for. Raises UserError where the package is missing, or the MPI library that it
+    loads."""
     need("mpi4py", "mpi", what)
     try:
         from mpi4py import MPI
@@ -241,10 +273,12 @@ def load_mpi(what: str) -> ModuleType:
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process at once, after the others are done too when all went well, or when all were stopped by SIGTERM or SIGUSR1.
+    """End this process at once, after the others are done too when all went well, or when all were stopped by SIGTERM
+    or SIGUSR1.
 
-    mpirun and srun terminate the others as soon as one process ends with a code; that must not change their own codes any more.
-    Interpreters that shut down while gloo's threads still hold Python objects abort now and then, so nothing is finalised.
+    mpirun and srun terminate the others as soon as one process ends with a code; that must not change their own codes
+    any more. Interpreters that shut down while gloo's threads still hold Python objects abort now and then, so nothing
+    is finalised.
     """
     if dist.is_initialized() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1060,7 +1060,7 @@ def committed(profile: str) -> dict[str, float]:
     if "/" not in profile:
         return start
     chip, _, software = profile.partition("/")
-    return dataclasses.asdict(roofline._find(chip, software, roofline.FITTED)[0])
+    return dataclasses.asdict(roofline.find_parameters(chip, software, roofline.FITTED)[0])
 
 
 def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]]:

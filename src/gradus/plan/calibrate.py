@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradus import hardware
+from gradus import hardware, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
 from gradus.measure import collectives
@@ -191,7 +191,7 @@ def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
         yield point(flat(e, to_change=True), lambda x: aten.div_.Scalar(x, 1.0))
         yield point(flat(e, to_change=True), lambda x: aten.bernoulli_.float(x, 0.9), None)
         yield point(flat(e, to_change=True), lambda x: aten.fill_.Scalar(x, 1.0), None)
-        yield point(one, lambda x: aten._to_copy.default(x, dtype=half if d == fp32 else fp32))
+        yield point(one, lambda x: torch_private.TO_COPY(x, dtype=half if d == fp32 else fp32))
         yield point(lambda e=e: (pool.take(-(-e // 2048), 8, min(e, 2048) // 64 or 1, 8, dtype=d).transpose(1, 2),),
                     lambda x: aten.clone.default(x, memory_format=torch.contiguous_format))  # fmt: skip
         yield point(two, lambda x, y: aten.cat.default([x, y], -1))
@@ -209,11 +209,11 @@ def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
             yield point(two, lambda g, x, a=approximate: aten.gelu_backward.default(g, x, approximate=a))
         yield point(one, lambda x: aten.sum.dim_IntList(x, [0], True))
         yield point(one, lambda x: aten.mean.dim(x, [-1], True))
-        yield point(one, lambda x: aten._softmax.default(x, -1, False))
-        yield point(one, lambda x: aten._safe_softmax.default(x, -1))
-        yield point(two, lambda g, y: aten._softmax_backward_data.default(g, y, -1, d))
-        yield point(one, lambda x: aten._log_softmax.default(x, -1, False))
-        yield point(two, lambda g, y: aten._log_softmax_backward_data.default(g, y, -1, d))
+        yield point(one, lambda x: torch_private.SOFTMAX(x, -1, False))
+        yield point(one, lambda x: torch_private.SAFE_SOFTMAX(x, -1))
+        yield point(two, lambda g, y: torch_private.SOFTMAX_BACKWARD(g, y, -1, d))
+        yield point(one, lambda x: torch_private.LOG_SOFTMAX(x, -1, False))
+        yield point(two, lambda g, y: torch_private.LOG_SOFTMAX_BACKWARD(g, y, -1, d))
         weights = pool.take(row), pool.take(row)  # of norms, which stay in fp32
         if d == fp32:
             yield point(one, lambda x, w=weights, row=row: aten.native_layer_norm.default(x, [row], *w, 1e-5))
@@ -251,8 +251,8 @@ def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
             yield point(loss, lambda x, y, unit=unit: aten.nll_loss_backward.default(unit, x, y, None, 2, -100, unit))
             parts = [max(1, e // 8)] * 8  # as parameters are: some tensors
             lists = lambda k, parts=parts: [[pool.take(p, to_change=True) for p in parts] for _ in range(k)]  # noqa: E731
-            yield point(lambda lists=lists: tuple(lists(1)), lambda x: aten._foreach_norm.Scalar(x, 2), None)
-            yield point(lambda lists=lists: tuple(lists(1)), lambda x, unit=unit: aten._foreach_mul_.Tensor(x, unit), None)
+            yield point(lambda lists=lists: tuple(lists(1)), lambda x: torch_private.FOREACH_NORM(x, 2), None)
+            yield point(lambda lists=lists: tuple(lists(1)), lambda x, unit=unit: torch_private.FOREACH_MUL(x, unit), None)
             yield from _optimizers(lists, point, pool.device)
 
 
@@ -260,10 +260,10 @@ def _optimizers(lists: Callable, point: Callable, device: torch.device) -> Itera
     """The fused optimizers, with a rate of 0: the numbers of the pool stay, the work is the same."""
     steps = [torch.ones((), device=device) for _ in range(8)]
     adam = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    for fused in (aten._fused_adamw_.default, aten._fused_adam_.default):
+    for fused in (torch_private.FUSED_ADAMW, torch_private.FUSED_ADAM):
         yield point(lambda: tuple(lists(4)), lambda p, g, m, v, fused=fused: fused(p, g, m, v, [], steps, **adam), None)
     sgd = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-    yield point(lambda: tuple(lists(3)), lambda p, g, b: aten._fused_sgd_.default(p, g, b, **sgd), None)
+    yield point(lambda: tuple(lists(3)), lambda p, g, b: torch_private.FUSED_SGD(p, g, b, **sgd), None)
 
 
 # ---------------------------------------------------------------- the clock
@@ -286,7 +286,7 @@ class Timer:
             found = clock() - start
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(200_000)  # so that the device is behind: what is measured is the kernel, not its launch
+            torch_private.keep_gpu_busy(200_000)  # so that the device is behind: what is measured is the kernel, not its launch
             begin.record()
             out = point.call(*operands)
             end.record()

@@ -209,11 +209,10 @@ def _as_in_papers(kind: type[ModelConfig], content: str, shape: Shape) -> tuple[
 
 @functools.lru_cache(maxsize=512)
 def _as_computed(kind: type[ModelConfig], content: str, shape: Shape, attention: str, chunk: int, checkpointing: str, target: str) -> int:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from gradus.layers import Attention
     from gradus.measure.flops import count_flops
     from gradus.parallel.apply import use_checkpointing, use_kernel
+    from gradus.torch_private import FakeTensorMode
 
     config = kind.model_validate_json(content)
     with FakeTensorMode(allow_non_fake_inputs=True):  # a CPU's attention is fused there, as a GPU's is: on meta it would not be

@@ -19,7 +19,8 @@ from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.measure.profile import endless
-from gradus.measure.scaling import columns, start
+from gradus.measure.scaling import columns
+from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World

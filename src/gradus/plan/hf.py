@@ -62,7 +62,7 @@ def map_config(hf: dict[str, Any], where: str = "config.json") -> Read:
     if kind not in READERS:
         raise UserError(f"{where}: model_type={kind} maps onto none of Gradus' families.{did_you_mean(str(kind), READERS)}")
     notes: list[str] = []
-    with models._one_line(where), warnings.catch_warnings():
+    with models.one_line(where), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # several dropouts: they are no matter of size
         try:
             config, seq_len = READERS[kind](dict(hf), notes)

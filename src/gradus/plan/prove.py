@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gradus import torch_private
 from gradus.data.loader import Loader, Step
 from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
@@ -671,7 +672,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(_local, tensors)}
+    return {torch_private.memory_id(t): t.untyped_storage().nbytes() for t in map(_local, tensors)}
 
 
 def state_bytes(trainer: Trainer) -> dict[str, int]:
@@ -689,7 +690,7 @@ def alive(micro_batches: list[Batch]) -> dict[int, int]:
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             if storage.resizable():
-                found[storage._cdata] = storage.nbytes()
+                found[torch_private.storage_id(storage)] = storage.nbytes()
     return found
 
 

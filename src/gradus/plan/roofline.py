@@ -72,7 +72,7 @@ def family(device: Device | str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _find(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, ...]]:
+def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, ...]]:
     profiles = fitted(path).get("profiles", {})
     notes = []
     values: dict[str, float] = {}
@@ -90,7 +90,7 @@ def _find(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, 
 
 def parameters(device: Device, software: str = "gradus", path: Path = FITTED) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters for a device and a software (gradus, megatron, mosaic, ...), and what is to be said about where they come from."""
-    return _find(family(device), software, path)
+    return find_parameters(family(device), software, path)
 
 
 @functools.lru_cache(maxsize=256)

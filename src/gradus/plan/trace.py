@@ -24,28 +24,33 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gradus import models
+from gradus import models, torch_private
 from gradus.errors import UserError
+from gradus.layers import kernels, masks
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
-from gradus.parallel.fake import _replaced as replaced
-from gradus.parallel.fake import cast, fake_world
+from gradus.parallel.fake import cast, fake_world, replaced
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
-from gradus.parallel.traffic import _bytes as payload_of
-from gradus.parallel.traffic import collective
+from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.plan import batches as making
 from gradus.plan.work import COMPONENTS, Op, Transfer, Work
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
+from gradus.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    memory_id,
+    schema,
+    storage_id,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from gradus.train.precision import Precision
 from gradus.train.step import Stepper
 
@@ -106,7 +111,7 @@ class Timeline:
     def see(self, tensor: Tensor, name: str, tag: str = "") -> Stored:
         """The memory behind a plain tensor; new memory is an allocation."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         found = self.stored.get(key)
         if found is None:
             found = self._born(storage, key, storage.nbytes(), name)
@@ -131,7 +136,7 @@ class Timeline:
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """FSDP gives memory back, and takes it again, by resizing what stays the same object."""
-        key = storage._cdata
+        key = storage_id(storage)
         old = self.stored.get(key)
         if old is not None:
             self._died(key)
@@ -217,13 +222,13 @@ def _attention(function: Any, args: tuple, kwargs: dict) -> tuple[tuple[int, ...
     batch, heads, queries, dim = q.shape
     scores = 2 * batch * heads * queries * k.shape[2]
     # forwards two products; backwards five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
-    flops = scores * (3 * dim + 2 * v.shape[3] if function._schema.name.endswith("backward") else dim + v.shape[3])
+    flops = scores * (3 * dim + 2 * v.shape[3] if schema(function).name.endswith("backward") else dim + v.shape[3])
     causal = _argument(function, "is_causal", args, kwargs)
     return (batch, heads, queries, k.shape[2], dim), flops / 2 if causal else float(flops)
 
 
 def _argument(function: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    for i, argument in enumerate(function._schema.arguments):
+    for i, argument in enumerate(schema(function).arguments):
         if argument.name == name:
             return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
     raise AssertionError(f"{function} has no argument {name}")
@@ -236,7 +241,7 @@ _COUNTED = ("aten", "gradus", "fsdp")  # others only ask (prim::device) or mark;
 @functools.cache
 def _names(function: Any) -> tuple[str, str]:
     """(namespace, name) of an operator."""
-    namespace, name = function._schema.name.split("::")
+    namespace, name = schema(function).name.split("::")
     return namespace, name
 
 
@@ -321,17 +326,17 @@ class Result:
             return None
         if any(_like(t) != before for t, before in zip(inputs, like)):
             return None  # it changed an input's shape
-        memory = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs)}
+        memory = {memory_id(t): i for i, t in enumerate(inputs)}
         tensors: list[tuple] = []
         for t in outputs:
             itself = next((i for i, x in enumerate(inputs) if x is t), None)
             storage = t.untyped_storage()
-            of = memory.get(storage._cdata)
+            of = memory.get(storage_id(storage))
             if itself is None and of is None:
                 size = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
                 if t.storage_offset() or storage.nbytes() != size * t.element_size() or t.device.type != "cpu":
                     return None
-                memory[storage._cdata] = -1  # two that share new memory are not made again
+                memory[storage_id(storage)] = -1  # two that share new memory are not made again
             if of == -1:
                 return None
             tensors.append((itself,) if itself is not None else (t.shape, t.stride(), t.dtype, of, t.storage_offset()))
@@ -344,7 +349,7 @@ class Result:
                 made.append(inputs[t[0]])
                 continue
             shape, stride, dtype, of, offset = t
-            with torch._C._DisableTorchDispatch():
+            with torch_private.without_dispatch():
                 plain = torch.empty_strided(shape if of is None else (0,), stride if of is None else (1,), dtype=dtype, device="meta")
                 if of is not None:
                     plain.set_(inputs[of].untyped_storage(), offset, shape, stride)
@@ -399,8 +404,8 @@ class Recorder(TorchDispatchMode):
     def _phase(self) -> str:
         if self.timeline.phase in ("build", "optimizer") and self.scope == "step":
             return self.timeline.phase
-        if torch._C._current_graph_task_id() >= 0:
-            return "recompute" if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None else "backward"
+        if torch_private.in_backward():
+            return "recompute" if torch.is_grad_enabled() and torch_private.has_autograd_node() else "backward"
         return "loss" if self.in_loss else "forward"
 
     # ------------------------------------------------------------ dispatch
@@ -412,7 +417,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].device  # asked for by every operator
-        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+        if any(issubclass(t, DTensor) or torch_private.is_awaited(t) for t in types):
             return NotImplemented  # what they make of it comes by here again
         kwargs = kwargs or {}
         phase = self._phase()
@@ -429,16 +434,15 @@ class Recorder(TorchDispatchMode):
         tag = self._tag(name, inputs, outputs)
         if name in _COLLECTS:
             gc.collect(0)
-        known = {t.untyped_storage()._cdata for t in inputs}
+        known = {memory_id(t) for t in inputs}
         for t in outputs:
             stored = self.timeline.see(t, name)
-            if t.untyped_storage()._cdata not in known:
+            if memory_id(t) not in known:
                 stored.phase = phase
                 stored.tag = tag or ("communication" if kind else "")
         if self.counting:
             if kind is not None:
-                payload = max(payload_of(args), payload_of((out,))) if kind != "all_reduce" else payload_of(args[:1])
-                self._transfer(kind, payload, phase, self._group(args, kwargs))
+                self._transfer(kind, payload_of(kind, args, out), phase, group_among(args, kwargs))
             elif namespace in _COUNTED:
                 if result is None or not result.known:
                     plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
@@ -479,7 +483,7 @@ class Recorder(TorchDispatchMode):
         x, indices = args
         if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
             mask = indices[0]
-            n = self.chosen.get(mask.untyped_storage()._cdata)
+            n = self.chosen.get(memory_id(mask))
             n = mask.numel() if n is None else n  # of the targets that count, by label smoothing: all of them, at most
             places = [torch.empty(n, dtype=torch.int64, device=x.device) for _ in range(mask.dim())]
             return x, places
@@ -488,7 +492,7 @@ class Recorder(TorchDispatchMode):
     def _tag(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
         if self.in_loss and self.scope == "micro":
             return "logits"
-        if name == "_to_copy" and inputs and inputs[0].untyped_storage()._cdata in self.weights:
+        if name == "_to_copy" and inputs and memory_id(inputs[0]) in self.weights:
             return "gathered"  # autocast's copy of a weight
         return ""
 
@@ -498,13 +502,13 @@ class Recorder(TorchDispatchMode):
         """(kind, name, dtype, flops, bytes, shape)."""
         if name in _FREE:
             return None
-        given = {t.untyped_storage()._cdata for t in inputs}
-        if not function._schema.is_mutable and outputs and all(t.untyped_storage()._cdata in given for t in outputs):
+        given = {memory_id(t) for t in inputs}
+        if not schema(function).is_mutable and outputs and all(memory_id(t) in given for t in outputs):
             return None  # a view
         moved = sum(_moved(t) for t in inputs) + sum(_moved(t) for t in outputs)
         first = next((t for t in inputs if t.is_floating_point()), None) if inputs else None
         dtype = DTYPES.get(first.dtype, "fp32") if first is not None else "fp32"
-        if name.startswith("_scaled_dot_product"):
+        if name.startswith(torch_private.ATTENTION_PREFIX):
             shape, flops = _attention(function, args, kwargs)
             return "attention", name.strip("_"), dtype, flops, moved, shape
         found = _shape_of(name, args)
@@ -527,17 +531,6 @@ class Recorder(TorchDispatchMode):
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         key = (axis, kind, payload, len(ranks), stride, "optimizer" if phase == "build" else "forward" if phase == "loss" else phase, hidden)
         self.transfers[key] = self.transfers.get(key, 0) + self.share
-
-    @staticmethod
-    def _group(args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
-        for value in [*args, *kwargs.values()]:
-            if isinstance(value, torch.ScriptObject):
-                with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                    return dist.ProcessGroup.unbox(value)
-            if isinstance(value, str):
-                with contextlib.suppress(RuntimeError, ValueError, LookupError):
-                    return dist.distributed_c10d._resolve_process_group(value)
-        return None
 
 
 def _moved(t: Tensor) -> int:
@@ -601,6 +594,8 @@ def _cuda_rules() -> Iterator[None]:
             stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
+        stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
+        stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 
 
@@ -617,6 +612,13 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     return torch.native_dropout(x, p, True)[0]
 
 
+def _cuda_documents(q: Tensor, k: Tensor, v: Tensor, documents: masks.Documents, scale: float | None) -> Tensor:
+    """flex_attention keeps what flash attention does. All that is causal is counted, as if a row were one document."""
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
+    return _cuda_attention(q, k, v, is_causal=True, scale=scale)
+
+
 def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -624,7 +626,7 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     half = q.dtype in (torch.bfloat16, torch.float16)
     if attn_mask is None and half and q.shape[-1] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return torch_private.FLASH(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if attn_mask is not None:
@@ -632,7 +634,7 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, wanted, dropout_p, is_causal, scale=scale)[0]
+    return torch_private.EFFICIENT(q, k, v, attn_mask, wanted, dropout_p, is_causal, scale=scale)[0]
 
 
 # ---------------------------------------------------------------- the trace
@@ -706,7 +708,7 @@ def _trace(
         parallel.bare.train()
         stepper = Stepper(recipe, task, parallel, device, precision)
         for p in _tensors(parallel):
-            recorder.weights.add(timeline.see(p, "weight", "weights") and p.untyped_storage()._cdata)
+            recorder.weights.add(timeline.see(p, "weight", "weights") and memory_id(p))
         _instrument(recorder, stepper)
         counts = _counts(batches)
         for i in range(2):
@@ -740,7 +742,7 @@ def _fake_batch(batch: dict[str, Any], chosen: dict[int, int]) -> dict[str, Any]
                 n = int(value.sum()) if value.dtype == torch.bool and key == "select" else None
             value = torch.empty(value.shape, dtype=value.dtype)  # of its own for every micro-batch
             if n is not None:
-                chosen[value.untyped_storage()._cdata] = n
+                chosen[memory_id(value)] = n
         out[key] = value
     return out
 
@@ -886,13 +888,8 @@ def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, before
-            for p in itertools.chain.from_iterable(g.fsdp_params for g in groups if g):
-                whole = getattr(p, "_unsharded_param", None)  # after the first gathering
-                for grad in (p.unsharded_accumulated_grad, whole.grad if whole is not None else None):
-                    if grad is not None:
-                        yield grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in torch_private.unsharded_gradients(module):
+                yield grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 @contextlib.contextmanager

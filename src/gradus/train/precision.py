@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradus.errors import UserError
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import AXES
+from gradus.torch_private import infinities
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
 
@@ -53,8 +54,8 @@ class Precision:
             for own in parallel.local_parameters:  # what others step counts in the norm too
                 if id(own.local) not in stepped and own.local.grad is not None:
                     own.local.grad.div_(self.scaler.get_scale())
-            for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                parallel.sum(found, *AXES)  # where one process skips a step, all do; PyTorch has this for FSDP1 alone
+            for found in infinities(self.scaler, optimizer):
+                parallel.sum(found, *AXES)  # where one process skips a step, all do
 
     def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
         """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite): decided on the device, without

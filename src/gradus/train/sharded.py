@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gradus import files, models, tasks
 from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, not_written
@@ -35,6 +34,7 @@ from gradus.models import weights
 from gradus.models.weights import Stored, checksums
 from gradus.models.weights import sharded as stored_sharded
 from gradus.recipe.schema import ModelConfig
+from gradus.torch_private import local_shape_and_offset
 from gradus.train.checkpoint import gathered, write_aside
 
 # ---------------------------------------------------------------- names and parts
@@ -73,7 +73,7 @@ def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     assert not any(p.is_partial() for p in tensor.placements), "a sum that is not complete is no state"
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
 
 

@@ -355,11 +355,10 @@ def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     assert not any(True for _ in model.buffers()), "a buffer would be left without values: compute it in forward"
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
-                module._parameters[name] = made[id(p)]
+        for name, p in list(module.named_parameters(recurse=False)):
+            if id(p) not in made:
+                made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
+            setattr(module, name, made[id(p)])
     return model
 
 

@@ -1,0 +1,255 @@
+"""The private parts of PyTorch that Gradus uses: no other file of it names one.
+
+What begins with an underscore (and torch.testing) may change in any release. Each entry here says what it is for.
+All were tested on the releases in TESTED, where an entry does not say otherwise; tests/test_torch_private.py tests
+them one by one, and that no other file names a private part. Before `torch<2.14` in pyproject.toml moves, run it.
+
+This file imports what `import torch` imports anyway; all else is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+TESTED = ("2.11", "2.13")
+
+__all__ = [
+    "FakeTensor",  # a tensor of a shape without memory
+    "FakeTensorMode",  # makes all tensors fake: the plan traces a step in it
+    "TorchDispatchMode",  # sees every operator that runs: the plan's recorder, the counter of what travels
+    "tree_leaves",  # the tensors in an operator's arguments
+    "unset_fake_temporarily",  # for what must have values although all tensors are fake
+]
+
+# ---------------------------------------------------------------- operators
+
+_aten = torch.ops.aten
+FLASH_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_CPU_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH = _aten._scaled_dot_product_flash_attention
+EFFICIENT = _aten._scaled_dot_product_efficient_attention
+CUDNN = _aten._scaled_dot_product_cudnn_attention
+FUSED_ATTENTION = (FLASH_CPU, FLASH, EFFICIENT, CUDNN)  # what scaled_dot_product_attention runs, forwards
+ATTENTION_PREFIX = "_scaled_dot_product"  # how all of these are called, forwards and backwards
+
+# what the calibration times one by one, as autograd, autocast and the optimizers call them
+TO_COPY = _aten._to_copy.default
+SOFTMAX, SAFE_SOFTMAX = _aten._softmax.default, _aten._safe_softmax.default
+SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
+LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
+FOREACH_NORM, FOREACH_MUL = _aten._foreach_norm.Scalar, _aten._foreach_mul_.Tensor
+FUSED_ADAMW, FUSED_ADAM, FUSED_SGD = _aten._fused_adamw_.default, _aten._fused_adam_.default, _aten._fused_sgd_.default
+
+
+def schema(operator: Any) -> torch.FunctionSchema:
+    """Name and arguments of an operator: what a dispatch mode is given tells neither."""
+    return operator._schema
+
+
+def has_autograd_node() -> bool:
+    """Whether the operator that runs belongs to a node of the backward pass: checkpointing computes again there."""
+    return torch._C._current_autograd_node() is not None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def without_dispatch() -> contextlib.AbstractContextManager:
+    """Operators within are seen by no dispatch mode."""
+    return torch._C._DisableTorchDispatch()
+
+
+# ---------------------------------------------------------------- tensors and modules
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same for all views of one memory, also of fake tensors, whose data_ptr() is 0."""
+    return storage._cdata
+
+
+def memory_id(tensor: Tensor) -> int:
+    """storage_id of the memory behind a plain tensor."""
+    return tensor.untyped_storage()._cdata
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Takes the forward hooks away, in place: PyTorch removes a hook only for who has its handle."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+    return module
+
+
+def infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What unscale_ found, a tensor for each device, to be summed over processes: PyTorch has that for FSDP1 alone."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Occupies the current CUDA stream, so that what is launched next is timed without its launch."""
+    torch.cuda._sleep(cycles)
+
+
+# ---------------------------------------------------------------- processes and meshes
+
+
+def default_store() -> dist.Store:
+    """The store in which the processes met: they leave each other notes there that no collective would wait for."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def group_of(value: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of a collective operator names, as an object or by its name; else None."""
+    from torch.distributed import ProcessGroup, distributed_c10d
+
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        if isinstance(value, torch.ScriptObject):
+            return ProcessGroup.unbox(value)
+        if isinstance(value, str):
+            return distributed_c10d._resolve_process_group(value)
+    return None
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one axis."""
+    return mesh._flatten(name)
+
+
+def quiet_redistribution() -> None:
+    """No warning that gathering a weight which two axes split takes two steps."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def local_shape_and_offset(shape: torch.Size, mesh: DeviceMesh, placements: tuple) -> tuple[tuple, tuple]:
+    """Shape of this process's part of a DTensor, and where it begins in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Rows of x to the processes of a group, differentiable: the public all_to_all_single is not. Waits when its result
+    is used."""
+    from torch.distributed import _functional_collectives
+
+    if not x.is_floating_point():
+        return _functional_collectives.all_to_all_single(x, received, sent, group)
+    return _functional_collectives.all_to_all_single_autograd(x, received, sent, group)
+
+
+@functools.cache
+def is_awaited(kind: type) -> bool:
+    """Whether this is the type of a functional collective's result, for which nobody has waited yet."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return issubclass(kind, AsyncCollectiveTensor)
+
+
+# ---------------------------------------------------------------- a world of any size in one process
+
+
+def join_fake(rank: int, size: int) -> None:
+    """This process as one of many that are not there: collectives return at once. PyTorch's own tests trace with it."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+def forget_meshes() -> None:
+    """DTensor remembers results by meshes that compare equal, though they may be of groups that are no more."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def chunking_of_fsdp() -> tuple[Any, str]:
+    """(owner, name) of FSDP2's function that cuts a parameter into as many parts as there are processes."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return _fsdp_param, "_chunk_with_empty"
+
+
+def ddp_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[int]]:
+    """DDP's buckets: indices of parameters."""
+    import torch.distributed as dist
+
+    return dist._compute_bucket_assignment_by_size(parameters, [bucket_bytes])[0]
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters that a module gathers."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # 2.13; 2.11
+        if group:
+            yield from group.fsdp_params
+
+
+def unsharded_gradients(module: nn.Module) -> Iterator[Tensor]:
+    """What FSDP2 keeps whole from one micro-batch to the next, to reduce it once."""
+    for record in fsdp_parameters(module):
+        whole = getattr(record, "_unsharded_param", None)  # after the first gathering
+        for gradient in (record.unsharded_accumulated_grad, whole.grad if whole is not None else None):
+            if gradient is not None:
+                yield gradient
+
+
+def worker_processes(agent: Any) -> dict[int, Any]:
+    """Local rank → Popen of what torchrun's LocalElasticAgent has started: to send them signals one by one."""
+    return {rank: handler.proc for rank, handler in agent._pcontext.subprocess_handlers.items()}
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+def shape_votes() -> tuple[Any, str] | None:
+    """(owner, name) of what pipeline stages do first: vote on whether all know their shapes. 2.13 only; on 2.11
+    None."""
+    from torch.distributed.pipelining import schedules
+
+    name = "_warmup_p2p"
+    return (schedules._PipelineSchedule, name) if hasattr(schedules._PipelineSchedule, name) else None
+
+
+def set_shapes_known(stage: Any) -> None:
+    """What that vote would set where all stages know their shapes. 2.13 only."""
+    from torch.distributed.pipelining.stage import InferenceMode
+
+    stage._inference_mode = InferenceMode.STATIC
+
+
+def send_nothing_ahead(stage: Any) -> None:
+    """2.11 sends ahead to open NCCL's connections; gloo needs none, and a process has none to itself. 2.13 does not."""
+    stage._get_init_p2p_neighbors_ops = list
+
+
+# ---------------------------------------------------------------- classes whose private methods Gradus replaces
+
+REPLACED: dict[str, tuple[str, ...]] = {
+    # parallel.tensor: a style that makes DTensors of what no other style splits
+    "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
+    # launch.local: workers that get SIGTERM have time to say where they waited
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
+        "_start_workers",
+        "_monitor_workers",
+    ),
+    # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
+    "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
+}

@@ -1,0 +1,292 @@
+"""Every private part of PyTorch does what it is used for, and no other file of Gradus names one.
+
+After a change of PyTorch's version this file says which entry of gradus/torch_private.py no longer holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.sgd import sgd
+
+import gradus
+from gradus import torch_private
+from gradus.parallel.fake import fake_world
+
+SOURCE = Path(gradus.__file__).parent
+VERSION = ".".join(torch.__version__.split(".")[:2])
+
+
+def test_version():
+    low, high = (tuple(map(int, v.split("."))) for v in torch_private.TESTED)
+    assert low <= tuple(map(int, VERSION.split("."))) <= high, (
+        f"PyTorch {VERSION}: gradus/torch_private.py was tested on {' and '.join(torch_private.TESTED)}. "
+        "Run this file, mend what fails, and move TESTED and the bounds in pyproject.toml."
+    )
+
+
+# ---------------------------------------------------------------- nobody else
+
+OTHERS = {  # private names of other libraries
+    "_subparsers", "_group_actions", "_actions", "_fingerprint", "_replace",
+}  # fmt: skip
+
+
+def private_names(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, name) of attributes and imports that begin with one underscore, but of self, cls and super()."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of = ast.unparse(node.value)
+            names = [] if of in ("self", "cls", "super()", "os") else [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for a in node.names for part in a.name.split(".")]
+        else:
+            continue
+        found += [(node.lineno, name) for name in names if name.startswith("_") and not name.startswith("__")]
+    return found
+
+
+def test_no_other_file_names_a_private_part():
+    trees = {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py") if file.name != "torch_private.py"}
+    ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {
+        node.attr for tree in trees.values() for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    } | {
+        node.target.id for tree in trees.values() for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }  # fmt: skip
+    found = [
+        f"{file.relative_to(SOURCE)}:{line}: {name}"
+        for file, tree in sorted(trees.items())
+        for line, name in private_names(tree)
+        if name not in ours | OTHERS
+    ]
+    assert not found, "private parts of PyTorch belong into gradus/torch_private.py, each with what it is for"
+    assert not [f for f in trees if "torch.testing" in f.read_text() or ".testing._internal" in f.read_text()]
+
+
+def test_it_imports_nothing_that_torch_does_not():
+    code = "import sys, torch; had = set(sys.modules); import gradus.torch_private; print(*sorted(set(sys.modules) - had))"
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert new == ["gradus", "gradus.torch_private"]
+
+
+# ---------------------------------------------------------------- operators
+
+
+@pytest.mark.parametrize("name", [name for name, value in vars(torch_private).items() if name.isupper() and "OpOverload" in type(value).__name__])
+def test_operators_are_there(name):
+    operator = getattr(torch_private, name)
+    assert torch_private.schema(getattr(operator, "default", operator)).name.startswith("aten::_")
+
+
+class Seen(torch_private.TorchDispatchMode):
+    """What runs: names, and whether a backward pass and one of its nodes run it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        at = torch_private.in_backward(), torch_private.has_autograd_node()
+        self.found.append((torch_private.schema(function).name.split("::")[1], *at))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_every_operator_and_where_it_runs():
+    x = torch.ones(2, 2, requires_grad=True)
+    with Seen() as seen:
+        y = x.exp().sum()
+        y.backward()
+        with torch_private.without_dispatch():
+            torch.ones(3).sin_()
+    assert ("exp", False, False) in seen.found and ("mul", True, True) in seen.found
+    assert "sin_" not in [name for name, *_ in seen.found]
+
+
+def test_attention_on_a_cpu_runs_the_operators_that_are_named():
+    assert {op.__name__.startswith(torch_private.ATTENTION_PREFIX) for op in torch_private.FUSED_ATTENTION} == {True}
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with Seen() as seen:
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    names = [name for name, *_ in seen.found]
+    assert torch_private.FLASH_CPU.__name__ in names and torch_private.FLASH_CPU_BACKWARD.__name__ in names
+    with torch_private.FakeTensorMode():  # as the plan has a GPU's: shapes alone
+        half = torch.empty(1, 2, 4, 8, dtype=torch.bfloat16)
+        assert torch_private.FLASH(half, half, half, 0.0, True, False, scale=None)[0].shape == half.shape
+        assert torch_private.EFFICIENT(half, half, half, None, True, 0.0, True, scale=None)[0].shape == half.shape
+
+
+def test_what_the_calibration_times():
+    x = torch.randn(4, 5)
+    y = torch_private.SOFTMAX(x, -1, False)
+    assert torch.equal(y, x.softmax(-1)) and torch.equal(torch_private.SAFE_SOFTMAX(x, -1), y)
+    assert torch_private.SOFTMAX_BACKWARD(y, y, -1, torch.float32).shape == x.shape
+    log = torch_private.LOG_SOFTMAX(x, -1, False)
+    assert torch.equal(log, x.log_softmax(-1)) and torch_private.LOG_SOFTMAX_BACKWARD(y, log, -1, torch.float32).shape == x.shape
+    assert torch_private.TO_COPY(x, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert torch_private.FOREACH_NORM([x], 2)[0] == pytest.approx(float(x.norm()))
+    w, g = torch.ones(3), torch.ones(3)
+    torch_private.FOREACH_MUL([w], torch.tensor(2.0))
+    assert w.tolist() == [2, 2, 2]
+    torch_private.FUSED_SGD([w], [g], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0, nesterov=False, maximize=False, is_first_step=False)
+    plain = torch.full((3,), 2.0)
+    sgd([plain], [g], [None], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0, nesterov=False, maximize=False)
+    assert torch.equal(w, plain)
+    for fused in (torch_private.FUSED_ADAM, torch_private.FUSED_ADAMW):
+        state = [torch.zeros(3)], [torch.zeros(3)], [], [torch.ones(())]
+        fused([w], [g], *state, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
+        assert state[0][0].tolist() == pytest.approx([0.1] * 3)
+
+
+# ---------------------------------------------------------------- tensors and modules
+
+
+def test_fake_tensors_have_shapes_and_no_memory():
+    with torch_private.FakeTensorMode():
+        x = torch.empty(10**9, 10**6)
+        assert isinstance(x, torch_private.FakeTensor) and (x @ x[0]).shape == (10**9,)
+        with torch_private.unset_fake_temporarily():
+            assert int(torch.ones(2).sum()) == 2
+
+
+def test_memory_is_told_apart():
+    with torch_private.FakeTensorMode():
+        x, y = torch.empty(4), torch.empty(4)
+        assert torch_private.memory_id(x) == torch_private.memory_id(x[1:]) == torch_private.storage_id(x.untyped_storage())
+        assert torch_private.memory_id(x) != torch_private.memory_id(y)
+
+
+def test_leaves_are_found_in_nested_arguments():
+    assert torch_private.tree_leaves((1, [2, {"a": 3}])) == [1, 2, 3]
+
+
+def test_hooks_are_taken_away():
+    layer, called = nn.Linear(2, 2), []
+    layer.register_forward_hook(lambda *_: called.append("after"))
+    layer.register_forward_pre_hook(lambda *_: called.append("before"))
+    torch_private.without_hooks(layer)(torch.zeros(2))
+    assert not called
+
+
+def test_the_scaler_tells_its_infinities():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    weight.grad = scaler.scale(torch.tensor([1.0, float("inf")]))
+    scaler.unscale_(optimizer)
+    assert [float(found) for found in torch_private.infinities(scaler, optimizer)] == [1.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_is_kept_busy():
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch_private.keep_gpu_busy(10_000_000)
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) > 1
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.fixture
+def world():
+    with fake_world(4, rank=1) as world:
+        yield world
+
+
+def test_groups_are_found_by_object_and_name(world):
+    group = dist.new_group([0, 1])
+    assert torch_private.group_of(group.group_name).size() == 2
+    assert torch_private.group_of("no such group") is None and torch_private.group_of(3) is None
+    found = []
+
+    class Arguments(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found.extend(torch_private.group_of(a) for a in args)
+            return function(*args, **(kwargs or {}))
+
+    with Arguments():
+        dist.all_reduce(torch.zeros(1), group=group)
+    assert [g.size() for g in found if g is not None] == [2]
+
+
+def test_processes_leave_notes_in_the_store(world):
+    store = torch_private.default_store()
+    assert hasattr(store, "set") and hasattr(store, "check") and hasattr(store, "wait")
+
+
+def test_meshes(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert torch_private.flatten_mesh(mesh["a", "b"], "ab").size() == 4
+    shape, offset = torch_private.local_shape_and_offset(torch.Size([5]), mesh["b"], (Shard(0),))
+    assert (tuple(shape), tuple(offset)) == ((2,), (3,))
+    torch_private.quiet_redistribution()
+    assert importlib.import_module("torch.distributed.tensor._redistribute").logger.getEffectiveLevel() >= 40
+    DTensor.from_local(torch.ones(2), mesh["a"], [Shard(0)]).sum()
+    torch_private.forget_meshes()
+
+
+def test_rows_travel_there_and_gradients_back(world):
+    x = torch.ones(4, 3, requires_grad=True)
+    out = torch_private.all_to_all(x, [1, 2, 1, 1], [1, 1, 1, 1], dist.group.WORLD)
+    assert out.shape == (5, 3)
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    counts = torch_private.all_to_all(torch.ones(4, dtype=torch.long), None, None, dist.group.WORLD)
+    assert torch_private.is_awaited(type(counts)) and counts.add(0).shape == (4,) and not torch_private.is_awaited(torch.Tensor)
+
+
+def test_fsdp_cuts_as_it_is_replaced():
+    owner, name = torch_private.chunking_of_fsdp()
+    assert [len(part) for part in getattr(owner, name)(torch.zeros(5), 4, 0)] == [2, 2, 1, 0]
+
+
+def test_fsdp_keeps_whole_gradients_where_they_are_looked_for(world):
+    layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    assert len(list(torch_private.fsdp_parameters(layer))) == 2 and not list(torch_private.unsharded_gradients(layer))
+    layer.set_requires_gradient_sync(False)
+    layer(torch.ones(1, 4)).sum().backward()
+    assert sorted(g.shape for g in torch_private.unsharded_gradients(layer)) == [(4,), (4, 4)]
+
+
+def test_buckets_of_ddp():
+    assert torch_private.ddp_buckets([torch.zeros(10), torch.zeros(10), torch.zeros(10)], 80) == [[0, 1], [2]]
+
+
+def test_pipelines_are_told_what_they_would_vote_on():
+    from torch.distributed.pipelining import PipelineStage
+
+    stage = PipelineStage.__new__(PipelineStage)
+    if votes := torch_private.shape_votes():
+        assert callable(getattr(*votes))
+        torch_private.set_shapes_known(stage)
+        assert stage._inference_mode.name == "STATIC"
+    else:
+        assert VERSION == "2.11" and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    torch_private.send_nothing_ahead(stage)
+    assert stage._get_init_p2p_neighbors_ops() == []
+
+
+@pytest.mark.parametrize("path", torch_private.REPLACED)
+def test_methods_that_are_replaced_are_there(path):
+    module, _, kind = path.rpartition(".")
+    owner = getattr(importlib.import_module(module), kind)
+    assert [name for name in torch_private.REPLACED[path] if not callable(getattr(owner, name, None))] == []
