@@ -157,13 +157,13 @@ def train(world, folder: Path, runs: dict[str, list[str]], resume: str | None = 
     """Each run by its name; `resume`: a run of that name goes on."""
     models.register(FAMILY)
     from gradus import recipe as recipes
-    from gradus.train import session
+    from gradus.train import run
 
     for name, overrides in runs.items():
         where = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", f"log.dir={folder / name}"]
         recipe = recipes.load(folder / resume, overrides) if resume else recipes.load(folder / "toy.yaml", [*where, *overrides])
         with contextlib.redirect_stdout(io.StringIO()):
-            session.train(recipe, here=world, resume=folder / resume if resume else None)
+            run.train(recipe, world=world, resume=folder / resume if resume else None)
 
 
 def rows(run: Path) -> dict[tuple[str, int], float]:
