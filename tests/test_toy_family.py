@@ -299,7 +299,7 @@ def errors(world, folder: Path) -> dict[str, str]:
 def test_what_a_description_lacks_is_named(folder):
     (found,) = run(1, errors, folder)
     assert "model.family: no such model: 'conv'" in found["unregistered"]
-    assert "Bare: it needs family:" in found["no tasks"]
+    assert "Bare needs family:" in found["no tasks"]
     assert found["taken"] == "Other: family conv is ConvConfig's. Choose another name"
     assert found["type"] == "family conv: model_type llama is llama's"
     assert "Did you mean model.n_taps?" in found["key"]

@@ -72,7 +72,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        return self.config.model_fields["family"].default
+        return schema.family_of(self.config)
 
     def lacks(self, model: nn.Module) -> Iterator[str]:
         """What is said here and is not in a built model, or is in it and is not said: a line each."""

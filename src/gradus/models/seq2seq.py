@@ -183,7 +183,6 @@ FAMILY = family.Family(
     ),
     tokens=("source_embedding.tokens", "target_embedding.tokens"), head="head",
     entry=("source_embedding", "target_embedding"),  # they add positions
-    whole_sequence="seq2seq has cross-attention, whose queries and keys are of two sequences, each of which would need its own split and a "
-    "ring of the encoder's output",
+    whole_sequence="seq2seq has cross-attention, of two sequences, each of which would need its own split and ring",
     fine_tuning_rate=1e-4,
 )  # fmt: skip

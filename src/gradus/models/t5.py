@@ -161,7 +161,6 @@ FAMILY = family.Family(
         family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)),
     ),
     tokens=("embedding",), head="head", tensor={"relative_bias.table": "column"},  # its columns are heads
-    whole_sequence="T5 adds a relative bias to the scores, which would have to be made anew for each pair of chunks, and its decoder "
-    "attends across to another sequence",
+    whole_sequence="T5 adds a relative bias to the scores of each pair of chunks, and its decoder attends across",
     decoder_start="padding", fine_tuning_rate=3e-4,
 )  # fmt: skip

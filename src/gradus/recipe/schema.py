@@ -643,12 +643,17 @@ class Recipe(Section):
     log: Log = Log()  # what is written
 
 
-def register_model(config: type[ModelConfig]) -> None:
-    """Let `model.family` of a recipe also be that of this class. Raises TypeError for a class without a family or task,
-    and where another class has this family."""
+def family_of(config: type[ModelConfig]) -> str:
+    """The family that a class configures. Raises TypeError for one without a family or task."""
     name = config.model_fields["family"].default if "family" in config.model_fields else None
     if not isinstance(name, str) or not config.learns:
-        raise TypeError(f'{config.__name__}: it needs family: Literal["NAME"] = "NAME", and learns = {{task: kind of data}}')
+        raise TypeError(f'{config.__name__} needs family: Literal["NAME"] = "NAME" and learns = {{task: kind of data}}')
+    return name
+
+
+def register_model(config: type[ModelConfig]) -> None:
+    """Let `model.family` of a recipe be that of this class too. Raises TypeError as `family_of`, or if it is taken."""
+    name = family_of(config)
     if MODELS.get(name) is config:
         return
     if name in MODELS:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_TYPES = ("marian", "pegasus", "gradus-seq2seq")
-# The table of sinusoidal positions; the output bias, a buffer that transformers writes as zeros where we have none; the embedding that
-# Pegasus has beside those of source and target where these are not shared.
+# The table of positions; the output bias, which transformers writes as zeros where we have none; Pegasus' third embedding.
 IGNORABLE = ("encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight")
 
 ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
