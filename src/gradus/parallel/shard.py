@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMesh | None = None) -> None:
-    """FSDP2 in place: every block, then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
+    """FSDP2 in place: every block, each large end (`ends`), then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
     layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the
     experts' weights, each layer's a unit of its own, where expert parallelism has split them; their gradients have all
     its processes' contributions already.
@@ -50,11 +50,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
         fully_shard(layer, **{**options, "mesh": experts})
     for block in [m for m in model.modules() if isinstance(m, Block)]:
         fully_shard(block, **options)
+    for end in ends(model) if layout.pipeline == 1 else ():
+        fully_shard(end, **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def ends(model: nn.Module) -> list[nn.Module]:
+    """Embeddings of a vocabulary and projections to one, so that they are gathered only while they are used. Tied ones are not
+    among them: what the first and the last layer share stays with the root, gathered as long as either may need it."""
+    sizes = {getattr(model.config, name, None) for name in ("vocab_size", "target_vocab_size")}
+    found = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear) and m.weight.shape[0] in sizes]
+    inside = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
+    return [m for m in found if m not in inside and sum(m.weight is other.weight for other in found) == 1]
 
 
 def _across(parameter: Tensor, n: int) -> Shard:

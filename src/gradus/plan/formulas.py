@@ -969,7 +969,7 @@ class _Whole(NamedTuple):
         reduced, size = 0.0, num.weight  # size: of a gradient's element before it is reduced
         if layout.shard > 1:
             size = 2 if layout.param_dtype in ("bf16", "fp16") else num.weight
-            root = _unit(tuple(part for name, end in self.a.ends.items() if name in mine.ends for part in end), layout)
+            root = _unit(end_units(self.a, set(mine.ends), layout)[-1], layout)
             n_blocks = sum(mine.blocks)
             gathered = size * (root + (min(n_blocks, 2) if layout.reshard else n_blocks) * one_block)
             near = size * (root + one_block) if layout.reshard else gathered
@@ -1026,6 +1026,16 @@ class _Whole(NamedTuple):
         if self.num.compute == 4:
             return 8 / 12
         return 1.0 if self.layout.tensor > 1 and self.layout.vocab_parallel else 10 / 12
+
+
+def end_units(a: Anatomy, names: set[str], layout: Layout) -> list[tuple[Part, ...]]:
+    """The parts of the ends as FSDP2 gathers them: untied embeddings and heads by themselves, then the rest (parallel.shard.ends)."""
+    before, after = ({name for stack in a.stacks for name in getattr(stack, place)} for place in ("before", "after"))
+    own = [name for name in ("tokens", "target", "head") if name in names and not (name in before and name in after)]
+    own = [name for name in own if layout.pipeline == 1 and (name != "head" or "tokens" in a.ends)]
+    units = [(*a.ends[name], *(a.ends.get("head_bias", ()) if name == "head" else ())) for name in own]
+    rest = [name for name in a.ends if name in names and name not in own and not (name == "head_bias" and "head" in own)]
+    return [*units, tuple(part for name in rest for part in a.ends[name])]
 
 
 def _unit(parts: tuple[Part, ...], layout: Layout) -> int:
@@ -1269,8 +1279,8 @@ class _Traffic:
         layout, replicas = self.layout, self.shape["replicate"]
         size = 2 if layout.param_dtype in ("bf16", "fp16") else self.num.weight
         reduced = {"fp32": 4, "bf16": 2, "fp16": 2, None: 4 if layout.param_dtype else self.num.weight}[layout.reduce_dtype]
-        root = tuple(part for name, end in self.a.ends.items() if name in self.mine.ends for part in end)
-        units = [(stack.block, k) for stack, k in zip(self.a.stacks, self.mine.blocks) if k] + [(root, 1)]
+        units = [(stack.block, k) for stack, k in zip(self.a.stacks, self.mine.blocks) if k]
+        units += [(unit, 1) for unit in end_units(self.a, set(self.mine.ends), layout) if unit]
         if layout.expert > 1:  # a block's experts are a unit of their own
             units = [(tuple(part for part in unit if part.experts == which), k) for unit, k in units for which in (False, True)]
         scatters = self.runs if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
