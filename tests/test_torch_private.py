@@ -86,6 +86,11 @@ def test_it_imports_nothing_that_torch_does_not():
     assert new == ["gradus", "gradus.torch_private"]
 
 
+def test_the_command_line_starts_without_torch():
+    code = "import sys, gradus.__main__, gradus.cli; gradus.cli.parser(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # ---------------------------------------------------------------- operators
 
 

@@ -245,7 +245,7 @@ def send_nothing_ahead(stage: Any) -> None:
 REPLACED: dict[str, tuple[str, ...]] = {
     # parallel.tensor: a style that makes DTensors of what no other style splits
     "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
-    # launch.local: workers that get SIGTERM have time to say where they waited
+    # launch.agent: workers that get SIGTERM have time to say where they waited
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
         "_start_workers",
         "_monitor_workers",
