@@ -353,7 +353,7 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
         sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
     if init and kind == "images":
         sections["data"] |= _normalisation(init)
-    rate = (models.family(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
+    rate = (models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
