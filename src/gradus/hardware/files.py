@@ -14,7 +14,7 @@ from typing import Any
 
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean
-from gradus.hardware import Cluster, Device, Grid, Link, Price
+from gradus.hardware.kinds import Cluster, Device, Grid, Link, Price
 from gradus.hardware.units import in_unit, quantity
 
 HERE = Path(__file__).parent

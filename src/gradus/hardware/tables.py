@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from gradus.hardware import Device, Link, files
+from gradus.hardware import files
 from gradus.hardware.files import NUMBERS
+from gradus.hardware.kinds import Device, Link
 
 
 def size(n: float) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gradus.parallel import world as worlds
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.replicate import LocalUpdates, Replicas, sum_in_buckets
 from gradus.recipe.schema import Layout
@@ -238,11 +239,7 @@ class Parallel:
 
     def collect(self, value: Any) -> list[Any]:
         """Every process's value, in the order of the ranks."""
-        if not self.several:
-            return [value]
-        values: list[Any] = [None] * self.mesh.world.size
-        dist.all_gather_object(values, value)
-        return values
+        return worlds.gathered(value) if self.several else [value]
 
     def warm_up(self, micro_batch: dict, loss_of: Callable[[nn.Module, dict], Tensor]) -> None:
         """One backward pass that is thrown away, with the random numbers put back. DDP orders its buckets by the first one; a run

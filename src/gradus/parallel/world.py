@@ -237,6 +237,15 @@ def from_first(value: Any) -> Any:
     return box[0]
 
 
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every process of the group, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def joined() -> bool:
     """Whether this is one of several processes that have met."""
     return dist.is_available() and dist.is_initialized()

@@ -16,19 +16,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradus import files, models, tasks
-from gradus.errors import UserError, disk_full, not_written
+from gradus.errors import UserError
 from gradus.models.weights import checksums, some
+from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.train.log import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
@@ -51,34 +50,6 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["rng.cuda"], device)
     if device.type == "mps" and "rng.mps" in state:
         torch.mps.set_rng_state(state["rng.mps"])
-
-
-def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
-    """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already stays.
-
-    Raises UserError when the disk is not writable, EnvironmentFault when it is full.
-    """
-    if target.exists():
-        return
-    try:
-        with files.aside(target) as aside:
-            aside.mkdir(parents=True)
-            fill(aside)
-            checksums.write(aside)
-    except (OSError, SafetensorError, UserError) as e:
-        if isinstance(e, UserError) and not disk_full(e):
-            raise
-        then = "the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
-        raise not_written(target.parent, e, then) from None
-
-
-def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of every process of the group, by rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
@@ -139,8 +110,8 @@ class Checkpoints:
         None where there is no checkpoint. Raises UserError where there are some and none is whole. Collective.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(gathered(self.steps())[0]):
-            problem = next(filter(None, gathered(damage(path, *_place()))), None)
+        for path in reversed(worlds.gathered(self.steps())[0]):
+            problem = next(filter(None, worlds.gathered(damage(path, *_place()))), None)
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
@@ -178,7 +149,7 @@ class Checkpoints:
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, aside / "training.safetensors")
             (aside / "training.json").write_text(json.dumps(state, indent=1))
 
-        write_aside(target, fill)
+        checksums.write_aside(target, fill)
         self._remove_old()
         return target
 
@@ -239,7 +210,7 @@ class Checkpoints:
             if not parallel.mesh.world.first:
                 return
         else:
-            write_aside(target, lambda aside: (save_weights(aside, parallel, tokenizers), note(aside)))
+            checksums.write_aside(target, lambda aside: (save_weights(aside, parallel, tokenizers), note(aside)))
         self._call_best(target, evaluated["metric"])
 
     def _call_best(self, target: Path, metric: str) -> None:
@@ -259,7 +230,7 @@ class Checkpoints:
         known: the checkpoint's word ("step", "metric", "value") for weights of an earlier version, which have none of their own.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
-        return gathered(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
+        return worlds.gathered(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
 
     def _find_best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
         found: list[tuple[float, int, Path]] = []

@@ -33,9 +33,9 @@ from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_co
 from gradus.models import weights
 from gradus.models.weights import Stored, checksums
 from gradus.models.weights import sharded as stored_sharded
+from gradus.parallel import world as worlds
 from gradus.recipe.schema import ModelConfig
 from gradus.torch_private import local_shape_and_offset
-from gradus.train.checkpoint import gathered, write_aside
 
 # ---------------------------------------------------------------- names and parts
 
@@ -92,7 +92,7 @@ def _first(group: dist.ProcessGroup | None) -> bool:
 
 def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
     """What went wrong on one process goes wrong on all. Returns the `value` of every process. Collective."""
-    answers = gathered((None if error is None else (str(error), exit_code(error)), value), group)
+    answers = worlds.gathered((None if error is None else (str(error), exit_code(error)), value), group)
     problem = next((problem for problem, _ in answers if problem is not None), None)
     if problem is not None:
         raise (EnvironmentFault if problem[1] == FAULT else UserError)(problem[0])
@@ -348,7 +348,7 @@ def export(
 
     if _first(group):
         try:
-            write_aside(target, fill)
+            checksums.write_aside(target, fill)
         except UserError as e:
             error = e
     for _ in parts:  # the other processes send theirs, wanted or not

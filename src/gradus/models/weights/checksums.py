@@ -12,7 +12,10 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from gradus.errors import UserError
+from safetensors import SafetensorError
+
+from gradus import files
+from gradus.errors import UserError, disk_full, not_written
 
 FILE = "checksums.json"
 
@@ -31,6 +34,25 @@ def write(folder: Path, known: Mapping[str, dict] = {}) -> None:
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
     told = {name: known.get(name) or of(folder / name) for name in names}
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
+
+
+def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already stays.
+
+    Raises UserError when the disk is not writable, EnvironmentFault when it is full.
+    """
+    if target.exists():
+        return
+    try:
+        with files.aside(target) as aside:
+            aside.mkdir(parents=True)
+            fill(aside)
+            write(aside)
+    except (OSError, SafetensorError, UserError) as e:
+        if isinstance(e, UserError) and not disk_full(e):
+            raise
+        then = "the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
+        raise not_written(target.parent, e, then) from None
 
 
 def read(folder: Path) -> dict[str, dict] | None:
