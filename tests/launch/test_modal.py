@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_what_the_app_has(tmp_path, monkeypatch, capsys):
     words = next(ast.literal_eval(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "words")
     assert words == ["train", "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--auto-resume", "--processes", "2"]
     assert 'GPU = "H100:2"' in text and '[modal.Secret.from_name("hub")]' in text and 'modal.Volume.from_name("gradus", create_if_missing=True)' in text
-    assert '"timeout": 5400' in text and '"torch>=2.11"' in text and '.add_local_dir(ADDED["/root/gradus"], "/root/gradus")' in text
+    assert '"timeout": 5400' in text and re.search(r'"torch[\d<,.]*>=2\.11', text) and '.add_local_dir(ADDED["/root/gradus"], "/root/gradus")' in text
     assert f"modal run {tmp_path}/app.py::main  # train" in capsys.readouterr().out
 
 
