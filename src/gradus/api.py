@@ -120,8 +120,8 @@ def train(
     interrupt) and has saved itself: then `run.finished` is False.
 
     resume: go on with the run that `recipe` means, a run folder or else its newest run. force: also where the plan says
-    that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around the
-    steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
+    that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around
+    the steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
     """
     from gradus.measure.flops import for_run
     from gradus.parallel import world as worlds

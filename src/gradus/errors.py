@@ -16,9 +16,9 @@ from typing import TextIO
 FAULT = 74  # exit code where the machine is at fault; EX_IOERR of sysexits.h
 # Errors of the system that a user mends: a path or a port that is wrong. All others are the machine's faults.
 MISTAKES = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG,
-    errno.ELOOP, errno.EINVAL, errno.EROFS, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ESPIPE, errno.EBADF,
-    errno.ENOEXEC, errno.EADDRINUSE, errno.EADDRNOTAVAIL,
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EROFS, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY,
+    errno.ESPIPE, errno.EBADF, errno.ENOEXEC, errno.EADDRINUSE, errno.EADDRNOTAVAIL,
 }  # fmt: skip
 
 
@@ -34,8 +34,8 @@ class DataError(UserError):
 
 
 class EnvironmentFault(UserError):
-    """A fault of the machine (a full disk, a file system or a connection that is gone). One line too, but the exit code is
-    FAULT, after which whatever restarts a run starts it again."""
+    """A fault of the machine (a full disk, a file system or a connection that is gone). One line too, but the exit code
+    is FAULT, after which whatever restarts a run starts it again."""
 
 
 def _number(error: BaseException) -> int | None:
@@ -56,8 +56,8 @@ def is_fault(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """FAULT for a fault of the machine and for a UserError made from one, 2 for other mistakes and errors of the system,
-    1 for a bug."""
+    """FAULT for a fault of the machine and for a UserError made from one, 2 for other mistakes and errors of the
+    system, 1 for a bug."""
     if not isinstance(error, UserError):
         return FAULT if is_fault(error) else 2 if isinstance(error, OSError) and error.errno is not None else 1
     cause: BaseException | None = error
@@ -131,7 +131,10 @@ COLOURS = {"red": 31, "green": 32}
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """The text in a colour where the stream is a terminal. NO_COLOR and TERM=dumb mean none, FORCE_COLOR means always."""
+    """The text in a colour where the stream is a terminal.
+
+    NO_COLOR and TERM=dumb mean no colour, FORCE_COLOR means always.
+    """
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
 

@@ -1,6 +1,8 @@
-"""Every limit at the edge, in one place: sizes a person could mean, files of a stated size and depth, numbers on the command line, the page.
+"""Every limit on what comes in, in one place: sizes a person could mean, files of a stated size and depth, numbers on
+the command line, the page.
 
-Each is far above the largest that is published or built, and low enough that what passes ends: in an answer, or in one line that says why not.
+Each is far above the largest that is published or built, and low enough that whatever passes comes to an end: an
+answer, or one line that says why there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ VOCABULARY = 2**27  # the largest published has about a million
 EXPERTS = 2**20  # PEER (He 2024) has a million, Switch 2,048
 LENGTH = 2**24  # seq_len; Llama 4 Scout has 10 million
 PARAMETERS = 1e15  # in all: a thousand times the largest published
-CLASSES = 2**22  # Amazon-3M, the largest classification set, has 2.8 million labels; each takes a name and a row of the head
+CLASSES = 2**22  # Amazon-3M, the largest classification set, has 2.8 million; each takes a name and a row of the head
 IMAGE = 2**14  # pixels a side
 BATCH = 2**30  # samples or tokens of a step; GPT-4's is put at 60 million tokens
 STEPS = 10**12  # also of a schedule, and between two checkpoints
@@ -72,9 +74,10 @@ PLANNING_MEMORY = 16 * GB  # of one such process
 
 
 def regular(path: str | Path, most: float = math.inf) -> Path:
-    """The path, where it is a regular file of at most `most` bytes. A FIFO, a device or a socket would be waited for without end.
+    """The path, where it is a regular file of at most `most` bytes.
 
-    Raises UserError for another kind of file and for a larger one; FileNotFoundError and its like are the caller's.
+    Raises UserError for another kind of file (reading a FIFO, a device or a socket could wait without end) and for a
+    larger one; the caller handles FileNotFoundError and its like.
     """
     path = Path(path)
     about = path.stat()
@@ -88,7 +91,10 @@ def regular(path: str | Path, most: float = math.inf) -> Path:
 
 
 def read_text(path: str | Path, most: float) -> str:
-    """The text of a regular file of at most `most` bytes, in UTF-8. Raises UserError with one line for whatever keeps it from being read."""
+    """The text of a regular file of at most `most` bytes, in UTF-8.
+
+    Raises UserError with one line for whatever keeps it from being read.
+    """
     path = Path(os.path.expanduser(path))
     try:
         return regular(path, most).read_text(encoding="utf-8")
@@ -103,7 +109,10 @@ def read_text(path: str | Path, most: float) -> str:
 
 
 def read_json(path: str | Path, most: float, **options: Any) -> Any:
-    """The content of a JSON file: not deeper than DEPTH, no half characters. options: of json.loads. Raises UserError with one line."""
+    """The content of a JSON file: not deeper than DEPTH, no half characters (lone surrogates).
+
+    options: of json.loads. Raises UserError with one line.
+    """
     return parse_json(read_text(path, most), path, **options)
 
 
@@ -118,14 +127,19 @@ def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
     except RecursionError:
         raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
     except UnicodeEncodeError:
-        raise UserError(f"{where}: half a character (a lone surrogate, \\ud800 to \\udfff) in it. Write the whole character.") from None
+        raise UserError(
+            f"{where}: half a character (a lone surrogate, \\ud800 to \\udfff) in it. Write the whole character."
+        ) from None
     except ValueError as e:  # not UTF-8, or a number of more digits than Python takes
         raise UserError(f"{where}: not valid JSON: {str(e).split(';')[0]}.") from None
     return found
 
 
 def shallow(tree: Any, where: object, most: float = math.inf) -> None:
-    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values, an alias counted each time."""
+    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values.
+
+    An alias counts each time.
+    """
     level, n = [tree], 0
     for _ in range(DEPTH):
         below: list[Any] = []
@@ -149,11 +163,13 @@ def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
         found = yaml.load(read_text(path, most), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
-        raise UserError(f"{path}{f':{mark.line + 1}' if mark else ''}: not YAML ({getattr(e, 'problem', None) or e}).") from None
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not YAML ({getattr(e, 'problem', None) or e}).") from None
     except RecursionError:
         raise UserError(f"{path}: nested deeper than {DEPTH} levels.") from None
     except (ValueError, TypeError, OverflowError, AttributeError) as e:  # a date such as 2026-99-99, a list as a key
-        raise UserError(f"{path}: a value that YAML cannot hold ({str(e).splitlines()[0][:120]}). Put it in quotes.") from None
+        reason = str(e).splitlines()[0][:120]
+        raise UserError(f"{path}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
     shallow(found, path, NODES)
     return found
 
@@ -162,7 +178,10 @@ def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
 
 
 def whole(least: int = 1, most: int = SEED) -> Callable[[str], int]:
-    """For argparse, whose parser (cli.Parser) puts the option's name before the "=": a whole number from `least` to `most`."""
+    """For argparse: a whole number from `least` to `most`.
+
+    An error's text begins with "="; the parser (cli.Parser) puts the option's name before it.
+    """
 
     def read(text: str) -> int:
         try:
@@ -185,7 +204,8 @@ def real(above: float | None = None, least: float | None = None, most: float = R
         if math.isnan(number):
             raise argparse.ArgumentTypeError(f"={text[:40]}: must be a {'positive ' if above == 0 else ''}number.")
         if above is not None and number <= above:
-            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {'a positive number' if above == 0 else f'above {above:g}'}.")
+            wanted = "a positive number" if above == 0 else f"above {above:g}"
+            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {wanted}.")
         return _between(text, number, -math.inf if least is None else least, most)
 
     return read
@@ -195,7 +215,8 @@ def _between(text: str, number: Any, least: float, most: float) -> Any:
     if number < least:
         raise argparse.ArgumentTypeError(f"={text[:40]}: must be at least {least:,}.")
     if number > most:
-        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at most {f'{most:,}' if isinstance(most, int) else f'{most:g}'}.")
+        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at most {limit}.")
     return number
 
 
@@ -206,7 +227,10 @@ def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> li
         if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
             kind = "positive whole number" if least == 1 else f"whole number of {least} or more"
             limit = f" up to {most:,}" if re.fullmatch(r"[0-9]+", word) and (len(word) > 18 or int(word) > most) else ""
-            raise UserError(f"{option} {text[:80]}: {word[:40] or 'nothing'!r} is no {kind}{limit}. Write for example {option} 1,2,4")
+            raise UserError(
+                f"{option} {text[:80]}: {word[:40] or 'nothing'!r} is no {kind}{limit}. "
+                f"Write for example {option} 1,2,4"
+            )
         found.append(int(word))
     return list(dict.fromkeys(found))
 
@@ -218,7 +242,10 @@ def shown(text: str) -> str:
 
 
 def words(arguments: list[str]) -> None:
-    """Raises UserError for a word of the command line that is not text: half characters come from bytes that are not UTF-8."""
+    """Raises UserError for a word of the command line that is not text in UTF-8.
+
+    Python turns bytes that are not UTF-8 into half characters (lone surrogates).
+    """
     for word in arguments:
         try:
             word.encode()
@@ -228,4 +255,6 @@ def words(arguments: list[str]) -> None:
 
 def memory() -> float:
     """Bytes that this machine has; infinity where it does not say."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else math.inf
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

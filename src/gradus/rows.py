@@ -16,8 +16,8 @@ from gradus.errors import UserError
 
 @dataclasses.dataclass
 class Row:
-    """One number. `name` is a path such as `train/loss`; `unit` is plain text (`nats/token`, `s`, `bytes`); `step` is the
-    optimizer step it belongs to (None for a figure of the whole run); `conditions` says what, where and how."""
+    """One number. `name` is a path such as `train/loss`; `unit` is plain text (`nats/token`, `s`, `bytes`); `step` is
+    the optimizer step it belongs to (None for a figure of the whole run); `conditions` says what, where and how."""
 
     name: str
     value: float | int | str
@@ -62,7 +62,10 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last line cut short by a kill is left out. Raises UserError for any other line that is no row."""
+    """The rows of a file, without a last line that a kill cut short.
+
+    Raises UserError for any other line that is no row.
+    """
     lines = limits.read_text(path, limits.ROWS_FILE).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):

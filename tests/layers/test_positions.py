@@ -13,7 +13,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from gradus.errors import UserError
-from gradus.layers import apply_rotary, interleaved_to_halves, relative_buckets, rotary_frequencies, rotary_table, sinusoidal
+from gradus.layers import (
+    apply_rotary,
+    interleaved_to_halves,
+    relative_buckets,
+    rotary_frequencies,
+    rotary_table,
+    sinusoidal,
+)
 from gradus.recipe.schema import RopeScaling
 
 

@@ -22,7 +22,17 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.weights import checksums
-from gradus.recipe.schema import MODELS, BertConfig, GPTConfig, LlamaConfig, Model, RopeScaling, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import (
+    MODELS,
+    BertConfig,
+    GPTConfig,
+    LlamaConfig,
+    Model,
+    RopeScaling,
+    Seq2SeqConfig,
+    T5Config,
+    ViTConfig,
+)
 
 LLAMA = LlamaConfig(vocab_size=31, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, seq_len=32)
 CONFIGS = [

@@ -24,7 +24,11 @@ def gb_s(n: float) -> str:
 
 def table(header: list[str], rows: list[list[str]], right: set[int]) -> list[str]:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    align = lambda row: "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths)))  # noqa: E731
+
+    def align(row: list[str]) -> str:
+        cells = enumerate(zip(row, widths))
+        return "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in cells)
+
     return [align(row).rstrip() for row in [header, *rows]]
 
 

@@ -1,4 +1,4 @@
-"""Using a model: opening it with all that belongs to it."""
+"""Find a model with its configuration, recipe and tokenizers, load it, and encode texts for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Place:
         return self.path if self.path.is_dir() else self.path.parent
 
     def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
-        """By place: "", and "target" where the target language has its own. `given` is a path that replaces what lies beside the weights.
+        """By place: "", and "target" where the target language has its own. `given` is a path that replaces the
+        tokenizer beside the weights.
 
         Read once. Raises UserError where there is none, or one that does not fit the model.
         """
@@ -58,15 +59,16 @@ class Place:
             if tokenizer.vocab_size > (size or self.config.vocab_size):
                 where, n = given or self.folder / place, tokenizer.vocab_size
                 raise UserError(
-                    f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: they do not belong together. "
+                    f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: "
+                    "they do not belong together. "
                     "Give the model's own with --tokenizer PATH."
                 )
         self._read = found
         return found
 
     def load(self, precision: str = "fp32") -> nn.Module:
-        """The model with its weights, in evaluation mode, on the accelerator if there is one; read once, at the `precision` (fp32, bf16 or
-        fp16, of the weights too) that is asked for first."""
+        """The model with its weights, in evaluation mode, on the accelerator if there is one. It is read once; the
+        first call sets its precision (fp32, bf16 or fp16, of the weights too)."""
         if self.model is None:
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
@@ -75,7 +77,8 @@ class Place:
 
 
 def find(name: str) -> Place:
-    """A run folder (its best checkpoint), a checkpoint, a folder in Hugging Face's or Meta's layout, llama2.c's .bin, or a hub name.
+    """A run folder (its best checkpoint), a checkpoint, a folder in Hugging Face's or Meta's layout, llama2.c's .bin,
+    or a hub name.
 
     Raises UserError where there is no model.
     """
@@ -86,7 +89,7 @@ def find(name: str) -> Place:
 
 
 def note(text: str) -> None:
-    """What the user should know and no program should read."""
+    """Print a note for the user to standard error, where no program reads it."""
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
@@ -98,7 +101,8 @@ def special(tokenizer: Tokenizer, *roles: str) -> int | None:
 
 @dataclasses.dataclass
 class Encoded:
-    """Texts ready for `models.decoding`: decoders continue `prompts`; encoder-decoders read `sources` and start from `prompts`."""
+    """Texts ready for `models.decoding`: decoders continue `prompts`; encoder-decoders read `sources` and start from
+    `prompts`."""
 
     prompts: list[list[int]]
     sources: list[list[int]] | None
@@ -107,12 +111,12 @@ class Encoded:
 
 
 def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
-    """Texts as a generating model wants them. fit=False: a decoder's may be longer than the model.
+    """Texts as a generating model reads them. fit=False: a decoder's may be longer than the model.
 
-    A published decoder's texts begin with the begin token where its family says so. A model trained by a recipe saw none:
-    its texts begin with themselves, an empty one with what stood before texts in training: the end token after
-    documents, else a line end. An encoder-decoder's sources end with the end token.
-    Raises UserError for an empty text where there is nothing to begin with, and for one longer than the model.
+    A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
+    none: its texts get no begin token, and an empty one starts with the token that preceded texts in training: the end
+    token after documents, else a line end. An encoder-decoder's sources end with the end token.
+    Raises UserError for an empty text where there is nothing to start with, and for one longer than the model.
     """
     tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
     target = tokenizers.get("target", tokenizer)
@@ -126,7 +130,10 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         _fits(texts, sources, config.longest)
         start = pad_id if family.decoder_start == "padding" else special(target, "bos", "cls", "pad")
         if start is None:
-            raise UserError("the tokenizer has no begin token for the decoder to start with. Give the model's own with --tokenizer PATH.")
+            raise UserError(
+                "the tokenizer has no begin token for the decoder to start with. "
+                "Give the model's own with --tokenizer PATH."
+            )
         return Encoded([[start]] * len(rows), sources, eos_id, pad_id)
 
     if family.begin_token and recipe is None and tokenizer.bos_id is not None:
@@ -136,7 +143,10 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
-            raise UserError("an empty prompt, and the tokenizer has no begin token to start from. Give a prompt behind the model's name.")
+            raise UserError(
+                "an empty prompt, and the tokenizer has no begin token to start from. "
+                "Give a prompt behind the model's name."
+            )
         rows = [row or begin[-1:] for row in rows]
     if place.path.is_file():
         eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
@@ -150,4 +160,7 @@ def _fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
         if longest is not None and len(row) > longest:
             which = f"text {number}" if len(texts) > 1 else "the text"
             start = text if len(text) <= 30 else text[:30] + "…"
-            raise UserError(f"{which} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read. Shorten it.")
+            raise UserError(
+                f"{which} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read. "
+                "Shorten it."
+            )

@@ -1,4 +1,5 @@
-"""`gradus export`: any checkpoint, of one process or of many in any layout, as a folder in Hugging Face's layout (docs/export.md)."""
+"""`gradus export`: any checkpoint, of one process or of many in any layout, as a folder in Hugging Face's layout
+(docs/export.md)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from gradus.models import weights
 
 
 def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
-    """Write config.json, model.safetensors (in shards above shard_gb, in 10^9 bytes) and the tokenizer to the folder `to`.
+    """Write config.json, model.safetensors (in shards above shard_gb, in 10^9 bytes) and the tokenizer to the folder
+    `to`.
 
-    name: as `infer.find`; of a run, its best checkpoint or else its newest. One stored tensor is read at a time, and one shard of
-    the result is held, never the model. Values and dtype stay as they are. Yields lines for the user.
-    Raises UserError where there is no model, or where `to` is what is read or holds something else.
+    name: as `infer.find`; of a run, its best checkpoint or else its newest. One stored tensor is read at a time, and
+    memory holds one shard of the result, never the model. Values and dtype stay as they are. Yields lines for the user.
+    Raises UserError where there is no model, or where `to` is the folder that is read or holds something else.
     """
     place = find(name)
     if to.is_file():
@@ -28,7 +30,10 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     if (to / "training.json").is_file():
         raise UserError(f"--to={to}: this is a checkpoint of a run. Give another folder.")
     if to.is_dir() and os.listdir(to) and not (to / "config.json").is_file():
-        raise UserError(f"--to={to}: this folder holds {weights.some(sorted(os.listdir(to)))} and no model. Give a new or an empty one.")
+        raise UserError(
+            f"--to={to}: this folder holds {weights.some(sorted(os.listdir(to)))} and no model. "
+            "Give a new or an empty one."
+        )
     tokenizers = {}
     if place.config.reads == "text":
         try:
@@ -44,14 +49,19 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
         ", tokenizer" if tokenizers else ""
     )
     known, why = weights.loads_in_transformers(place.config)
-    yield f"transformers loads this as {known}" if known else f"transformers does not know this architecture ({why}); gradus loads it"
+    if known:
+        yield f"transformers loads this as {known}"
+    else:
+        yield f"transformers does not know this architecture ({why}); gradus loads it"
 
 
 def image_processor(place: Place) -> dict:
-    """What transformers does to an image as we do: the shorter side to image_size, the centre cut out, (x / 255 - mean) / std."""
+    """The settings by which transformers prepares an image as we do: the shorter side to image_size, the centre cut
+    out, (x / 255 - mean) / std."""
     size, data = place.config.image_size, place.recipe.data
     return {
-        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size}, "resample": 2,
-        "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True, "rescale_factor": 1 / 255,
-        "do_normalize": True, "image_mean": data.mean, "image_std": data.std, "do_convert_rgb": place.config.n_channels == 3,
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
+        "resample": 2, "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True,
+        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": data.mean, "image_std": data.std,
+        "do_convert_rgb": place.config.n_channels == 3,
     }  # fmt: skip

@@ -16,24 +16,29 @@ from gradus.models.decoding import generate as decode
 
 
 class Continuation:
-    """Texts that grow: iterate to add a token to each; `texts` are prompt and continuation (an encoder-decoder's
-    answer) as far as they are.
+    """Texts that grow: each step of an iteration adds a token to each; `texts` are prompt and continuation (or an
+    encoder-decoder's answer) so far.
 
-    prompts: none is one empty text. sliding: a decoder goes on beyond its positions, reading only the latest tokens
-    that it has places for. Raises UserError for a model that cannot generate, a setting out of range, or a prompt that
+    prompts: none means one empty text. sliding: a decoder continues beyond its positions, reading only the latest
+    tokens that fit them. Raises UserError for a model that cannot generate, a setting out of range, or a prompt that
     does not fit.
     """
 
     def __init__(
-        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None, precision: str = "fp32", sliding: bool = False
-    ):
+        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None, precision: str = "fp32",
+        sliding: bool = False,
+    ):  # fmt: skip
         family, self.prompts = place.family, prompts or [""]
         if max_new < 1:
             raise UserError(f"--max-new={max_new}: must be at least 1.")
         if family.attention == "both":
-            raise UserError(f"{place.name}: {family.name} does not generate text. Use gradus predict {place.name} INPUT.")
+            raise UserError(
+                f"{place.name}: {family.name} does not generate text. Use gradus predict {place.name} INPUT."
+            )
         if place.recipe is not None and place.recipe.task.name == "copy":
-            raise UserError(f"{place.name}: this model copies numbers and knows no text. Use gradus predict {place.name} '1 2 3'.")
+            raise UserError(
+                f"{place.name}: this model copies numbers and knows no text. Use gradus predict {place.name} '1 2 3'."
+            )
         if sliding and family.attention != "causal":
             why = "has no limit to go beyond" if place.config.longest is None else "reads its prompt whole"
             decoders = " and ".join(other.name for other in models.families() if other.attention == "causal")
@@ -43,7 +48,8 @@ class Continuation:
         self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
         self.model = place.load(precision)
         self.tokenizer = tokenizers.get("target", tokenizers[""])
-        self.before = [[] for _ in self.prompts] if self.encoded.sources is not None else [list(row) for row in self.encoded.prompts]
+        answers = self.encoded.sources is not None
+        self.before = [[] for _ in self.prompts] if answers else [list(row) for row in self.encoded.prompts]
         self.rows = [list(row) for row in self.before]
 
     def _room(self, place: Place, max_new: int, sliding: bool) -> int:
@@ -51,7 +57,10 @@ class Continuation:
         if sliding or places is None or longest + max_new - 1 <= places:  # the last new token is not read again
             return max_new
         room, on = places - longest + 1, "; --sliding-window goes on" if place.family.attention == "causal" else ""
-        note(f"--max-new={max_new} cut to {room}: the model has {places:,} places, of which the prompt takes {longest:,}{on}")
+        note(
+            f"--max-new={max_new} cut to {room}: the model has {places:,} places, "
+            f"of which the prompt takes {longest:,}{on}"
+        )
         return room
 
     def steps(self, choose: Choose, cache: bool = True) -> Iterator[None]:
@@ -78,7 +87,8 @@ def generate(args: Any) -> None:
     `Continuation`."""
     choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
     found = Continuation(
-        find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision, sliding=args.sliding_window
+        find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
+        sliding=args.sliding_window,
     )
     stream = Stream(found.tokenizer, sys.stdout.write) if len(found.prompts) == 1 else None
     start = time.perf_counter()
@@ -112,7 +122,7 @@ def generate(args: Any) -> None:
 
 
 class Stream:
-    """Writes the text of a growing list of ids, each part once: what a later token may still change waits.
+    """Writes the text of a growing list of ids, each part once; text that a later token may still change waits.
 
     A character of several bytes can take several tokens, which read as U+FFFD until the last one is there.
     """
@@ -124,7 +134,7 @@ class Stream:
         self._put(self.tokenizer.decode(ids).rstrip("\ufffd"))
 
     def end(self, ids: list[int]) -> None:
-        """Nothing comes any more: what waited is written as it is."""
+        """No more ids follow: write the text that waited as it is."""
         self._put(self.tokenizer.decode(ids))
 
     def _put(self, text: str) -> None:

@@ -41,16 +41,18 @@ Record = dict[str, Any]  # one input's prediction: a line of --to FILE.jsonl
 
 
 def predict(args: Any) -> Iterator[str]:
-    """Lines with what a model says about each input. The arguments are those of `gradus predict`.
+    """Yield lines with what a model says about each input. The arguments are those of `gradus predict`.
 
-    By the model: a label with its probability (a text or an image), the likeliest words for [MASK] or <mask>, or an answer (a
-    translation, a copy of numbers). With --features the last hidden states instead. With --split, inputs and right answers are the data's.
+    The model decides: a label with its probability (a text or an image), the likeliest words for [MASK] or <mask>, or
+    an answer (a translation, a copy of numbers). With --features the last hidden states instead. With --split, inputs
+    and right answers are the data's.
     Raises UserError for a model that does none of this, an input that does not fit, or an option without effect.
     """
     if args.split and args.inputs:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
     if args.to and Path(args.to).suffix != (".npy" if args.features else ".jsonl"):
-        raise UserError(f"--to={args.to}: {'features are saved as .npy' if args.features else 'predictions are saved as .jsonl'}.")
+        kind = "features are saved as .npy" if args.features else "predictions are saved as .jsonl"
+        raise UserError(f"--to={args.to}: {kind}.")
     place = find(args.model)
     if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
@@ -69,19 +71,22 @@ def predict(args: Any) -> Iterator[str]:
     if known:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
-        write(Path(args.to), lambda file: file.write("".join(json.dumps(visible(r), ensure_ascii=False) + "\n" for r in records).encode()))
+        lines = (json.dumps(visible(r), ensure_ascii=False) + "\n" for r in records)
+        write(Path(args.to), lambda file: file.write("".join(lines).encode()))
         yield f"wrote {args.to}"
     if args.grid:
         colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
         try:
             grid.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
         except OSError as e:
-            raise UserError(f"--grid={args.grid}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
+            raise UserError(
+                f"--grid={args.grid}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
+            ) from None
         yield f"wrote {args.grid}"
 
 
 def lines_of(file: Iterable[str]) -> Iterator[str]:
-    """Its lines that are not empty. Raises UserError where one is no text."""
+    """The lines of a file that are not empty. Raises UserError where one is not text."""
     try:
         for line in file:
             if line.strip():
@@ -91,18 +96,24 @@ def lines_of(file: Iterable[str]) -> Iterator[str]:
 
 
 def inputs_of(args: Any) -> list[str]:
-    """What stands behind the model's name, else (or with "-") all lines of standard input."""
+    """The inputs behind the model's name; without them (or with "-") all lines of standard input."""
     inputs = args.inputs if args.inputs not in ([], ["-"]) else list(lines_of(sys.stdin))
     limits.words(inputs)
     if not inputs:
-        raise UserError("nothing to predict. Give texts or image files behind the model's name, or lines on standard input, or --split valid.")
+        raise UserError(
+            "nothing to predict. "
+            "Give texts or image files behind the model's name, or lines on standard input, or --split valid."
+        )
     return inputs
 
 
 def line_of(record: Record) -> str:
-    said = "" if "right" not in record else f"  ({'right' if record['right'] else 'wrong: it is ' + str(record['truth'])})"
+    said = ""
+    if "right" in record:
+        said = f"  ({'right' if record['right'] else 'wrong: it is ' + str(record['truth'])})"
     if "top" in record:
-        return ", ".join(f"{t['label']} {t['probability']:.4f}" for t in record["top"]) + said + f"  ←  {short(record['input'])}"
+        guesses = ", ".join(f"{t['label']} {t['probability']:.4f}" for t in record["top"])
+        return f"{guesses}{said}  ←  {short(record['input'])}"
     if "masks" in record:
         guesses = ["; ".join(f"{t['label']} {t['probability']:.4f}" for t in mask) for mask in record["masks"]]
         return "\n".join([record["filled"], *(f"  [MASK] {i}: {guess}" for i, guess in enumerate(guesses, 1))])
@@ -125,7 +136,9 @@ def write(path: Path, fill: Any) -> None:
         with files.aside(path) as aside, open(aside, "wb") as file:
             fill(file)
     except OSError as e:
-        raise UserError(f"--to={path}: cannot be written ({e.strerror or e}). Give a file in a folder you may write.") from None
+        raise UserError(
+            f"--to={path}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
+        ) from None
 
 
 def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
@@ -141,8 +154,13 @@ def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
     if place.family.attention == "cross":
         return answers(place, inputs)
     if place.family.attention == "causal":
-        raise UserError(f"{place.name}: {config.family} continues texts. Use gradus generate {place.name} PROMPT, or --features.")
-    raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use --features, or a model trained for a task.")
+        raise UserError(
+            f"{place.name}: {config.family} continues texts. Use gradus generate {place.name} PROMPT, or --features."
+        )
+    raise UserError(
+        f"{place.name}: this {config.family} has no head that predicts anything. "
+        "Use --features, or a model trained for a task."
+    )
 
 
 def batches(items: list[Any]) -> Iterator[list[Any]]:
@@ -157,16 +175,17 @@ def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> 
 
 
 def class_names(place: Place) -> list[str]:
-    """Of the run's recipe, else of config.json; where these are silent, numbers."""
+    """The names in the run's recipe, else those in config.json, else numbers."""
+    n = place.config.n_classes
     names = getattr(place.recipe and place.recipe.task, "classes", None) or place.config.classes
-    return list(names) if len(names) == place.config.n_classes else [f"class {i}" for i in range(place.config.n_classes)]
+    return list(names) if len(names) == n else [f"class {i}" for i in range(n)]
 
 
 # ---------------------------------------------------------------- texts
 
 
 def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Texts as an encoder reads them, [CLS] text [SEP], cut to its length; it is said which were cut."""
+    """Texts as an encoder reads them, [CLS] text [SEP], cut to its length; a note names those that were cut."""
     first, last = special(tokenizer, "cls", "bos"), special(tokenizer, "sep", "eos")
     around = (first is not None) + (last is not None)
     longest = place.config.seq_len
@@ -214,18 +233,24 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
         row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
         if len(row) > place.config.seq_len:
-            raise UserError(f"{short(text, 40)!r} has {len(row)} tokens, more than the {place.config.seq_len} that the model can read. Shorten it.")
+            raise UserError(
+                f"{short(text, 40)!r} has {len(row)} tokens, "
+                f"more than the {place.config.seq_len} that the model can read. Shorten it."
+            )
         batch = torch.tensor([row], device=device_of(model))
         out = model(batch, select=batch == tokenizer.mask_id)
         values, guesses = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
-        masks = [[{"label": word(tokenizer, i), "probability": v} for i, v in zip(*pair)] for pair in zip(guesses.tolist(), values.tolist())]
+        masks = [
+            [{"label": word(tokenizer, i), "probability": v} for i, v in zip(*pair)]
+            for pair in zip(guesses.tolist(), values.tolist())
+        ]
         likeliest = iter(guesses[:, 0].tolist())
         filled = tokenizer.decode([next(likeliest) if i == tokenizer.mask_id else i for i in ids])
         yield {"input": text, "filled": filled, "masks": masks}
 
 
 def word(tokenizer: Tokenizer, i: int) -> str:
-    """A token as one reads it."""
+    """The readable text of a token."""
     return tokenizer.decode([i]).strip() or tokenizer.token(i)
 
 
@@ -242,10 +267,14 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
     for part in batches(texts):
         encoded = encode(place, tokenizers, part)
         room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
-        new = complete(model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id, pad_id=encoded.pad_id)
+        new = complete(
+            model, encoded.prompts, sources=encoded.sources, max_new=room,
+            eos_id=encoded.eos_id, pad_id=encoded.pad_id,
+        )  # fmt: skip
         for text, row in zip(part, new):
             shows_sentinels = place.recipe is not None and place.recipe.task.name == "span_corruption"
-            yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if shows_sentinels else tokenizer.decode(row)}
+            answer = " ".join(map(tokenizer.token, row)) if shows_sentinels else tokenizer.decode(row)
+            yield {"input": text, "answer": answer}
 
 
 def copies(place: Place, texts: list[str]) -> Iterator[Record]:
@@ -255,11 +284,16 @@ def copies(place: Place, texts: list[str]) -> Iterator[Record]:
     for text in texts:
         words = text.split()
         if not words or not all(w.isdecimal() and 0 < int(w) < n for w in words):
-            raise UserError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '{' '.join(map(str, range(1, n)))}'.")
+            example = " ".join(map(str, range(1, n)))
+            raise UserError(
+                f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '{example}'."
+            )
         if len(words) != length:
             note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
         if len(words) > place.config.seq_len:
-            raise UserError(f"{len(words)} numbers are more than the {place.config.seq_len} that the model can read. Give fewer.")
+            raise UserError(
+                f"{len(words)} numbers are more than the {place.config.seq_len} that the model can read. Give fewer."
+            )
         rows.append([int(w) for w in words])
     model = place.load()
     for row in rows:
@@ -281,16 +315,21 @@ def read_images(place: Place, files: list[str | bytes]) -> list[np.ndarray]:
 
 
 def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
-    """Of the channels, as in training: from the run's recipe, which keeps what was measured, or preprocessor_config.json beside the weights."""
+    """Mean and standard deviation of each channel, as in training: from the run's recipe, which keeps what was
+    measured, or from preprocessor_config.json beside the weights."""
     if place.recipe is not None:
         data = place.recipe.data
         if not (data.mean and data.std):
-            raise UserError(f"{place.name}: its recipe.yaml has no data.mean and data.std, by which images are normalised. Write them there.")
+            raise UserError(
+                f"{place.name}: its recipe.yaml has no data.mean and data.std, by which images are normalised. "
+                "Write them there."
+            )
         return data.mean, data.std
     file = place.folder / "preprocessor_config.json"
     if not file.is_file():
         raise UserError(
-            f"{place.name}: no preprocessor_config.json beside the weights, so the images' mean and standard deviation are not known. Copy it there."
+            f"{place.name}: no preprocessor_config.json beside the weights, "
+            "so the images' mean and standard deviation are not known. Copy it there."
         )
     settings = models.weights.read_json(file)
     mean, std = settings.get("image_mean"), settings.get("image_std")
@@ -300,7 +339,9 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
     return mean, std
 
 
-def prepared(place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device) -> Tensor:
+def prepared(
+    place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device
+) -> Tensor:
     """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
     size = place.config.image_size
     resized = [resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
@@ -328,7 +369,9 @@ def device_of(model: nn.Module) -> torch.device:
 def split_records(place: Place, args: Any) -> Iterator[Record]:
     """Predictions for the first `args.n` samples of a split, with the right answers."""
     if place.recipe is None:
-        raise UserError(f"--split={args.split}: {place.name} belongs to no run, so there is no data. Give inputs, or a run folder.")
+        raise UserError(
+            f"--split={args.split}: {place.name} belongs to no run, so there is no data. Give inputs, or a run folder."
+        )
     task = tasks.open_task(asking_for(place.recipe, args.split), tasks.load_tokenizers(place.path))
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
@@ -343,16 +386,24 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
                 name = f"{args.split} {i}" if image else task.tokenizer.decode(sample["ids"].tolist())
                 truth = classes[int(sample["label"])]
                 record = labelled(name, p, classes, args.top)
-                yield {**record, "truth": truth, "right": record["label"] == truth, **({"_image": sample["image"]} if image else {})}
+                shown = {"_image": sample["image"]} if image else {}
+                yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
     elif isinstance(task, Copy):
         yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen])
     elif isinstance(task, Translation):
-        texts = [[task.source_tokenizer.decode(data[i]["source"].tolist()), task.target_tokenizer.decode(data[i]["target"].tolist())] for i in chosen]
+        texts = [
+            [
+                task.source_tokenizer.decode(data[i]["source"].tolist()),
+                task.target_tokenizer.decode(data[i]["target"].tolist()),
+            ]
+            for i in chosen
+        ]
         for record, (_, truth) in zip(answers(place, [source for source, _ in texts]), texts):
             yield {**record, "truth": truth}
     else:
         raise UserError(
-            f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. Give texts instead, or use gradus evaluate."
+            f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. "
+            "Give texts instead, or use gradus evaluate."
         )
 
 
@@ -373,8 +424,9 @@ def split_of(task: Task, split: str) -> Any:
 
 @torch.no_grad()
 def features(place: Place, args: Any) -> Iterator[str]:
-    """The last hidden states (an encoder-decoder's: of its encoder) of each input: their shape and first values, and with --to all of
-    them in one file (n, seq, d_model), zero behind the end of shorter texts, and their mean over the places, (n, d_model), in another."""
+    """The last hidden states of each input (of an encoder-decoder, its encoder's): yield their shape and first values.
+    With --to, one file gets all of them (n, seq, d_model), zero behind the end of shorter texts, and another their mean
+    over the places (n, d_model)."""
     if args.split:
         raise UserError("--features takes texts or image files; leave out --split.")
     inputs = inputs_of(args)
@@ -413,23 +465,27 @@ def features(place: Place, args: Any) -> Iterator[str]:
 
 # ---------------------------------------------------------------- evaluate
 
-FREE = ("layout", "data", "evaluate", "log")  # what changes no weight
+FREE = ("layout", "data", "evaluate", "log")  # the sections that change no weight
 
 
-def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None) -> dict[str, float]:
+def evaluate(
+    name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None
+) -> dict[str, float]:
     """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
 
-    name: a run folder, or with `checkpoint` any recipe. Overrides of a run are limited to layout, data, evaluate and log; of json_file
-    (TrainingArguments) only these count.
-    Raises UserError for others, for a recipe without weights, and for weights and data that do not fit.
+    name: a run folder, or with `checkpoint` any recipe. A run may override only layout, data, evaluate and log; of
+    json_file (TrainingArguments) only these count.
+    Raises UserError for other overrides, for a recipe without weights, and for weights and data that do not fit.
     """
     notes: list[str] = []
 
     def load(extra: dict[str, Any], notes: list[str]) -> Recipe:
         free = {key: value for key, value in extra.items() if key.split(".")[0] in FREE}
         if free != extra:
-            notes.append(f"{json_file}: an evaluation takes {', '.join(free) or 'nothing'} of it; the rest is of training")
-        return recipes.load(name, overrides, notes=notes, configure=None, **free)  # the architecture is the weights' own: see below
+            taken = ", ".join(free) or "nothing"
+            notes.append(f"{json_file}: an evaluation takes {taken} of it; the rest is of training")
+        # the architecture is the weights' own: see below
+        return recipes.load(name, overrides, notes=notes, configure=None, **free)
 
     recipe = Given(json_file).read(load, notes)
     for text in notes:
@@ -438,7 +494,10 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
     for override in overrides if is_run else ():
         section = override.split("=", 1)[0].split(".")[0]
         if section not in FREE:
-            raise UserError(f"{override}: this would be another model than the one that was trained. Only {', '.join(FREE)} may change.")
+            raise UserError(
+                f"{override}: this would be another model than the one that was trained. "
+                f"Only {', '.join(FREE)} may change."
+            )
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
     place = models.locate(checkpoint or name)
@@ -457,5 +516,8 @@ def evaluate(name: str, overrides: list[str], split: str, checkpoint: str | None
 def with_config(recipe: Recipe, config: Any) -> Any:
     """The weights' own configuration. Raises UserError where it is of another family than the recipe."""
     if config.family != recipe.model.family:
-        raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}. Give weights of that family.")
+        raise UserError(
+            f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}. "
+            "Give weights of that family."
+        )
     return config

@@ -1,4 +1,7 @@
-"""Starting a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal. Nothing heavy is imported before it is needed."""
+"""Starting a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal.
+
+Nothing heavy is imported before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ EXTRAS = ("hf", "vision")  # what a machine that was set up from here can read
 
 
 def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
-    """(recipe, run folder) of a command line that is to run on so many processes, so that its mistakes are told here and not there.
+    """Check here, before anything starts elsewhere, a command line that is to run on so many processes.
 
-    Raises UserError.
+    Returns (recipe, run folder). Raises UserError for a mistake in it.
     """
     from gradus.parallel.check import validate
     from gradus.parallel.world import World
@@ -43,7 +46,10 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 
 def json_file(p: ArgumentParser) -> None:
     """The option of every verb that takes a recipe."""
-    p.add_argument("--json_file", "--json-file", metavar="FILE", help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names')
+    p.add_argument(
+        "--json_file", "--json-file", metavar="FILE",
+        help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names',
+    )
 
 
 def train_options(p: ArgumentParser) -> None:
@@ -53,25 +59,38 @@ def train_options(p: ArgumentParser) -> None:
 
 
 def train_words(
-    args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None, arguments: str | None = None
-) -> list[str]:
-    """`train RECIPE key=value ... log.dir=RUN --auto-resume [--json_file FILE] [--force]`: starts the run, or goes on with it. `settings`
-    replace what was given; recipe, arguments: where RECIPE and FILE are there."""
+    args: Namespace, run: str, recipe: str | None = None, settings: dict[str, str] | None = None,
+    arguments: str | None = None,
+) -> list[str]:  # fmt: skip
+    """The words that start the run, or go on with it:
+    `train RECIPE key=value ... log.dir=RUN --auto-resume [--json_file FILE] [--force]`.
+
+    settings: replace those of the command line. recipe, arguments: where RECIPE and FILE lie on the other machine.
+    """
     settings = {**(settings or {}), "log.dir": run}
     kept = [word for word in args.overrides if word.split("=", 1)[0] not in settings]
-    words = ["train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()), "--auto-resume"]
+    words = [
+        "train", recipe or args.recipe, *kept, *(f"{key}={value}" for key, value in settings.items()),
+        "--auto-resume",
+    ]  # fmt: skip
     words += ["--json_file", arguments or args.json_file] if args.json_file else []
     return [one_line("RECIPE key=value", word) for word in [*words, *(["--force"] if args.force else [])]]
 
 
 def travelling(args: Namespace) -> Path | None:
-    """The file of TrainingArguments, to be copied. Raises UserError where it names others, which do not travel with it."""
+    """The file of TrainingArguments that is to be copied.
+
+    Raises UserError where it names other files, which are not copied with it.
+    """
     if args.json_file is None:
         return None
     content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
     for name in ("fsdp_config", "deepspeed"):
         if isinstance(content["TrainingArgs"].get(name), str):
-            raise UserError(f"{args.json_file}: TrainingArgs.{name} names a file of this machine. Write its content there, as an object.")
+            raise UserError(
+                f"{args.json_file}: TrainingArgs.{name} names a file of this machine. "
+                "Write its content there, as an object."
+            )
     return Path(os.path.expanduser(args.json_file)).resolve()
 
 
@@ -93,7 +112,11 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
             continue
         beside = []
         if path.is_file() and key == "data.path":
-            beside = [path.parent / name for split in ("train", "valid", "test") if (name := getattr(recipe.data, split, None))]
+            beside = [
+                path.parent / name
+                for split in ("train", "valid", "test")
+                if (name := getattr(recipe.data, split, None))
+            ]
         elif path.is_file():
             beside = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
         found[key] = list(dict.fromkeys([path, *beside]))
@@ -136,4 +159,7 @@ def below(path: str) -> bool:
 def portable(run: str) -> None:
     """Raises UserError for a run folder that cannot be the same below another machine's folder."""
     if not below(run):
-        raise UserError(f"log.dir={run}: it is the same below this folder and below the one there. Give a relative path without spaces.")
+        raise UserError(
+            f"log.dir={run}: it is the same below this folder and below the one there. "
+            "Give a relative path without spaces."
+        )

@@ -45,8 +45,8 @@ def die_with_parent() -> None:
 
 
 def train(
-    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False, auto_resume: bool = False,
-    json_file: str | None = None, force: bool = False,
+    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False,
+    auto_resume: bool = False, json_file: str | None = None, force: bool = False,
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate
@@ -57,7 +57,9 @@ def train(
 
     world = find()
     if world.size > 1:
-        raise UserError(f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out.")
+        raise UserError(
+            f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out."
+        )
     _check_counts(n, max_restarts)
     given = resolve.Given(json_file, World(size=n, local_size=n), resume)
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
@@ -67,13 +69,19 @@ def train(
     config = resolve.load(str(folder) if folder else recipe, overrides, given)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
-        raise UserError(f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: mpirun -n {n} gradus train ...")
+        raise UserError(
+            f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: "
+            f"mpirun -n {n} gradus train ..."
+        )
     enough_devices(config.layout.device, n)
     if auto_resume and config.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     with run_folder(config.log, config.name, folder) as folder:
         if not (resume or auto_resume) and (folder / "metrics.jsonl").exists():
-            raise UserError(f"{folder}: there is a run already. Go on with it: {status.command(folder, n)}; or set another log.dir.")
+            raise UserError(
+                f"{folder}: there is a run already. "
+                f"Go on with it: {status.command(folder, n)}; or set another log.dir."
+            )
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
@@ -84,17 +92,18 @@ def train(
 
 
 def run(
-    n: int, argv: list[str], *, folder: Path, timeout: float, max_restarts: int = 0, command: Sequence[str] = (sys.executable, "-m", "gradus"),
-    again: Sequence[str] = (), grace: float = GRACE,
+    n: int, argv: list[str], *, folder: Path, timeout: float, max_restarts: int = 0,
+    command: Sequence[str] = (sys.executable, "-m", "gradus"), again: Sequence[str] = (), grace: float = GRACE,
 ) -> int:  # fmt: skip
-    """Run `command + argv` as n workers that meet as ranks 0 to n - 1, and return the exit code of the whole.
+    """Run `command + argv` as n workers, ranks 0 to n - 1 of one group, and return the exit code of the whole.
 
-    Rank 0 writes straight to this process's output; of the others, standard error goes to `folder`/ranks. When a worker dies or hangs,
-    the others are ended and standard error says in one sentence who, where and how; then up to `max_restarts` times all are started
-    again, with `again` added to their arguments and TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is said once and
-    starts nothing again; a fault of the machine is `errors.FAULT`, any other error 1.
-    Ctrl-C and SIGTERM are passed on; workers have `timeout` seconds to save and end, and the exit code is 128 + the signal.
-    A second Ctrl-C ends them at once. No worker outlives this process.
+    Rank 0 writes straight to this process's output; the standard error of the others goes to `folder`/ranks. When a
+    worker dies or hangs, the others are ended, and one sentence on standard error says which worker, where and how.
+    Then all are started again, up to `max_restarts` times, with `again` added to their arguments and
+    TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is reported once and starts nothing again. A fault of
+    the machine has the exit code `errors.FAULT`, any other error 1.
+    Ctrl-C and SIGTERM are passed on: workers have `timeout` seconds to save and end, and the exit code is 128 + the
+    signal. A second Ctrl-C ends them at once. No worker outlives this process.
     """
     from gradus.launch.agent import Signals, Workers
     from gradus.train.log import LOCK
@@ -177,7 +186,8 @@ def _attempt(workers: Workers, command: list[str], restart: int) -> _Outcome:
     if faulty and codes[faulty[0]] == 2:
         return _Outcome(2, None if codes[0] == 2 else _mistake(folder, faulty[0]))
     if faulty and codes[faulty[0]] == FAULT:
-        said = agent.codes[0] == FAULT and not status.tail(status.log_path(folder, faulty[0]))  # by rank 0, which writes no log
+        # rank 0, which writes no log, has said it on standard error
+        said = agent.codes[0] == FAULT and not status.tail(status.log_path(folder, faulty[0]))
         return _Outcome(FAULT, None if said else agent.text)
     return _Outcome(1, agent.text)
 
@@ -185,5 +195,6 @@ def _attempt(workers: Workers, command: list[str], restart: int) -> _Outcome:
 def _mistake(folder: Path, rank: int) -> str:
     """What a rank other than 0 said of a user's mistake."""
     lines = status.tail(status.log_path(folder, rank)) or status.tail(status.error_path(folder, rank))[-1:]
-    said = next((line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:")), "\n".join(lines))
+    errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
+    said = next(errors, "\n".join(lines))
     return f"rank {rank} on {status.host()}: {said}"

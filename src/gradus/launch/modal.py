@@ -16,18 +16,33 @@ from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
-GPUS = ("T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200", "B200", "B200+", "none")
+GPUS = (
+    "T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200",
+    "B200", "B200+", "none",
+)  # fmt: skip
 
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch modal`."""
-    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder; none: only --model")
+    p.add_argument(
+        "recipe", nargs="?", metavar="RECIPE",
+        help="a packaged recipe, a file or a run folder; none: only --model",
+    )
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     train_options(p)
     p.add_argument("--to", required=True, metavar="FILE.py", help="where to write the app")
-    p.add_argument("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
-    p.add_argument("--model", metavar="MODEL", help="what to generate from: a folder here or a name on the hub (default: the recipe's run)")
-    p.add_argument("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
+    p.add_argument(
+        "--gpu", default="A100", metavar="TYPE[:N]",
+        help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only",
+    )
+    p.add_argument(
+        "--model", metavar="MODEL",
+        help="what to generate from: a folder here or a name on the hub (default: the recipe's run)",
+    )
+    p.add_argument(
+        "--volume", default="gradus", metavar="NAME",
+        help="where runs and weights are kept (default: gradus)",
+    )
     p.add_argument("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
     p.add_argument(
         "--hours", type=limits.real(above=0, most=24), default=24.0, metavar="H",
@@ -42,7 +57,9 @@ def launch(args: Namespace) -> int:
         if (name := getattr(args, option)) is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
-        raise UserError("gradus launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
+        raise UserError(
+            "gradus launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from."
+        )
     file = Path(args.to)
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise UserError(f"--to={args.to}: Modal imports it. Give a file name like app.py.")
@@ -107,25 +124,11 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         model = f"/root/inputs/model/{path.name}"
         added[model] = path
 
-    def word(text: str) -> str:
-        """As Python; a path of the image through `at`."""
-        key, _, value = text.partition("=")
-        if text in added:
-            return f"at({_string(text)})"
-        return f"{_string(key + '=')} + at({_string(value)})" if value in added else _string(text)
-
-    file_name = Path(args.to).name
-    commands = [
-        f"modal secret create {args.secret} HF_TOKEN=...  # once: for what the hub gives only with a token" if args.secret else "",
-        f"modal run {file_name}::main  # train" if run else "",
-        f'modal run {file_name}::generate --prompt "..."  # generate',
-        f"modal volume get {args.volume} {run} .  # fetch the run folder" if run else "",
-    ]
     kinds = {there: "dir" if here.is_dir() else "file" for there, here in added.items()}
     parts = {
         "NAME": re.sub(r"[^\w .-]", "-", name),
         "APP": _string("gradus-" + re.sub(r"[^\w.-]", "-", name)[:50]),
-        "COMMANDS": "".join(f"    {line}\n" for line in commands if line),
+        "COMMANDS": "".join(f"    {line}\n" for line in _commands(args, run) if line),
         "GPU": _string(gpu) if gpu else "None",
         "VOLUME": _string(args.volume),
         "SECRETS": f"[modal.Secret.from_name({_string(args.secret)})]" if args.secret else "[]",
@@ -133,13 +136,35 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "PYTHON": _string(f"{sys.version_info.major}.{sys.version_info.minor}"),
         "PACKAGES": "".join(f"        {_string(package)},\n" for package in packages()),
         "ADDED": "".join(f"    {_string(there)}: {_string(str(here))},\n" for there, here in added.items()),
-        "ADD": "".join(f"    .add_local_{kind}(ADDED[{_string(there)}], {_string(there)})\n" for there, kind in kinds.items()),
+        "ADD": "".join(
+            f"    .add_local_{kind}(ADDED[{_string(there)}], {_string(there)})\n" for there, kind in kinds.items()
+        ),
         "MODEL": _string(model or run),
-        "WORDS": "".join(f"        {word(text)},\n" for text in words),
+        "WORDS": "".join(f"        {_word(text, added)},\n" for text in words),
         "RUN": _string(run),
     }
     text = APP.replace("#TRAIN#", TRAIN if run else "")
     return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], text)
+
+
+def _commands(args: Namespace, run: str) -> list[str]:
+    """The commands that the app's docstring lists. Where one does not apply, its text is empty."""
+    file_name = Path(args.to).name
+    secret = f"modal secret create {args.secret} HF_TOKEN=...  # once: for what the hub gives only with a token"
+    return [
+        secret if args.secret else "",
+        f"modal run {file_name}::main  # train" if run else "",
+        f'modal run {file_name}::generate --prompt "..."  # generate',
+        f"modal volume get {args.volume} {run} .  # fetch the run folder" if run else "",
+    ]
+
+
+def _word(text: str, added: dict[str, Path]) -> str:
+    """A word of the command line as a Python expression. The app's `at` finds a path that is added to the image."""
+    key, _, value = text.partition("=")
+    if text in added:
+        return f"at({_string(text)})"
+    return f"{_string(key + '=')} + at({_string(value)})" if value in added else _string(text)
 
 
 def _string(text: str) -> str:
@@ -171,7 +196,8 @@ machine = {"image": image, "gpu": GPU, "volumes": {"/volume": volume}, "secrets"
 
 
 def at(name):
-    """Where a path lies on the machine that asks: added to the image, or in the volume. What is neither is a name on the hub."""
+    """Where a path lies on the machine that asks: added to the image, or in the volume. \
+What is neither is a name on the hub."""
     if modal.is_local():
         return ADDED.get(name, name)
     kept = Path("/volume") / name
@@ -201,7 +227,8 @@ class Model:
         ids = [] if given.sources else list(given.prompts[0])
         choose = decoding.sampler(temperature, seed=seed)
         for new in decoding.generate(
-            self.model, given.prompts, max_new=max_new, choose=choose, sources=given.sources, eos_id=given.eos_id, pad_id=given.pad_id
+            self.model, given.prompts, max_new=max_new, choose=choose, sources=given.sources, \
+eos_id=given.eos_id, pad_id=given.pad_id
         ):
             if new.item() != given.eos_id:
                 ids.append(new.item())

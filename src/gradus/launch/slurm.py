@@ -1,4 +1,5 @@
-"""`gradus launch slurm`: a batch script that trains on a cluster, saves before its time is over, and goes on by itself."""
+"""`gradus launch slurm`: a batch script that trains on a cluster, saves before its time is over, and goes on by
+itself."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from gradus.errors import FAULT, UserError
 from gradus.launch import one_line, read, train_options, train_words
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "TIMEOUT",
+}  # fmt: skip
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 TAIL = 10  # lines
 
@@ -32,11 +36,20 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     train_options(p)
     p.add_argument("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
-    p.add_argument("-D", "--chdir", metavar="DIR", default=".", help="working folder, to which all paths are relative (default: this one)")
-    p.add_argument("-o", "--output", metavar="FILE", help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)")
+    p.add_argument(
+        "-D", "--chdir", metavar="DIR", default=".",
+        help="working folder, to which all paths are relative (default: this one)",
+    )
+    p.add_argument(
+        "-o", "--output", metavar="FILE",
+        help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)",
+    )
     p.add_argument("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
     p.add_argument("-N", "--nodes", type=limits.whole(1, limits.AXIS), default=1, metavar="N")
-    p.add_argument("-n", "--ntasks", type=limits.whole(1, limits.AXIS), metavar="N", help="processes in all, instead of --ntasks-per-node")
+    p.add_argument(
+        "-n", "--ntasks", type=limits.whole(1, limits.AXIS), metavar="N",
+        help="processes in all, instead of --ntasks-per-node",
+    )
     p.add_argument(
         "--ntasks-per-node", type=limits.whole(1, limits.AXIS), metavar="N",
         help="processes a node (default: one a GPU; without GPUs, one)",
@@ -47,23 +60,55 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-p", "--partition", metavar="NAME")
     p.add_argument("-A", "--account", metavar="NAME")
     p.add_argument("-q", "--qos", metavar="NAME")
-    p.add_argument("--directive", action="append", default=[], metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
-    p.add_argument("--module", action="append", default=[], metavar="NAME", help="module to load, after a purge; may be repeated")
-    p.add_argument("--venv", metavar="DIR", help="virtual environment to activate (default: the one this command runs in); none: no one")
-    p.add_argument("--container", metavar="IMAGE", help="run inside this image")
-    p.add_argument("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
-    p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
-    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run before training; may be repeated")
-    p.add_argument("--signal", default="USR1@120", metavar="NAME@SECONDS", help="so long before the limit: save, requeue, go on (default USR1@120)")
-    p.add_argument("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to go on (default 100)")
+    p.add_argument(
+        "--directive", action="append", default=[], metavar="TEXT",
+        help="any other of sbatch's, e.g. mem=64G; may be repeated",
+    )
+    _environment_options(p)
+    p.add_argument(
+        "--signal", default="USR1@120", metavar="NAME@SECONDS",
+        help="so long before the limit: save, requeue, go on (default USR1@120)",
+    )
+    p.add_argument(
+        "--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N",
+        help="times to go on (default 100)",
+    )
     p.add_argument("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
     p.add_argument("--dry-run", action="store_true", help="write the script, do not submit it")
     p.add_argument("--follow", action="store_true", help="show the log until the job has ended")
-    p.add_argument("--status", metavar="JOBID", help="the state of a job and the end of its log, instead of starting one")
+    p.add_argument(
+        "--status", metavar="JOBID",
+        help="the state of a job and the end of its log, instead of starting one",
+    )
+
+
+def _environment_options(p: argparse.ArgumentParser) -> None:
+    """The options that set up what training runs in."""
+    p.add_argument(
+        "--module", action="append", default=[], metavar="NAME",
+        help="module to load, after a purge; may be repeated",
+    )
+    p.add_argument(
+        "--venv", metavar="DIR",
+        help="virtual environment to activate (default: the one this command runs in); none: no one",
+    )
+    p.add_argument("--container", metavar="IMAGE", help="run inside this image")
+    p.add_argument(
+        "--container-command", metavar="COMMAND",
+        help="default: apptainer exec, or apptainer exec --nv with GPUs",
+    )
+    p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
+    p.add_argument(
+        "--setup", action="append", default=[], metavar="LINE",
+        help="shell line to run before training; may be repeated",
+    )
 
 
 def launch(args: Namespace) -> int:
-    """Write the script, submit it, show its state. Raises UserError for a mistake in the options or the recipe, and for what Slurm refuses."""
+    """Write the script, submit it, show its state.
+
+    Raises UserError for a mistake in the options or the recipe, and for what Slurm refuses.
+    """
     from gradus.train.log import own
 
     if args.status:
@@ -71,9 +116,15 @@ def launch(args: Namespace) -> int:
             raise UserError(f"--status {args.status}: it starts nothing. Leave {args.recipe} out.")
         return _follow(args.status) if args.follow else _show(args.status)
     if not args.recipe:
-        raise UserError("gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID. See gradus launch slurm --help")
+        raise UserError(
+            "gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID. "
+            "See gradus launch slurm --help"
+        )
     if not args.dry_run and not shutil.which("sbatch"):
-        raise UserError("no sbatch here: this machine submits no Slurm jobs. Write the script with --dry-run, and submit it where Slurm is.")
+        raise UserError(
+            "no sbatch here: this machine submits no Slurm jobs. "
+            "Write the script with --dry-run, and submit it where Slurm is."
+        )
     tasks = check(args)
     folder = Path(os.path.expanduser(args.chdir)).resolve()
     if not folder.is_dir():
@@ -91,7 +142,9 @@ def launch(args: Namespace) -> int:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as e:
-        raise UserError(f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to or log.dir.") from None
+        raise UserError(
+            f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to or log.dir."
+        ) from None
     if args.dry_run:
         print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}")
         return 0
@@ -112,12 +165,21 @@ def check(args: Namespace) -> int:
     """The number of processes in all. Raises UserError for the first option that makes no sense."""
     gpus = _gpus(args)
     if args.ntasks and args.ntasks_per_node:
-        raise UserError(f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. Give one of them.")
+        raise UserError(
+            f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. "
+            "Give one of them."
+        )
     if args.ntasks and args.ntasks < args.nodes:
-        raise UserError(f"--ntasks={args.ntasks}: {args.nodes} nodes need a process each. Give --ntasks={args.nodes}, or --nodes={args.ntasks}.")
+        raise UserError(
+            f"--ntasks={args.ntasks}: {args.nodes} nodes need a process each. "
+            f"Give --ntasks={args.nodes}, or --nodes={args.ntasks}."
+        )
     tasks = args.ntasks or args.nodes * (args.ntasks_per_node or gpus or 1)
     if gpus and tasks > args.nodes * gpus:
-        raise UserError(f"{tasks} processes on {args.nodes} × {gpus} GPUs: each process takes one GPU. Give --ntasks-per-node={gpus} or fewer.")
+        raise UserError(
+            f"{tasks} processes on {args.nodes} × {gpus} GPUs: each process takes one GPU. "
+            f"Give --ntasks-per-node={gpus} or fewer."
+        )
     if args.time is not None:
         seconds = _seconds(args.time)
         if args.signal != "none" and 0 < seconds <= _signal(args)[1]:
@@ -131,8 +193,10 @@ def check(args: Namespace) -> int:
         raise UserError(f"--container-command={args.container_command}: cannot take effect without --container IMAGE.")
     if args.container and args.venv not in (None, "none"):
         raise UserError(f"--venv={args.venv} cannot take effect inside --container={args.container}. Give one of them.")
-    if args.venv not in (None, "none") and not args.dry_run and not (Path(os.path.expanduser(args.venv)) / "bin" / "activate").is_file():
-        raise UserError(f"--venv={args.venv}: holds no bin/activate. Give the folder of a virtual environment.")
+    if args.venv not in (None, "none") and not args.dry_run:
+        activate = Path(os.path.expanduser(args.venv)) / "bin" / "activate"
+        if not activate.is_file():
+            raise UserError(f"--venv={args.venv}: holds no bin/activate. Give the folder of a virtual environment.")
     for text in args.directive:
         if text.lstrip("-").split("=")[0] in DIRECTIVES:
             raise UserError(f"--directive={text}: is an option of its own. Give --{text.lstrip('-')}.")
@@ -141,37 +205,15 @@ def check(args: Namespace) -> int:
 
 # what the script says by itself; anything else may come by --directive
 DIRECTIVES = (
-    "job-name", "chdir", "output", "error", "open-mode", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gres", "time", "partition",
-    "account", "qos", "signal", "requeue",
+    "job-name", "chdir", "output", "error", "open-mode", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gres",
+    "time", "partition", "account", "qos", "signal", "requeue",
 )  # fmt: skip
 
 
 def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     """The batch script: directives, set-up, one srun, and what to do with its exit code."""
     gpus = _gpus(args)
-    directives = {
-        "job-name": args.job_name or name,
-        "chdir": str(folder),
-        "output": args.output or f"{run.replace('%', '%%')}/slurm-%j.out",
-        "error": args.error,
-        "open-mode": "append",  # a job that goes on writes behind what it wrote
-        "nodes": args.nodes,
-        "ntasks": args.ntasks,
-        "ntasks-per-node": None if args.ntasks else args.ntasks_per_node or gpus or 1,
-        "cpus-per-task": args.cpus_per_task,
-        "gres": f"gpu:{args.gpus}" if gpus else None,
-        "time": args.time,
-        "partition": args.partition,
-        "account": args.account,
-        "qos": args.qos,
-        "signal": None if args.signal == "none" else args.signal,
-    }
-    lines = ["#!/bin/bash"]
-    given = {f"--{key}": str(value) for key, value in directives.items() if value is not None}
-    lines += [f"#SBATCH {option}={_directive(option, value)}" for option, value in given.items()]
-    if args.signal != "none":
-        lines.append("#SBATCH --requeue")
-    lines += [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
+    lines = ["#!/bin/bash", *_directives(args, name, run, folder)]
     lines.append("")
     if args.module:
         lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
@@ -197,19 +239,47 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         "code=$?",
     ]
     if args.signal != "none":
-        saved = 128 + _signal(args)[0]
+        saved, signal_name = 128 + _signal(args)[0], args.signal.split("@")[0]
+        fault = "met a fault of the machine; requeued, to go on from the last checkpoint"
         lines += [
             f'if [ "$code" -eq {saved} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            f'    echo "gradus: job $SLURM_JOB_ID got {args.signal.split("@")[0]} and saved; requeued, to go on from there"',
+            f'    echo "gradus: job $SLURM_JOB_ID got {signal_name} and saved; requeued, to go on from there"',
             '    scontrol requeue "$SLURM_JOB_ID" && exit',
             "fi",
             f'if [ "$code" -eq {FAULT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            '    echo "gradus: job $SLURM_JOB_ID met a fault of the machine; requeued, to go on from the last checkpoint"',
+            f'    echo "gradus: job $SLURM_JOB_ID {fault}"',
             '    scontrol requeue "$SLURM_JOB_ID" && exit',
             "fi",
         ]
     lines += ['[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"', 'exit "$code"']
     return "\n".join(lines) + "\n"
+
+
+def _directives(args: Namespace, name: str, run: str, folder: Path) -> list[str]:
+    """The lines by which sbatch learns what the job needs."""
+    gpus = _gpus(args)
+    directives = {
+        "job-name": args.job_name or name,
+        "chdir": str(folder),
+        "output": args.output or f"{run.replace('%', '%%')}/slurm-%j.out",
+        "error": args.error,
+        "open-mode": "append",  # a job that goes on writes behind what it wrote
+        "nodes": args.nodes,
+        "ntasks": args.ntasks,
+        "ntasks-per-node": None if args.ntasks else args.ntasks_per_node or gpus or 1,
+        "cpus-per-task": args.cpus_per_task,
+        "gres": f"gpu:{args.gpus}" if gpus else None,
+        "time": args.time,
+        "partition": args.partition,
+        "account": args.account,
+        "qos": args.qos,
+        "signal": None if args.signal == "none" else args.signal,
+    }
+    given = {f"--{key}": str(value) for key, value in directives.items() if value is not None}
+    lines = [f"#SBATCH {option}={_directive(option, value)}" for option, value in given.items()]
+    if args.signal != "none":
+        lines.append("#SBATCH --requeue")
+    return lines + [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
 
 
 def _quoted(option: str, value: str) -> str:
@@ -229,10 +299,13 @@ def _gpus(args: Namespace) -> int:
 
 
 def _seconds(limit: str) -> int:
-    """Of Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. 0 is none."""
+    """The seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. 0 means no limit."""
     found = TIME.fullmatch(limit)
     if not found:
-        raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90, 01:30:00 or 2-00:00:00.")
+        raise UserError(
+            f"--time={limit}: no time limit. "
+            "Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90, 01:30:00 or 2-00:00:00."
+        )
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
     if days is None and len(parts) < 3:
@@ -245,7 +318,9 @@ def _signal(args: Namespace) -> tuple[int, int]:
     """(number, seconds before the limit)."""
     name, _, seconds = args.signal.partition("@")
     if name not in ("USR1", "TERM") or not seconds.isdigit() or not 0 < int(seconds) <= 65535:
-        raise UserError(f"--signal={args.signal}: give USR1 or TERM and seconds before the limit, e.g. USR1@120, or none.")
+        raise UserError(
+            f"--signal={args.signal}: give USR1 or TERM and seconds before the limit, e.g. USR1@120, or none."
+        )
     return int(getattr(signal, f"SIG{name}")), int(seconds)
 
 
@@ -261,7 +336,9 @@ def _call(command: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
     if done.returncode:
-        told = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()] or ["no reason given"]
+        told = [
+            line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()
+        ] or ["no reason given"]
         raise UserError(f"{command[0]}: {'; '.join(told)}.")
     return done.stdout.strip()
 
@@ -277,7 +354,10 @@ class Job:
         except UserError as e:
             if "Invalid job id" not in str(e):
                 raise
-            raise UserError(f"job {number}: Slurm does not know it (any more). Finished jobs are soon forgotten; try sacct -j {number}") from None
+            raise UserError(
+                f"job {number}: Slurm does not know it (any more). "
+                f"Finished jobs are soon forgotten; try sacct -j {number}"
+            ) from None
 
         def field(name: str, value: str = r"\S+") -> str:
             found = re.search(rf"(?:^|\s){re.escape(name)}=({value})", told, re.MULTILINE)

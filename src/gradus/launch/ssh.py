@@ -14,7 +14,20 @@ from pathlib import Path
 
 from gradus import limits
 from gradus.errors import UserError
-from gradus.launch import EXTRAS, SAFE, below, checkout, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
+from gradus.launch import (
+    EXTRAS,
+    SAFE,
+    below,
+    checkout,
+    inputs,
+    one_line,
+    portable,
+    read,
+    recipe_file,
+    train_options,
+    train_words,
+    travelling,
+)
 
 
 def options(p: argparse.ArgumentParser) -> None:
@@ -25,17 +38,35 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
     p.add_argument("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
     p.add_argument("--dry-run", action="store_true", help="print the commands, run none")
-    p.add_argument("--processes", type=limits.whole(1, limits.PROCESSES), default=1, metavar="N", help="to start there, one a GPU (default 1)")
+    p.add_argument(
+        "--processes", type=limits.whole(1, limits.PROCESSES), default=1, metavar="N",
+        help="to start there, one a GPU (default 1)",
+    )
     p.add_argument("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
-    p.add_argument("--copy", choices=["scp", "rsync"], default="scp", help="rsync sends only what changed, and must be there too (default scp)")
-    p.add_argument("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
-    p.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line there instead of the set-up; may be repeated")
-    p.add_argument("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
+    p.add_argument(
+        "--copy", choices=["scp", "rsync"], default="scp",
+        help="rsync sends only what changed, and must be there too (default scp)",
+    )
+    p.add_argument(
+        "--python", default="python3", metavar="COMMAND",
+        help="Python there, 3.11 or newer (default: python3)",
+    )
+    p.add_argument(
+        "--setup", action="append", default=[], metavar="LINE",
+        help="shell line there instead of the set-up; may be repeated",
+    )
+    p.add_argument(
+        "--follow", action="store_true",
+        help="show the log until training has ended, then fetch the run folder",
+    )
 
 
 @dataclasses.dataclass
 class Command:
-    """One command of this machine's shell. `when`: setup (before training), start, follow, fetch, or look (only shown)."""
+    """One command of this machine's shell.
+
+    when: setup (before training), start, follow, fetch, or look (only shown).
+    """
 
     why: str
     words: list[str]
@@ -46,11 +77,16 @@ class Command:
 
 
 def launch(args: Namespace) -> int:
-    """Print the commands, or run them. Raises UserError for a mistake in the options or the recipe, and for a command that fails."""
+    """Print the commands, or run them.
+
+    Raises UserError for a mistake in the options or the recipe, and for a command that fails.
+    """
     if args.host is not None and not re.fullmatch(r"(\w[\w.%+-]*@)?[\w\[][\w.:%\[\]-]*", args.host):
         raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
     if not below(args.folder):
-        raise UserError(f"--folder={args.folder}: give a folder below the home folder there, of letters, digits, - and _.")
+        raise UserError(
+            f"--folder={args.folder}: give a folder below the home folder there, of letters, digits, - and _."
+        )
     for line in args.setup:
         one_line("--setup", line)
     if args.follow and (args.dry_run or not args.host):
@@ -59,7 +95,8 @@ def launch(args: Namespace) -> int:
 
     for tool in dict.fromkeys(("ssh", args.copy)) if args.host and not args.dry_run else ():
         if not shutil.which(tool):
-            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {'openssh-client' if tool != 'rsync' else tool}).")
+            package = "openssh-client" if tool != "rsync" else tool
+            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {package}).")
     try:
         while True:
             recipe, run = read(args, args.processes)
@@ -111,9 +148,11 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
 
     sources, file, given = checkout(), recipe_file(args.recipe), inputs(recipe)
     folders = [*(["source"] if sources else []), run, *(f"inputs/{key}" for key in given)]
-    todo = [Command("make the folders", [*ssh, host, f"mkdir -p {' '.join(f'{args.folder}/{name}' for name in folders)}"])]
+    paths_there = " ".join(f"{args.folder}/{name}" for name in folders)
+    todo = [Command("make the folders", [*ssh, host, f"mkdir -p {paths_there}"])]
     if sources:
-        parts = [sources / name for name in ("pyproject.toml", "README.md", "constraints.txt", "src") if (sources / name).exists()]
+        names = ("pyproject.toml", "README.md", "constraints.txt", "src")
+        parts = [sources / name for name in names if (sources / name).exists()]
         todo.append(Command("copy the program", copy(parts, f"{host}:{args.folder}/source/")))
     settings = {}
     for key, paths in given.items():
@@ -143,7 +182,8 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
     todo.append(Command("start, inside tmux", there(f"tmux new-session -d -s {session} bash {run}/job.sh"), "start"))
     todo.append(Command("look at it (leave with Ctrl-b d)", there(f"tmux attach -t {session}", terminal=True), "look"))
     wait = f"tail -n +1 -F {run}/log.txt --pid=$(cat {run}/pid) 2>/dev/null; exit $(cat {run}/exit_code)"
-    todo.append(Command("see its log until it has ended", there(f"until test -s {run}/pid; do sleep 0.2; done", wait), "follow"))
+    until_started = f"until test -s {run}/pid; do sleep 0.2; done"
+    todo.append(Command("see its log until it has ended", there(until_started, wait), "follow"))
     parent = str(Path(run).parent) + "/"
     todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent), "fetch"))
     return _script(args, train_words(args, run, name, settings, theirs), run), todo
@@ -167,4 +207,6 @@ def _script(args: Namespace, words: Sequence[str], run: str) -> str:
 def _run(command: Command) -> None:
     code = subprocess.run(command.words, stdin=subprocess.DEVNULL).returncode
     if code:
-        raise UserError(f"could not {command.why}: {command.words[0]} ended with exit code {code}. The command was: {command}")
+        raise UserError(
+            f"could not {command.why}: {command.words[0]} ended with exit code {code}. The command was: {command}"
+        )

@@ -70,8 +70,9 @@ class Cache:
 
 
 def decoder_inputs(
-    ids: Tensor, seq_len: int, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None, cache: Cache | None
-) -> tuple[Tensor, Tensor | None]:
+    ids: Tensor, seq_len: int, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None,
+    cache: Cache | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(positions (batch or 1, seq), mask broadcastable to (batch, 1, seq, keys) or None) of a causal decoder.
 
     ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache

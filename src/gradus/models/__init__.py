@@ -24,15 +24,17 @@ if TYPE_CHECKING:  # a configuration is read without torch
     from torch import nn
 
 __all__ = [
-    "Family", "Stack", "build", "config_of", "convert", "count", "families", "load", "load_weights", "locate", "lookup", "register", "save",
-    "to_config_json", "weights",
+    "Family", "Stack", "build", "config_of", "convert", "count", "families", "load", "load_weights", "locate",
+    "lookup", "register", "save", "to_config_json", "weights",
 ]  # fmt: skip
 
 
 def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.Module:
-    """A model with the initialisation of its paper, drawn from torch's global generator. On "meta" nothing is allocated.
+    """Build a model with the initialisation of its paper, drawn from torch's global generator. On "meta" nothing is
+    allocated.
 
-    Raises UserError where the configuration is not complete, e.g. without vocab_size; TypeError where the family's description is not.
+    Raises UserError where the configuration is not complete, e.g. without vocab_size; TypeError where the family's
+    description is not.
     """
     import torch
 
@@ -47,11 +49,11 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:
-    """Parameters by component, each shared one once, and their `total`. Allocates nothing.
+    """Count the parameters by component, each shared one once, and their `total`. Allocates nothing.
 
-    embeddings: tokens, types, positions (T5's relative ones too), patches, class token. attention, feedforward, norms: as named,
-    wherever they are; what else a block has counts as attention. head: everything else, which reads the last norm's output (pooler,
-    classifier, an output projection of its own).
+    embeddings: tokens, types, positions (T5's relative ones too), patches, class token. attention, feedforward, norms:
+    as named, wherever they are; what else a block has counts as attention. head: everything else, all of which reads
+    the last norm's output (pooler, classifier, an untied output projection).
     """
     return dict(_counted(type(config), config.model_dump_json()))
 
@@ -67,7 +69,8 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
 
     def component(name: str) -> str:
         parts = name.split(".")[:-1]
-        path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]  # from the model's child down to the owner
+        # from the model's child down to the owner
+        path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]
         if any(isinstance(m, Attention) for m in path):
             return "attention"
         if any(isinstance(m, FeedForward | GatedFeedForward | MixtureOfExperts) for m in path):
@@ -88,15 +91,18 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
 
 
 def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
-    """The local file or folder that holds a model: a llama2.c .bin, a folder in the Hugging Face or Meta layout, the best or else
-    the newest checkpoint of a Gradus run, or the local copy of a hub name (weights_too=False: of its config.json alone).
+    """The local file or folder that holds a model: a llama2.c .bin, a folder in the Hugging Face or Meta layout, the
+    best or else the newest checkpoint of a Gradus run, or the local copy of a hub name (weights_too=False: only its
+    config.json).
 
     Raises UserError where there is none.
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
         if path.suffix != ".bin":
-            raise UserError(f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too")
+            raise UserError(
+                f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
+            )
         return path
     if not path.exists():
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name_or_path)) and not str(name_or_path).startswith("."):
@@ -111,17 +117,27 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
         for checkpoint in [best, *sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)]:
             if (checkpoint / "config.json").is_file():
                 return checkpoint
-        raise UserError(f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder")
+        raise UserError(
+            f"{path}: a run without a checkpoint yet. "
+            "Let it reach one (train.checkpoint_every), or give another folder"
+        )
     holds = weights.some(sorted(p.name for p in path.iterdir())) or "nothing"
-    raise UserError(f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; it holds {holds}")
+    raise UserError(
+        f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; "
+        f"it holds {holds}"
+    )
 
 
 def _from_hub(name: str, weights_too: bool) -> Path:
     description = ["*.json", "*.txt", "*.model"]
-    patterns = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"]] if weights_too else [["config.json"]]
+    whole = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"]]
+    patterns = whole if weights_too else [["config.json"]]
     folder = hub.download(name, patterns, lambda folder: not weights_too or any(folder.glob("*.safetensors")), name)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{name}: the local copy of the hub has no config.json. `gradus fetch` it where there is internet, then give the folder")
+        raise UserError(
+            f"{name}: the local copy of the hub has no config.json. "
+            "`gradus fetch` it where there is internet, then give the folder"
+        )
     return folder
 
 
@@ -158,20 +174,24 @@ def _read_config(file: Path) -> schema.ModelConfig:
     with one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
-    if any(name != f"LABEL_{i}" for i, name in names.items()):  # those that transformers gives where nobody named them are none
+    if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
         config = config.named([names[i] for i in sorted(names)])
     return _override(config, ours, file)
 
 
 def _write_config(config: schema.ModelConfig) -> dict:
-    """As Hugging Face writes it; what it has no words for (a training length, a way to cut patches) stands under `gradus`."""
+    """The configuration as Hugging Face writes it. Fields that Hugging Face does not have (a training length, a way to
+    cut patches) stand under `gradus`."""
     table = weights.rules_of(config.family)
     hf = table.config_to_hf(config)
     understood = table.config_from_hf(dict(hf))
     ours = config.model_dump(mode="json", exclude={"preset", "init"})
     extra = {k: v for k, v in ours.items() if v != understood.model_dump(mode="json")[k]}
     if config.classes:
-        hf |= {"id2label": {str(i): name for i, name in enumerate(config.classes)}, "label2id": {name: i for i, name in enumerate(config.classes)}}
+        hf |= {
+            "id2label": {str(i): name for i, name in enumerate(config.classes)},
+            "label2id": {name: i for i, name in enumerate(config.classes)},
+        }
     return {**hf, "gradus": extra} if extra else hf
 
 
@@ -186,42 +206,53 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
     known = type(config).model_fields
     for key in fields:
         if key not in known or key in ("family", "preset", "init"):
-            raise UserError(f"{where}: {key} is no field of a {config.family} model.{did_you_mean(key, set(known) - {'family', 'preset', 'init'})}")
+            suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
+            raise UserError(f"{where}: {key} is no field of a {config.family} model.{suggestion}")
     with one_line(where):
         return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
 
 
 @contextmanager
 def one_line(where: object) -> Iterator[None]:
-    """What a configuration lacks or contradicts, as a UserError."""
+    """Turn the exceptions that an incomplete or contradictory configuration raises into a UserError."""
     try:
         yield
     except ValidationError as e:
-        problems = [": ".join(filter(None, (".".join(map(str, p["loc"])), p["msg"].removeprefix("Value error, ")))) for p in e.errors()]
+        problems = [
+            ": ".join(filter(None, (".".join(map(str, p["loc"])), p["msg"].removeprefix("Value error, "))))
+            for p in e.errors()
+        ]
         raise UserError(f"{where}: {'; '.join(problems)}") from None
     except KeyError as e:
         raise UserError(f"{where}: {e.args[0]} is not in it, and the model cannot be built without it") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
-        raise UserError(f"{where}: a value of the wrong kind ({e}). Compare it with a published one of this family") from None
+        raise UserError(
+            f"{where}: a value of the wrong kind ({e}). Compare it with a published one of this family"
+        ) from None
 
 
 def config_of(name_or_path: str | Path) -> schema.ModelConfig:
-    """The configuration that lies beside weights, without reading them. Raises UserError as `load`."""
+    """The configuration that lies beside weights; the weights are not read. Raises UserError as `load`."""
     return _open(locate(name_or_path, weights_too=False), weights_too=False)[0]
 
 
 # ---------------------------------------------------------------- load and save
 
 
-def load(name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None, **overrides: Any) -> nn.Module:
-    """A model with weights read from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or newest
-    checkpoint), a llama2.c .bin, or the Hugging Face hub. On the CPU, in training mode, as `build` gives it.
+def load(
+    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None, **overrides: Any
+) -> nn.Module:
+    """Load a model with its weights from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or
+    newest checkpoint), a llama2.c .bin, or the Hugging Face hub. It is on the CPU, in training mode, as `build` gives
+    it.
 
-    strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly initialised and
-    extra ones out; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless given; "auto" is that of the first
-    stored tensor. overrides replace fields of the configuration (dropout=0.0, head="classification", n_classes=2, ...).
+    strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly
+    initialised and ignores extra ones; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless
+    given; "auto" is that of the first stored tensor. overrides replace fields of the configuration (dropout=0.0,
+    head="classification", n_classes=2, ...).
 
-    One tensor at a time is held beside the model. Raises UserError for anything absent, damaged, refused or that does not fit.
+    Beside the model, memory holds one tensor at a time. Raises UserError for anything absent, damaged or refused, and
+    for what does not fit.
     """
     import torch
 
@@ -256,14 +287,17 @@ def load_weights(model: nn.Module, name_or_path: str | Path, strict: bool = True
 def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
     """Write config.json and safetensors as Hugging Face does, in shards above max_shard_bytes, each stored tensor once.
 
-    Holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises UserError where the disk refuses.
+    Memory holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises
+    UserError where the disk refuses.
     """
-    weights.write(weights.to_hf(model), to_config_json(model.config, next(model.parameters()).dtype), folder, max_shard_bytes)
+    config = to_config_json(model.config, next(model.parameters()).dtype)
+    weights.write(weights.to_hf(model), config, folder, max_shard_bytes)
 
 
 def convert(name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
-    """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is read, one
-    shard of the result is held. Values and dtype stay as they are stored. Errors as in `load` and `save`."""
+    """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is
+    read, and memory holds one shard of the result. Values and dtype stay as they are stored. Errors as in `load` and
+    `save`."""
     path = locate(name_or_path)
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")

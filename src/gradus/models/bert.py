@@ -14,7 +14,8 @@ from gradus.recipe.schema import BertConfig
 
 
 class BertBlock(Block):
-    """Attention, then feed-forward, each followed by dropout, residual and norm: post-norm (Vaswani et al. 2017, section 5.4)."""
+    """Attention, then feed-forward, each followed by dropout, residual and norm: post-norm (Vaswani et al. 2017,
+    section 5.4)."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -55,9 +56,14 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
         if config.head in ("pretraining", "classification") and not config.pooler:
-            raise UserError(f"model.pooler=false: head={config.head} reads the pooler. Set model.pooler=true, or head=masked_lm or none.")
+            raise UserError(
+                f"model.pooler=false: head={config.head} reads the pooler. "
+                "Set model.pooler=true, or head=masked_lm or none."
+            )
         if config.head == "classification" and config.n_classes is None:
-            raise UserError("model.n_classes: not known, and head=classification needs it. Set it to the number of labels.")
+            raise UserError(
+                "model.n_classes: not known, and head=classification needs it. Set it to the number of labels."
+            )
         self.config = config
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
@@ -76,7 +82,8 @@ class Bert(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices and embeddings from a normal of 0.02 cut off at two standard deviations, biases 0 (BERT's published code)."""
+        """Matrices and embeddings from a normal of 0.02 cut off at two standard deviations, biases 0 (BERT's published
+        code)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 truncated_normal_(module.weight, 0.02)
@@ -94,13 +101,17 @@ class Bert(nn.Module):
         """
         seq, longest = ids.shape[1], self.config.seq_len
         if seq > longest:
-            raise UserError(f"a sequence of {seq} tokens is longer than the model's {longest} positions. Cut it: data.max_len={longest}")
+            raise UserError(
+                f"a sequence of {seq} tokens is longer than the model's {longest} positions. "
+                f"Cut it: data.max_len={longest}"
+            )
         if token_types is None:
             token_types = ids.new_zeros(1, 1)  # broadcast, so that its gradient is one sum
         places = torch.arange(seq, device=ids.device)[None]  # (1, seq)
-        x = self.word_embedding(ids) + self.type_embedding(token_types) + self.position_embedding(places)  # (batch, seq, d_model)
-        x = self.dropout(self.embedding_norm(x))
-        mask = None if keep is None else keep[:, None, None, :]  # (batch, 1, 1, seq): the same keys for every head and query
+        x = self.word_embedding(ids) + self.type_embedding(token_types) + self.position_embedding(places)
+        x = self.dropout(self.embedding_norm(x))  # (batch, seq, d_model)
+        # (batch, 1, 1, seq): the same keys for every head and query
+        mask = None if keep is None else keep[:, None, None, :]
         for block in self.blocks:
             x = block(x, mask)
         return x
@@ -109,7 +120,8 @@ class Bert(nn.Module):
         """The first token's state through a dense layer and tanh: (batch, seq, d_model) -> (batch, d_model)."""
         return torch.tanh(self.pooler(hidden[:, 0]))
 
-    def forward(self, ids: Tensor, *, token_types: Tensor | None = None, keep: Tensor | None = None, select: Tensor | None = None):
+    def forward(self, ids: Tensor, *, token_types: Tensor | None = None, keep: Tensor | None = None,
+                select: Tensor | None = None):  # fmt: skip
         """By `config.head`: none: last hidden states (batch, seq, d_model); masked_lm: scores (batch, seq, vocab);
         pretraining: (those scores, next-sentence scores (batch, 2)); classification: scores (batch, n_classes).
 

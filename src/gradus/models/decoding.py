@@ -20,7 +20,8 @@ def greedy(logits: Tensor) -> Tensor:
 
 def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0) -> Choose:
     """Draw from the distribution, cut to the `top_k` likeliest tokens and to the fewest that hold `top_p` of the mass
-    (Fan et al. 2018; Holtzman et al. 2020, section 3.1). temperature 0 is greedy. Raises UserError for a value out of range."""
+    (Fan et al. 2018; Holtzman et al. 2020, section 3.1). temperature 0 is greedy. Raises UserError for a value out of
+    range."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise UserError(f"temperature={temperature}: must be 0 (greedy) or a positive number.")
     if top_k is not None and top_k < 1:
@@ -29,7 +30,9 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
         raise UserError(f"top_p={top_p}: must be above 0 and at most 1.")
     if temperature == 0:
         if top_k is not None or top_p is not None:
-            raise UserError("top_k and top_p have no effect at temperature 0, which is greedy. Set a temperature, e.g. 0.8.")
+            raise UserError(
+                "top_k and top_p have no effect at temperature 0, which is greedy. Set a temperature, e.g. 0.8."
+            )
         return greedy
     generators: dict[str, torch.Generator] = {}
 
@@ -70,15 +73,17 @@ def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
-    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True, window: int | None = None,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True,
+    window: int | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a row that
-    has ended yields `pad_id`.
+    """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a
+    row that has ended yields `pad_id`.
 
-    Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of
-    unequal length. `cache=False` computes everything again for every token: slower, the same tokens. So does a model without new_cache.
-    window: read no more than the latest so many tokens of a row, as if they were its first. Keys and values in the cache know the place
-    they were computed at, so that from the first row longer than the window on everything is computed again for every token.
+    Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts
+    may be of unequal length. cache=False computes everything again for every token, which is slower and gives the same
+    tokens; a model without new_cache always does so.
+    window: read only the last `window` tokens of a row, as if they were its first. The cache holds keys and values
+    computed at their old positions, so everything is computed again for every token once a row is longer.
     """
     if max_new < 1:
         return
@@ -111,7 +116,8 @@ def generate(
             last = torch.zeros_like(read, dtype=torch.bool)
             last[rows, ends - 1] = True
             positions = torch.arange(read.shape[1], device=device).expand(batch, -1)
-            logits = forward(read, positions=positions, select=last, **({"cache": store} if store is not None else {}))  # (batch, vocab)
+            stored = {"cache": store} if store is not None else {}
+            logits = forward(read, positions=positions, select=last, **stored)  # (batch, vocab)
         new = torch.where(done, pad_id, choose(logits))
         yield new
         if eos_id is not None:
@@ -119,12 +125,15 @@ def generate(
             if bool(done.all()):
                 return
         if store is None or window is not None:
-            ids = torch.cat((ids, torch.full_like(ids[:, :1], pad_id)), 1) if int(lengths.max()) == ids.shape[1] else ids
+            full = int(lengths.max()) == ids.shape[1]
+            ids = torch.cat((ids, torch.full_like(ids[:, :1], pad_id)), 1) if full else ids
             ids[rows, lengths] = new
         lengths = lengths + 1
 
 
-def complete(model: nn.Module, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs) -> list[list[int]]:
+def complete(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs
+) -> list[list[int]]:
     """The new tokens of every row, without the end token (see `generate`)."""
     steps = [new.tolist() for new in generate(model, prompts, eos_id=eos_id, **kwargs)]
     rows = [list(row) for row in zip(*steps)] if steps else [[] for _ in prompts]

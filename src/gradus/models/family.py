@@ -1,4 +1,4 @@
-"""What a family says about itself: all that layouts, tasks, inference and export know of it. What a recipe must know
+"""The description of a family: all that layouts, tasks, inference and export know of it. What a recipe must know
 without torch (sizes, tasks, kinds of data) stands in its configuration (`gradus.recipe.schema`)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks in a row and what belongs to them, by name; also what only some configurations have."""
+    """The names of a row of blocks and of the modules around it, also of those that only some configurations have."""
 
     blocks: str  # a ModuleList of layers.Block, whose forward calls hidden states `x`, an encoder's output `memory`
     before: tuple[str, ...]  # what the first block needs: embeddings
@@ -28,13 +28,13 @@ class Stack:
 
     @property
     def after(self) -> tuple[str, ...]:
-        """What the last block needs."""
+        """The modules after the last block: norm and heads."""
         return (self.norm, *self.heads) if self.norm else self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Raises TypeError that names everything that is missing.
+    """A family of models, described. Raises TypeError that names everything that is missing.
 
     attention  causal: a decoder, which continues texts: model.hidden(ids); model.new_cache if it keeps keys and values.
                both: an encoder: model.hidden(ids), of images model.features(images).
@@ -75,7 +75,7 @@ class Family:
         return schema.family_of(self.config)
 
     def lacks(self, model: nn.Module) -> Iterator[str]:
-        """What is said here and is not in a built model, or is in it and is not said: a line each."""
+        """The differences between this description and a built model, a line each."""
         from gradus.layers import Block
 
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -98,9 +98,9 @@ _known: dict[str, Family] = {}  # registered, or looked up before
 
 
 def register(family: Family) -> None:
-    """Make a further family known: to recipes, layouts, weights. Every process does so before it reads a recipe.
+    """Make a further family known to recipes, layouts and weights. Every process does so before it reads a recipe.
 
-    Raises TypeError where the name is that of another configuration, or a model_type another family's."""
+    Raises TypeError where another configuration has the name, or another family has a model_type."""
     for other in (name for name in schema.MODELS if name != family.name):
         if taken := set(rules_of(other).MODEL_TYPES) & set(family.weights.MODEL_TYPES):
             raise TypeError(f"family {family.name}: model_type {taken.pop()} is {other}'s")

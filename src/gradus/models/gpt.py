@@ -1,5 +1,6 @@
-"""GPT-2 and GPT-3 (Radford et al. 2019, section 2.3; Brown et al. 2020, section 2.1): a causal decoder, pre-norm, with learned
-positions and the output projection tied to the token embedding. GPT-3's alternating sparse attention is not built: all is dense."""
+"""GPT-2 and GPT-3 (Radford et al. 2019, section 2.3; Brown et al. 2020, section 2.1): a causal decoder, pre-norm, with
+learned positions and the output projection tied to the token embedding. GPT-3's alternating sparse attention is not
+built: all attention is dense."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ class GPTBlock(Block):
             self.feedforward = FeedForward(config.d_model, config.d_ff, config.activation, bias=config.bias)
         else:
             self.feedforward = MixtureOfExperts(
-                config.d_model, config.d_ff, config.n_experts, config.top_k, config.activation, gated=False, bias=config.bias
+                config.d_model, config.d_ff, config.n_experts, config.top_k, config.activation,
+                gated=False, bias=config.bias,
             )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = True, cache=None, positions: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask, causal=causal, cache=cache, positions=positions))
+    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = True, cache=None,
+                positions: Tensor | None = None) -> Tensor:  # fmt: skip
+        x = x + self.dropout(
+            self.attention(self.attention_norm(x), mask=mask, causal=causal, cache=cache, positions=positions)
+        )
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))  # (batch, seq, d_model)
 
 
@@ -49,8 +54,8 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal of 0.02, and 0.02 / sqrt(2 n_layers) for the projections that end in the residual stream, of which there are two
-        a layer (Radford et al. 2019, section 2.3); biases 0."""
+        """Normal of 0.02, and 0.02 / sqrt(2 n_layers) for the projections that end in the residual stream, of which
+        there are two a layer (Radford et al. 2019, section 2.3); biases 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -67,20 +72,21 @@ class GPT(nn.Module):
         c, weight = self.config, self.token_embedding.weight
         return Cache(c.n_layers, batch, c.n_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
-    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
-               cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in `layers.decoder_inputs`;
-        cache: from `new_cache`."""
+    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
+               keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in
+        `layers.decoder_inputs`; cache: from `new_cache`."""
         positions, mask = decoder_inputs(ids, self.config.seq_len, positions, segments, keep, cache)
         x = self.dropout(self.token_embedding(ids) + self.position_embedding(positions))  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, mask, cache is None, None if cache is None else cache.layers[i], positions)
         return self.norm(x)
 
-    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
-                select: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean (batch, seq),
-        is True. Other arguments and errors as in `hidden`."""
+    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
+                keep: Tensor | None = None, select: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean
+        (batch, seq), is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
 

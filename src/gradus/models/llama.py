@@ -1,12 +1,22 @@
-"""Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder, pre-norm with
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the feed-forward network it is Mixtral
-(Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024, section 2.2.1)."""
+"""Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder,
+pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
+feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
+section 2.2.1)."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, Cache, ExpertLinear, GatedFeedForward, MixtureOfExperts, decoder_inputs, rotary_table
+from gradus.layers import (
+    Attention,
+    Block,
+    Cache,
+    ExpertLinear,
+    GatedFeedForward,
+    MixtureOfExperts,
+    decoder_inputs,
+    rotary_table,
+)
 from gradus.models.family import Family, Stack
 from gradus.models.weights import llama as weights
 from gradus.recipe.schema import LlamaConfig
@@ -19,17 +29,22 @@ class LlamaBlock(Block):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(
-            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, bias=config.qkv_bias, out_bias=False, dropout=config.dropout
+            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
+            bias=config.qkv_bias, out_bias=False, dropout=config.dropout,
         )
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         if config.n_experts is None:
             self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
         else:
-            self.feedforward = MixtureOfExperts(config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True)
+            self.feedforward = MixtureOfExperts(
+                config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True
+            )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True, cache=None,
-                positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        x = x + self.attention(self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True,
+                cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
+        x = x + self.attention(
+            self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions
+        )
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
@@ -62,22 +77,25 @@ class Llama(nn.Module):
         c, weight = self.config, self.token_embedding.weight
         return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
-    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
-               cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in `layers.decoder_inputs`;
-        cache: from `new_cache`."""
+    def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
+               keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """The last hidden states, after the final norm: (batch, seq, d_model). Arguments and errors as in
+        `layers.decoder_inputs`; cache: from `new_cache`."""
         c = self.config
         positions, mask = decoder_inputs(ids, c.seq_len, positions, segments, keep, cache)
-        rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)  # 2 × (batch or 1, 1, seq, head_dim)
+        rotary = rotary_table(
+            positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling
+        )  # 2 × (batch or 1, 1, seq, head_dim)
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, mask, cache is None, None if cache is None else cache.layers[i], positions)
         return self.norm(x)
 
-    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None,
-                select: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean (batch, seq),
-        is True. Other arguments and errors as in `hidden`."""
+    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
+                keep: Tensor | None = None, select: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor:  # fmt: skip
+        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean
+        (batch, seq), is True. Other arguments and errors as in `hidden`."""
         x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
         return self.head(x if select is None else x[select])
 

@@ -1,13 +1,17 @@
-"""The original Transformer (Vaswani et al. 2017, "Attention Is All You Need"): an encoder-decoder with sinusoidal positions.
+"""The original Transformer (Vaswani et al. 2017, "Attention Is All You Need"): an encoder-decoder with sinusoidal
+positions.
 
-Post-norm, `norm_first=False`, is the paper: LayerNorm(x + dropout(sublayer(x))), no norm at a stack's end (section 3.1).
-Pre-norm, `norm_first=True`, is The Annotated Transformer's code: x + dropout(sublayer(LayerNorm(x))), and a final norm on each stack.
+Post-norm, `norm_first=False`, is the paper: LayerNorm(x + dropout(sublayer(x))), no norm at a stack's end (section
+3.1). Pre-norm, `norm_first=True`, is The Annotated Transformer's code: x + dropout(sublayer(LayerNorm(x))), and a final
+norm on each stack.
 
-Dropout is where the annotated code has it: on the sums of embeddings and positions and on the output of each sub-layer (both the
-paper's, section 5.4), and on attention weights and within the feed-forward network (of which the paper says nothing).
-Other differences: the paper ties both embeddings and the output projection, which has no bias (section 3.4); the annotated code ties
-nothing, and its projection has a bias: share_embeddings, tie_output, output_bias. Matrices start as Glorot's, embeddings included, as
-in the annotated code; biases start at 0, where that code leaves them to PyTorch's Linear.
+Dropout is where the annotated code has it: on the sums of embeddings and positions and on the output of each sub-layer
+(both the paper's, section 5.4), and on attention weights and within the feed-forward network (of which the paper says
+nothing).
+Other differences: the paper ties both embeddings and the output projection, which has no bias (section 3.4); the
+annotated code ties nothing, and its projection has a bias: share_embeddings, tie_output, output_bias. All matrices,
+embeddings included, start as Glorot's, as in the annotated code; biases start at 0, where that code leaves them to
+PyTorch's Linear.
 """
 
 from __future__ import annotations
@@ -37,12 +41,17 @@ class Embedding(nn.Module):
         self.table = self.table_of(device="cpu")  # (seq_len, d_model) fp32
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """ids, positions (None: 0, 1, 2 ...): (batch, seq) -> (batch, seq, d_model). Raises UserError for more than seq_len tokens."""
+        """ids, positions (None: 0, 1, 2 ...): (batch, seq) -> (batch, seq, d_model). Raises UserError for more than
+        seq_len tokens."""
         if ids.shape[1] > len(self.table):
-            raise UserError(f"a sequence of {ids.shape[1]} tokens is longer than model.seq_len={len(self.table)}. Cut it, or raise model.seq_len")
+            raise UserError(
+                f"a sequence of {ids.shape[1]} tokens is longer than model.seq_len={len(self.table)}. "
+                "Cut it, or raise model.seq_len"
+            )
         if self.table.device != ids.device:
             self.table = self.table_of(device=ids.device)
-        where = self.table[: ids.shape[1]] if positions is None else self.table[positions]  # (seq, d_model) or (batch, seq, d_model)
+        # (seq, d_model) or (batch, seq, d_model)
+        where = self.table[: ids.shape[1]] if positions is None else self.table[positions]
         x = self.tokens(ids) * self.scale + where
         return self.dropout(x.to(self.tokens.weight.dtype))
 
@@ -60,13 +69,13 @@ class EncoderBlock(Block):
         self.dropout = nn.Dropout(config.dropout)
 
     def residual(self, x: Tensor, norm: nn.LayerNorm, sublayer) -> Tensor:
-        """x and a sub-layer's view of it, normed after (the paper) or before (the annotated code)."""
+        """Add a sub-layer's output to x, and norm after (the paper) or before (the annotated code)."""
         if self.norm_first:
             return x + self.dropout(sublayer(norm(x)))
         return norm(x + self.dropout(sublayer(x)))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.residual(x, self.attention_norm, lambda y: self.attention(y, mask=mask))  # (batch, source_seq, d_model)
+        x = self.residual(x, self.attention_norm, lambda y: self.attention(y, mask=mask))  # (batch, seq, d_model)
         return self.residual(x, self.feedforward_norm, self.feedforward)
 
 
@@ -78,8 +87,9 @@ class DecoderBlock(EncoderBlock):
         self.cross = Attention(config.d_model, config.n_heads, dropout=config.dropout)
         self.cross_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None, causal: bool = False,
-                cache: LayerCache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None,
+                causal: bool = False, cache: LayerCache | None = None,
+                positions: Tensor | None = None) -> Tensor:  # fmt: skip
         def look_back(y: Tensor) -> Tensor:
             return self.attention(y, mask=mask, causal=causal, cache=cache, positions=positions)
 
@@ -98,7 +108,8 @@ class Stack(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """Encoder, decoder, and the projection to the target vocabulary. Shared embeddings are one module, a tied projection one Parameter.
+    """Encoder, decoder, and the projection to the target vocabulary. Shared embeddings are one module, a tied
+    projection one Parameter.
 
     Raises UserError when d_model is odd.
     """
@@ -108,7 +119,8 @@ class Seq2Seq(nn.Module):
         self.config = config
         target_vocab_size = config.target_vocab_size or config.vocab_size
         self.source_embedding = Embedding(config, config.vocab_size)
-        self.target_embedding = self.source_embedding if config.share_embeddings else Embedding(config, target_vocab_size)
+        shared = config.share_embeddings
+        self.target_embedding = self.source_embedding if shared else Embedding(config, target_vocab_size)
         self.encoder = Stack(config, EncoderBlock, config.n_layers)
         self.decoder = Stack(config, DecoderBlock, config.n_decoder_layers or config.n_layers)
         self.head = nn.Linear(config.d_model, target_vocab_size, bias=config.output_bias)
@@ -117,7 +129,8 @@ class Seq2Seq(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices uniform as of Glorot & Bengio 2010, equation 16 (each of q, k, v by itself); biases 0; norms 1 and 0."""
+        """Matrices uniform as of Glorot & Bengio 2010, equation 16 (each of q, k, v by itself); biases 0; norms 1 and
+        0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.xavier_uniform_(module.weight)
@@ -133,7 +146,10 @@ class Seq2Seq(nn.Module):
         """
         c, weight = self.config, self.head.weight
         if max_len > c.seq_len:
-            raise UserError(f"decoding up to {max_len} tokens is longer than model.seq_len={c.seq_len}. Decode fewer, or raise model.seq_len")
+            raise UserError(
+                f"decoding up to {max_len} tokens is longer than model.seq_len={c.seq_len}. "
+                "Decode fewer, or raise model.seq_len"
+            )
         return Cache(len(self.decoder.blocks), batch, c.n_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
     def encode(self, source: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -160,8 +176,8 @@ class Seq2Seq(nn.Module):
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,
                cache: Cache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Scores of the next tokens: (batch, target_seq, vocab), or with `select` (boolean, (batch, target_seq)) those of the
-        selected places only: (n_selected, vocab).
+        """Scores of the next tokens: (batch, target_seq, vocab), or with `select` (boolean, (batch, target_seq)) those
+        of the selected places only: (n_selected, vocab).
 
         target (batch, target_seq), padded on the right. memory from `encode`; keep is the source's padding mask.
         cache: keys and values of earlier calls; `positions` (batch, target_seq) then says which place each token has
@@ -170,7 +186,8 @@ class Seq2Seq(nn.Module):
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         return self.head(x if select is None else x[select])
 
-    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None,
+                select: Tensor | None = None) -> Tensor:  # fmt: skip
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
 

@@ -1,5 +1,6 @@
 """T5 (Raffel et al. 2020): an encoder-decoder whose positions are a learned bias on the attention scores, shared by all
-blocks of a stack. v1.0: ReLU and a head tied to the embeddings; v1.1: gated GELU and a head of its own (Shazeer 2020)."""
+blocks of a stack. v1.0: ReLU and a head tied to the embeddings; v1.1: gated GELU and a head of its own (Shazeer
+2020)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from gradus.recipe.schema import T5Config
 
 def attention(config: T5Config) -> Attention:
     """No biases and no division by the root of the head size: the initialisation has it (see `T5.reset_parameters`)."""
-    return Attention(config.d_model, config.n_heads, head_dim=config.d_head, bias=False, dropout=config.dropout, scale=1.0)
+    return Attention(
+        config.d_model, config.n_heads, head_dim=config.d_head, bias=False, dropout=config.dropout, scale=1.0
+    )
 
 
 class RelativeBias(nn.Module):
@@ -26,13 +29,17 @@ class RelativeBias(nn.Module):
         self.table = nn.Embedding(config.n_buckets, config.n_heads)
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """query_positions (batch or 1, q_len), key_positions (batch or 1, k_len) -> (batch or 1, n_heads, q_len, k_len)."""
-        buckets = relative_buckets(query_positions, key_positions, self.bidirectional, self.n_buckets, self.max_distance)
+        """query_positions (batch or 1, q_len), key_positions (batch or 1, k_len)
+        -> (batch or 1, n_heads, q_len, k_len)."""
+        buckets = relative_buckets(
+            query_positions, key_positions, self.bidirectional, self.n_buckets, self.max_distance
+        )
         return self.table(buckets).permute(0, 3, 1, 2)
 
 
 class T5Block(Block):
-    """Self-attention, in the decoder cross-attention, feed-forward: each on normed input, with dropout and residual (pre-norm)."""
+    """Self-attention, in the decoder cross-attention, feed-forward: each on normed input, with dropout and residual
+    (pre-norm)."""
 
     def __init__(self, config: T5Config, decoder: bool):
         super().__init__()
@@ -48,9 +55,12 @@ class T5Block(Block):
             self.feedforward = FeedForward(config.d_model, config.d_ff, "relu", bias=False, dropout=config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, bias: Tensor, mask: Tensor | None = None, causal: bool = False, memory: Tensor | None = None,
-                memory_mask: Tensor | None = None, cache: LayerCache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        look = self.attention(self.attention_norm(x), mask=mask, bias=bias, causal=causal, cache=cache, positions=positions)
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor | None = None, causal: bool = False,
+                memory: Tensor | None = None, memory_mask: Tensor | None = None, cache: LayerCache | None = None,
+                positions: Tensor | None = None) -> Tensor:  # fmt: skip
+        look = self.attention(
+            self.attention_norm(x), mask=mask, bias=bias, causal=causal, cache=cache, positions=positions
+        )
         x = x + self.dropout(look)  # (batch, seq, d_model)
         if memory is not None:
             x = x + self.dropout(self.cross(self.cross_norm(x), memory, mask=memory_mask, cache=cache))
@@ -71,7 +81,8 @@ class Stack(nn.Module):
 
 class T5(nn.Module):
     """Encoder, decoder, one embedding for both. With `config.tie_output` the head is the embedding, and the decoder's
-    output is multiplied by d_model^-0.5 before it; otherwise the head is a matrix of its own, and nothing is multiplied.
+    output is multiplied by d_model^-0.5 before it; otherwise the head is a matrix of its own, and nothing is
+    multiplied.
 
     The decoder starts from the padding id (0 by convention); whoever makes the targets shifts them.
     """
@@ -89,7 +100,8 @@ class T5(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal, with the deviations of the paper's code (Mesh TensorFlow): embeddings 1; matrices and an untied head
-        fan-in^-0.5, but queries (d_model d_head)^-0.5, as their scores are not scaled; the relative bias d_model^-0.5."""
+        fan-in^-0.5, but queries (d_model d_head)^-0.5, as their scores are not scaled; the relative bias
+        d_model^-0.5."""
         c = self.config
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
@@ -124,7 +136,9 @@ class T5(nn.Module):
         """The decoder's states after the final norm: (batch, target_seq, d_model). Arguments as in `decode`."""
         stack = self.decoder
         if cache is not None:
-            positions = cache.next_positions(*target.shape, target.device) if positions is None else positions  # (batch, target_seq)
+            positions = (
+                cache.next_positions(*target.shape, target.device) if positions is None else positions
+            )  # (batch, target_seq)
             mask = cache.mask(positions)  # (batch, 1, target_seq, slots)
             keys = torch.arange(cache.length, device=target.device)[None]  # (1, slots)
         else:
@@ -140,7 +154,8 @@ class T5(nn.Module):
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,
                cache: Cache | None = None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Scores of the next tokens: (batch, target_seq, vocab), or (n_selected, vocab). Arguments as in `Seq2Seq.decode`."""
+        """Scores of the next tokens: (batch, target_seq, vocab), or (n_selected, vocab). Arguments as in
+        `Seq2Seq.decode`."""
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         if select is not None:
             x = x[select]
@@ -148,7 +163,8 @@ class T5(nn.Module):
             x = x * self.config.d_model**-0.5
         return self.head(x)
 
-    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None, select: Tensor | None = None) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None,
+                select: Tensor | None = None) -> Tensor:  # fmt: skip
         """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
         return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
 
@@ -158,7 +174,8 @@ FAMILY = family.Family(
     stacks=(
         family.Stack("encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",),
                      dropout="encoder.dropout"),
-        family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",), beside=("decoder.relative_bias",)),
+        family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",),
+                     beside=("decoder.relative_bias",)),
     ),
     tokens=("embedding",), head="head", tensor={"relative_bias.table": "column"},  # its columns are heads
     whole_sequence="T5 adds a relative bias to the scores of each pair of chunks, and its decoder attends across",

@@ -1,8 +1,11 @@
-"""The Vision Transformer (Dosovitskiy et al. 2021): an image is a sequence of patches; sizes g and G of Zhai et al. 2022.
+"""The Vision Transformer (Dosovitskiy et al. 2021): an image is a sequence of patches; sizes g and G of Zhai et al.
+2022.
 
-Pre-norm blocks, learned positions in one dimension, GELU. `pool="class_token"` classifies by a learned token put before the patches
-(section 3.1); `pool="mean"` has no such token and averages the patches' states after the final norm (Zhai et al. 2022, section 3.2).
-Dropout follows appendix B.1: after every dense layer except the one to q, k, v, and directly after the positions are added.
+Pre-norm blocks, learned positions in one dimension, GELU. `pool="class_token"` classifies by a learned token put before
+the patches (section 3.1); `pool="mean"` has no such token and averages the patches' states after the final norm (Zhai
+et al. 2022, section 3.2).
+Dropout follows appendix B.1: after every dense layer except the one to q, k, v, and directly after the positions are
+added.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class ViTBlock(Block):
 
 
 class ViT(nn.Module):
-    """The encoder and a linear classifier; without `config.n_classes` there is no classifier, and the pooled features come out."""
+    """The encoder and a linear classifier; without `config.n_classes` there is no classifier, and the model returns the
+    pooled features."""
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -49,8 +53,8 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the classifier 0
-        (the classifier as in section 3.2), so that the first scores are all equal."""
+        """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the
+        classifier 0 (the classifier as in section 3.2), so that the first scores are all equal."""
         for module in self.modules():
             if isinstance(module, nn.Linear | Patches):
                 truncated_normal_(module.weight, 0.02)
@@ -64,8 +68,8 @@ class ViT(nn.Module):
             nn.init.zeros_(self.head.weight)
 
     def features(self, images: Tensor) -> Tensor:
-        """images (batch, n_channels, image_size, image_size) -> states after the final norm (batch, n_tokens, d_model); the class
-        token, if there is one, comes first. Raises UserError for images of another size."""
+        """images (batch, n_channels, image_size, image_size) -> states after the final norm (batch, n_tokens, d_model);
+        the class token, if there is one, comes first. Raises UserError for images of another size."""
         x = self.patches(images)  # (batch, n_patches, d_model)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1)  # (batch, n_patches + 1, d_model)
@@ -75,7 +79,8 @@ class ViT(nn.Module):
         return self.norm(x)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images (batch, n_channels, image_size, image_size) -> scores (batch, n_classes), or without a classifier (batch, d_model)."""
+        """images (batch, n_channels, image_size, image_size) -> scores (batch, n_classes), or without a classifier
+        (batch, d_model)."""
         x = self.features(images)
         pooled = x.mean(dim=1) if self.class_token is None else x[:, 0]  # (batch, d_model)
         return pooled if self.head is None else self.head(pooled)

@@ -1,5 +1,5 @@
-"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel and context → experts → tensor →
-pipeline → checkpointing → compile → shard or replicate.
+"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel and context →
+experts → tensor → pipeline → checkpointing → compile → shard or replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
-    """The whole of the layout, in order. `model` is on its device; it is changed in place. Collective.
+    """Apply the whole layout, in order. `model` is on its device; it is changed in place. Collective.
 
-    Without a mesh: one process. Raises AssertionError where the two do not fit together: `parallel.check` says so before.
+    Without a mesh: one process. Raises AssertionError where model and layout do not fit together; `parallel.check`
+    reports that before.
     """
     assert not (reasons := list(fits(model.config, layout))), reasons
     mesh = mesh or Mesh.single()
@@ -64,14 +65,17 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
     if layout.shard_optimizer and mesh.size("replicate") > 1:
         from gradus.parallel.shard import OptimizerShards
 
-        p.optimizer_shards = OptimizerShards([(h.name, h.local.data) for h in p.local_parameters], mesh.group("replicate"))
+        weights = [(h.name, h.local.data) for h in p.local_parameters]
+        p.optimizer_shards = OptimizerShards(weights, mesh.group("replicate"))
     assert p.local_parameters, "every process must hold a part of the model"
     return p
 
 
 def use_shard(p: Parallel, model: nn.Module) -> None:
-    """FSDP2 over shard × expert × context (ranks that split experts or the sequence share the other weights), of experts that are split
-    over shard alone; replicated if there are replicas."""
+    """Apply FSDP2 over shard × expert × context: ranks that split experts or the sequence share the other weights.
+
+    Experts that are split are sharded over `shard` alone. With several replicas the shards are replicated (HSDP).
+    """
     from gradus.parallel.shard import shard, sync_on
 
     def over(*axes: str) -> DeviceMesh:
@@ -84,8 +88,8 @@ def use_shard(p: Parallel, model: nn.Module) -> None:
 
 
 def use_replicas(p: Parallel, model: nn.Module) -> None:
-    """Replicas as layout.replicate says. DDP takes whole, plain parameters; where they are split, or the pipeline runs the backward
-    pass, gradients are summed in buckets after it."""
+    """Replicate as layout.replicate says. DDP takes whole, plain parameters; where they are split, or the pipeline runs
+    the backward pass, gradients are summed in buckets after it."""
     from gradus.parallel import replicate
 
     layout, mesh = p.layout, p.mesh
@@ -132,13 +136,14 @@ def _policy(ctx, op, *args, **kwargs):
 def use_checkpointing(model: nn.Module, mode: str) -> None:
     """Forget activations in the forward pass and compute them again in the backward pass (Chen et al. 2016).
 
-    `full`: of every block. `selective`: of every block, but keep what matrix products and attention gave. `attention`: of the
-    attention alone, whose scores are what grows with the square of the length.
+    `full`: of every block. `selective`: of every block, but keep the results of matrix products and attention.
+    `attention`: of the attention alone, whose scores grow with the square of the length.
     """
     if mode == "none":
         return
     kind = Attention if mode == "attention" else Block
-    context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
+    selective = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    context = selective if mode == "selective" else {}
     for module in model.modules():
         if isinstance(module, kind):
             module.forward = _checkpointed(module.forward, context)
@@ -163,8 +168,12 @@ def use_compile(model: nn.Module, mode: str, in_turn: bool = True) -> None:
         return
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
-        raise UserError(f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. Install g++ or set layout.compile=none.")
-    if mode in ("reduce-overhead", "max-autotune") and in_turn and not on_cpu:  # CUDA graphs: what one call of the model gave is free at the next
+        raise UserError(
+            f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. "
+            "Install g++ or set layout.compile=none."
+        )
+    # CUDA graphs: a call of the model may reuse the memory of what the call before it returned
+    if mode in ("reduce-overhead", "max-autotune") and in_turn and not on_cpu:
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for module in model.modules():
         if isinstance(module, Block):

@@ -1,15 +1,19 @@
-"""The sequence split over processes, attention included: ring attention (Liu et al. 2023) and Ulysses (Jacobs et al. 2023).
+"""The sequence split over processes, attention included: ring attention (Liu et al. 2023) and Ulysses (Jacobs et al.
+2023).
 
-Everything in a model but attention treats each token by itself, so it runs on a part of the sequence as it is. Attention is replaced.
+Everything in a model but attention treats each token by itself, so it runs unchanged on a part of the sequence.
+Attention is replaced.
 
-    ring      keys and values travel round the processes while each attends from its own queries; softmax is put together from parts.
-              Causal: the sequence is cut in 2n chunks and process r has chunks r and 2n-1-r, so that all have equal work.
-              It has its own kernel, as frugal as `chunked`: layout.chunk queries at a time.
-    ulysses   an all-to-all changes "all heads, a part of the sequence" into "a part of the heads, the whole sequence" and back;
-              in between runs the layout's ordinary kernel.
+    ring      keys and values travel round the processes while each attends from its own queries; softmax is put
+              together from parts. Causal: the sequence is cut in 2n chunks and process r has chunks r and 2n-1-r, so
+              that all have equal work. It has its own kernel, which needs as little memory as `chunked`: layout.chunk
+              queries at a time.
+    ulysses   an all-to-all changes "all heads, a part of the sequence" into "a part of the heads, the whole sequence"
+              and back; in between runs the layout's ordinary kernel.
 
-Decoders read a part of the sequence: ids, labels and positions are split (`Context.prepare`), and so are embedding, head and logits.
-Encoders, whose heads read one token or chosen ones, read the whole batch; hidden states are split between first and last block.
+Decoders read a part of the sequence: ids, labels and positions are split (`Context.prepare`), and so are embedding,
+head and logits. Encoders, whose heads read one token or chosen ones, read the whole batch; hidden states are split
+between first and last block.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from gradus.recipe.schema import Layout, ModelConfig
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Every reason why this model cannot be trained with this layout.context, a line each."""
+    """Every reason why this model cannot be trained with this layout.context, one line each."""
     n = layout.context
     if n == 1:
         return
@@ -60,7 +64,10 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
             named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
             tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
             fits = f"Use {_either(here)}, or" if here else "Use"
-            yield f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. {fits} layout.context_method=ring."
+            yield (
+                f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. "
+                f"{fits} layout.context_method=ring."
+            )
 
 
 def _either(numbers: list[int]) -> str:
@@ -108,8 +115,8 @@ class Split:
 
 
 class _Sequence(NamedTuple):
-    """The whole of a batch's sequences. It travels with the `positions` of a batch, which every block is given: so several batches may be
-    under way at once."""
+    """What attention needs of a batch's whole sequences. It travels with the batch's `positions`, which every block is
+    given, so several batches may be under way at once."""
 
     split: Split
     segments: Tensor | None = None  # (batch, seq)
@@ -119,19 +126,22 @@ class _Sequence(NamedTuple):
 class Context:
     """Splits the sequences of `model` (unedited) over the processes of `group`, in place.
 
-    All processes of the group must be given the same samples, and must call the model equally often, also when evaluating. Before each
-    call, in training and in evaluation, `prepare` the batch; batches may differ in length.
+    All processes of the group must be given the same samples, and must call the model equally often, also when
+    evaluating. Before each call, in training and in evaluation, `prepare` the batch; batches may differ in length.
 
-    Gradients of every parameter must be *summed* over the group (besides the ranks with other samples). `batch["counts"]` and
-    `batch["n_tokens"]` stay those of the whole samples: count them once, over the ranks with different samples.
+    Gradients of every parameter must be *summed* over the group (besides the ranks with other samples).
+    `batch["counts"]` and `batch["n_tokens"]` stay those of the whole samples: count them once, over the ranks with
+    different samples.
 
-        redundant   False: a decoder. Loss and metrics of a process are sums over its own tokens: sum them over the group, as they are.
-                    True: an encoder. Every process computes head, loss and metrics of all tokens. Divide the loss by the group's size
-                    before the backward pass, and do not sum metrics over the group.
+        redundant   False: a decoder. Loss and metrics of a process are sums over its own tokens: sum them over the
+                    group, as they are.
+                    True: an encoder. Every process computes head, loss and metrics of all tokens. Divide the loss by
+                    the group's size before the backward pass, and do not sum metrics over the group.
 
-    Why this is right for `redundant`: with the loss L / n on each of n processes, the gather's backward pass sums n equal gradients
-    (1 / n) dL/dh and hands each process that of its own tokens, dL/dh. So inside the blocks and before them a process finds the share of
-    its own tokens, and after them 1 / n of the whole: in each case the sum over the group is dL/dw.
+    Why this is right for `redundant`: with the loss L / n on each of n processes, the gather's backward pass sums n
+    equal gradients (1 / n) dL/dh and hands each process the gradient of its own tokens, dL/dh. So inside the blocks and
+    before them a process computes the share of its own tokens, and after them 1 / n of the whole: in each case the sum
+    over the group is dL/dw.
 
     Dropout draws from each process's own generator: its masks differ from those of one process.
     """
@@ -146,7 +156,7 @@ class Context:
         self.redundant = family.attention == "both"
         self.ring = layout.context_method == "ring"
         self.ordinary = get_kernel(layout.attention, layout.chunk)
-        self.sequence: _Sequence | None = None  # at hand
+        self.sequence: _Sequence | None = None  # of the batch that the model now computes
         for module in model.modules():
             if isinstance(module, Attention):
                 module.kernel = self.attend
@@ -162,19 +172,23 @@ class Context:
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This process's part of a batch, which lies on its device already.
 
-        A decoder's: every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has the label IGNORE.
-        `positions` is made where it is absent, and must reach the model as the tensor it is here: it knows the whole sequence, `segments`
-        and `keep` included, which are taken out of the batch and obeyed by attention.
-        An encoder's: the batch as it is. Raises UserError for sequences longer than the model's.
+        For a decoder, every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has
+        the label IGNORE. `positions` is made where it is absent, and this very tensor must reach the model: it carries
+        the whole sequence, with `segments` and `keep`, which are taken out of the batch and which attention obeys.
+        For an encoder, the batch as it is. Raises UserError for sequences longer than the model's.
         """
         if self.redundant:
             return batch
         ids = batch["ids"]  # (batch, seq)
         length = ids.shape[1]
         if length > self.config.seq_len:
-            raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; cut it or raise model.seq_len")
+            raise UserError(
+                f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; "
+                "cut it or raise model.seq_len"
+            )
         batch = {"positions": torch.arange(length, device=ids.device).expand(ids.shape), **batch}
-        sequence = _Sequence(Split(length, self.n, folded=self.ring), batch.pop("segments", None), batch.pop("keep", None))
+        split = Split(length, self.n, folded=self.ring)
+        sequence = _Sequence(split, batch.pop("segments", None), batch.pop("keep", None))
         for key, value in batch.items():
             if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
                 batch[key] = sequence.split.take(value, self.rank, IGNORE if key == "labels" else 0)
@@ -212,36 +226,47 @@ class Context:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
         causal: bool = False, scale: float | None = None, dropout: float = 0.0,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """The kernel (gradus.layers.kernels). q (batch, n_heads, local, head_dim); k, v likewise; mask: None, or of all keys
-        (batch, 1, 1, seq). A causal model that asks without `causal` decodes from a cache, which every process has whole."""
+        """The kernel (gradus.layers.kernels) that replaces the model's own.
+
+        q (batch, n_heads, local, head_dim); k, v likewise; mask: None, or of all keys (batch, 1, 1, seq). A causal
+        model that asks without `causal` decodes from a cache, which every process has whole.
+        """
         if not self.redundant and not causal:
             return self.ordinary(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
-        assert self.sequence is not None, "the batch was not prepared: call Context.prepare, and hand its positions to the model"
+        assert self.sequence is not None, (
+            "the batch was not prepared: call Context.prepare, and hand its positions to the model"
+        )
         split, segments, keep = self.sequence
         assert q.shape[2] == k.shape[2] == split.local, f"{q.shape[2]} queries and {k.shape[2]} keys for {split}"
         assert bias is None, "a split sequence takes no bias on the scores"
         if mask is not None:
-            assert self.redundant and mask.shape[1:] == (1, 1, split.length), f"mask {tuple(mask.shape)}: not one of all keys"
+            of_all_keys = mask.shape[1:] == (1, 1, split.length)
+            assert self.redundant and of_all_keys, f"mask {tuple(mask.shape)}: not one of all keys"
             keep = mask[:, 0, 0]  # (batch, seq)
         if not self.ring:
             return self._ulysses(q, k, v, split, segments, keep, causal, scale, dropout), None
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if keep is None and not causal and split.padding:  # causal queries never look at what is behind the sequence
+        if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
         keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
-        ring = _Ring(self.group, self.rank, split, causal, segments, keep, default_scale(q, scale), dropout, self.chunk, q.device)
+        scale = default_scale(q, scale)
+        ring = _Ring(self.group, self.rank, split, causal, segments, keep, scale, dropout, self.chunk, q.device)
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
 
     def _ulysses(self, q, k, v, split, segments, keep, causal, scale, dropout) -> Tensor:
-        """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023, section 3.1)."""
+        """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023,
+        section 3.1)."""
         n = self.n
-        parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]  # each (n, batch, heads / n, local, head_dim)
+        # parts: each (n, batch, heads / n, local, head_dim)
+        parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]
         mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
-        q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split([x.shape[2] for x in parts], dim=2))
+        heads = [x.shape[2] for x in parts]
+        q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split(heads, dim=2))
         mask = attention_mask(segments, keep)
-        out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)  # (batch, n_heads / n, seq, head_dim)
+        # out: (batch, n_heads / n, seq, head_dim)
+        out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
         return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)
 
@@ -250,7 +275,8 @@ def _on_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x); what tensor parallelism has split is put together before and split again after."""
     if not isinstance(x, DTensor):
         return function(x)
-    return DTensor.from_local(function(x.full_tensor()), x.device_mesh, [Replicate()]).redistribute(placements=x.placements)
+    whole = DTensor.from_local(function(x.full_tensor()), x.device_mesh, [Replicate()])
+    return whole.redistribute(placements=x.placements)
 
 
 class _Tile(NamedTuple):
@@ -258,7 +284,7 @@ class _Tile(NamedTuple):
 
     queries: slice  # among this process's
     keys: slice  # among the holder's
-    mask: Tensor | None  # where they may look, broadcastable to (batch, n_kv_heads, group, queries, keys)
+    mask: Tensor | None  # where they may attend, broadcastable to (batch, n_kv_heads, group, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,7 +303,7 @@ class _Ring:
     device: torch.device
 
     def send(self, x: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Give x to the next process; what is returned waits for that of the one before."""
+        """Send x to the next process; the function returned waits for what the process before sends."""
         n, arriving = self.split.n, torch.empty_like(x)
         works = dist.batch_isend_irecv(
             [
@@ -294,7 +320,8 @@ class _Ring:
         return wait
 
     def rounds(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(holder, its keys and values) of all processes, this one's first. While they are used, the next are on their way."""
+        """(holder, its keys and values) of all processes, this one's first. While they are used, the next are on their
+        way."""
         for step in range(self.split.n):
             wait = self.send(kv, tag=0) if step < self.split.n - 1 else None
             yield (self.rank - step) % self.split.n, kv
@@ -302,7 +329,7 @@ class _Ring:
                 kv = wait()
 
     def tiles(self, holder: int) -> Iterator[_Tile]:
-        """The work on a holder's keys. What is wholly masked because it comes later is left out."""
+        """The work on a holder's keys. Tiles that are wholly masked, because their keys come later, are left out."""
         size = self.split.chunk
         for a, i in enumerate(self.split.chunks(self.rank)):
             for b, j in enumerate(self.split.chunks(holder)):
@@ -310,7 +337,9 @@ class _Ring:
                     continue
                 for rows, cols in query_chunks(0, size, self.chunk, size, self.causal and i == j):
                     place = i * size, j * size, a * size, b * size
-                    of_queries, of_keys, queries, keys = (slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols)))
+                    of_queries, of_keys, queries, keys = (
+                        slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols))
+                    )
                     yield _Tile(queries, keys, self.mask(of_queries, of_keys, self.causal and i == j))
 
     def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Scores, Chunk]:
@@ -321,31 +350,36 @@ class _Ring:
         return q, k, v, how, Chunk.draw(q, rows, cols, self.dropout)
 
     def mask(self, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
-        """Where these queries may look at these keys, both counted in the whole sequence; diagonal: only at earlier ones."""
+        """Where these queries may attend to these keys, both counted in the whole sequence; diagonal: only to earlier
+        ones."""
         parts = []
         if self.keep is not None:
             parts.append(self.keep[:, None, None, None, keys])
         if self.segments is not None:
             parts.append(self.segments[:, None, None, queries, None] == self.segments[:, None, None, None, keys])
         if diagonal:
-            ones = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.bool, device=self.device)
+            n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
+            ones = torch.ones(n_queries, n_keys, dtype=torch.bool, device=self.device)
             parts.append(ones.tril_(queries.start - keys.start))
         return functools.reduce(torch.logical_and, parts) if parts else None
 
 
 class _RingAttention(torch.autograd.Function):
-    """Ring attention (Liu et al. 2023, section 3), with the softmax put together from parts and taken apart again in the backward pass
-    as in FlashAttention (Dao et al. 2022, appendix B). Never more than chunk × (seq / n) scores a head are alive.
+    """Ring attention (Liu et al. 2023, section 3). The softmax is put together from parts and taken apart again in the
+    backward pass, as in FlashAttention (Dao et al. 2022, appendix B). Never more than chunk × (seq / n) scores a head
+    are alive.
 
-    q: (batch, n_kv_heads, group, local, head_dim). kv: (2, batch, n_kv_heads, local, head_dim). Parts are summed in fp32 or wider.
-    In the backward pass keys and values go round again, and their gradient travels with them, one process behind, until it is home.
+    q: (batch, n_kv_heads, group, local, head_dim). kv: (2, batch, n_kv_heads, local, head_dim). Parts are summed in
+    fp32 or wider. In the backward pass keys and values go round again, and their gradient travels with them, one
+    process behind, until it reaches the process that holds them.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
         ctx.ring, ctx.rng_state = ring, rng_state(q.device) if ring.dropout else None
         out = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
-        lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)  # not -inf: a query that may look nowhere gives 0, not NaN
+        # not -inf: a query that may attend to nothing gives 0, not NaN
+        lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)
         with no_autocast(q.device):
             for holder, (k, v) in ring.rounds(kv):
                 for t in ring.tiles(holder):
@@ -372,13 +406,14 @@ class _RingAttention(torch.autograd.Function):
                     saved = tuple(x[..., t.queries, :] for x in (out, lse, grad))
                     dq[..., t.queries, :] += backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
                 if wait is not None:
-                    dkv += wait()  # what the processes before found for the same keys and values
+                    dkv += wait()  # the sum of the processes before, for the same keys and values
                 wait = ring.send(dkv, tag=1)
         return dq.to(q.dtype), wait().to(kv.dtype), None
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i, and from process i comes part i: its own inverse and its own gradient."""
+    """Part i of the first dimension goes to process i, and from process i comes part i: its own inverse and its own
+    gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -394,8 +429,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """(batch, local, d_model) of each process → (batch, seq, d_model) on all. The gradient is summed over the processes, each of which
-    takes that of its own tokens."""
+    """(batch, local, d_model) of each process → (batch, seq, d_model) on all. The gradient is summed over the
+    processes; each takes that of its own tokens."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, split: Split) -> Tensor:

@@ -43,10 +43,12 @@ class Parallel:
         self.pipeline = None  # parallel.pipeline.Pipeline
         self.optimizer_shards = None  # parallel.shard.OptimizerShards
         self.local_updates: LocalUpdates | None = None
-        self.around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # forward and backward passes
+        # around forward and backward passes
+        self.around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.sync_on: Callable[[bool], None] = lambda last: None
         self.is_expert: Callable[[nn.Parameter], bool] = lambda p: False
-        self.summed_by_engine: tuple[str, ...] = ()  # axes along which DDP or FSDP sums gradients while the backward pass runs
+        # axes along which DDP or FSDP sums gradients while the backward pass runs
+        self.summed_by_engine: tuple[str, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -64,11 +66,17 @@ class Parallel:
 
     # ------------------------------------------------------------ one step
 
-    def forward_backward(self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Every micro-batch forward and backward, then the gradients' sums over the processes.
+    def forward_backward(
+        self,
+        micro_batches: list[dict],
+        loss_of: Callable[[nn.Module, dict], Tensor],
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Run every micro-batch forward and backward, then sum the gradients over the processes.
 
-        loss_of(model, batch): this batch's share of the loss, a scalar. scaled(loss): what is differentiated (fp16's loss scale).
-        Returns the sum of all processes' shares, on the device. Afterwards `gradients()` are complete.
+        loss_of(model, batch): this batch's share of the loss, a scalar. scaled(loss): what is differentiated (fp16's
+        loss scale).
+        Returns the sum of all processes' shares, on the device. Afterwards every `local.grad` is complete.
         """
         total: list[Tensor] = []
 
@@ -115,7 +123,8 @@ class Parallel:
             self.replicas.reduce([h.local.grad for h in with_grad])
             return
         for axes in dict.fromkeys(h.sum_axes for h in with_grad):
-            sum_in_buckets((h.local.grad for h in with_grad if h.sum_axes == axes), self.mesh.group(*axes), self.layout.bucket_mb * 2**20)
+            gradients = (h.local.grad for h in with_grad if h.sum_axes == axes)
+            sum_in_buckets(gradients, self.mesh.group(*axes), self.layout.bucket_mb * 2**20)
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every process."""
@@ -128,7 +137,8 @@ class Parallel:
         if not self.several:
             return torch.nn.utils.get_total_norm(by_axes.get((), []))
         for axes in sorted({h.norm_axes for h in self.local_parameters}):
-            squares[axes] = self.sum(torch.nn.utils.get_total_norm(by_axes.get(axes, [])).float().to(device) ** 2, *axes)
+            local_norm = torch.nn.utils.get_total_norm(by_axes.get(axes, []))
+            squares[axes] = self.sum(local_norm.float().to(device) ** 2, *axes)
         total = self.sum(torch.stack(list(squares.values())).sum(), "pipeline")
         if self.layout.replicate == "parameter_server":
             dist.broadcast(total, group=self.mesh.group("replicate"), group_src=0)  # the server alone has the sums
@@ -154,7 +164,8 @@ class Parallel:
 
     @functools.cached_property
     def local_parameters(self) -> list[LocalParameter]:
-        """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not before."""
+        """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not
+        before."""
         named = self.pipeline.model.named_parameters() if self.pipeline else self.bare.named_parameters()
         return [self._local(name, p) for name, p in named if p.requires_grad]
 
@@ -162,9 +173,15 @@ class Parallel:
         local, cut = p, ()
         if isinstance(p, DTensor):
             local = nn.Parameter(p.to_local().detach())
-            names = p.device_mesh.mesh_dim_names
-            split = [name for name, placement in zip(names, p.placements) if not placement.is_replicate() and not placement.is_partial()]
-            cut = tuple(axis for axis in AXES if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1)
+            placed = zip(p.device_mesh.mesh_dim_names, p.placements)
+            split = [
+                name for name, placement in placed if not placement.is_replicate() and not placement.is_partial()
+            ]
+            cut = tuple(
+                axis
+                for axis in AXES
+                if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1
+            )
         unsummed = [a for a in (*DATA, "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
         if self.is_expert(p):
             unsummed = [a for a in unsummed if a != "expert"]
@@ -179,9 +196,15 @@ class Parallel:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """The whole model, plain, on this process, for decoding. Where weights are split it is gathered, parameter by parameter:
-        as much memory as on one process. Collective."""
-        plain = self.pipeline is None and self.context is None and not any(isinstance(h.parameter, DTensor) for h in self.local_parameters)
+        """The whole model, plain, on this process, for decoding. Collective.
+
+        Where weights are split they are gathered, parameter by parameter: it takes as much memory as on one process.
+        """
+        plain = (
+            self.pipeline is None
+            and self.context is None
+            and not any(isinstance(h.parameter, DTensor) for h in self.local_parameters)
+        )
         if plain:
             yield self.bare
             return
@@ -197,16 +220,19 @@ class Parallel:
         yield replica.train(self.bare.training)
 
     def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective; `names`: of the whole
-        model, in an order that all processes share."""
+        """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective.
+
+        names: of the whole model's parameters, in an order that all processes share.
+        """
         mine = dict((self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False))
         group = self.mesh.group("pipeline")
         for name in names:
             p = mine.get(name)
             tensor = p.full_tensor().detach() if isinstance(p, DTensor) else None if p is None else p.detach()
-            if group is not None:  # the stages that have it; the first of them gives it to the others
+            if group is not None:  # the first of the stages that have it sends it to the others
                 have: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(have, None if tensor is None else (tuple(tensor.shape), tensor.dtype), group=group)
+                shape_and_dtype = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+                dist.all_gather_object(have, shape_and_dtype, group=group)
                 giver = next(i for i, h in enumerate(have) if h is not None)
                 if tensor is None:
                     shape, dtype = have[giver]
@@ -242,8 +268,11 @@ class Parallel:
         return worlds.gathered(value) if self.several else [value]
 
     def warm_up(self, micro_batch: dict, loss_of: Callable[[nn.Module, dict], Tensor]) -> None:
-        """One backward pass that is thrown away, with the random numbers put back. DDP orders its buckets by the first one; a run
-        that was resumed must sum in the order of one that was not."""
+        """Run one backward pass, throw its gradients away, and put the random numbers back.
+
+        DDP orders its buckets by the first backward pass; a resumed run must sum in the order of one that was not
+        interrupted.
+        """
         if not isinstance(self.model, nn.parallel.DistributedDataParallel):
             return
         batch = self.context.prepare(micro_batch) if self.context else micro_batch

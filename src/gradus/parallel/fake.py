@@ -175,7 +175,7 @@ class BucketedReplicas(replicate.Replicas):
 
 
 def _in_order(forward: Callable) -> Callable:
-    """A stage reads in a tensor which micro-batch it is given. A fake one does not tell, but they come in their
+    """A stage reads from a tensor which micro-batch it computes. A fake tensor has no values; the micro-batches come in
     order."""
 
     def forward_of(stage: Any, *args, index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from gradus.parallel.world import World
-from gradus.recipe.axes import AXES, DATA, needed, sizes  # noqa: F401  (needed and DATA are here for those who use a mesh)
+from gradus.recipe.axes import AXES, DATA, needed, sizes  # noqa: F401  (DATA and needed: for those who use a mesh)
 from gradus.recipe.schema import Layout
 from gradus.torch_private import flatten_mesh
 

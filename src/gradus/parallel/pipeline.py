@@ -1,18 +1,21 @@
-"""Pipeline parallelism: each process holds a part of the layers, and micro-batches flow through them (Huang et al. 2019; Narayanan et al.
-2021; Qi et al. 2024). Schedules, sends and receives are torch.distributed.pipelining's; the models are not edited.
+"""Pipeline parallelism: each process holds a part of the layers, and micro-batches flow through them (Huang et al.
+2019; Narayanan et al. 2021; Qi et al. 2024). Schedules, sends and receives are torch.distributed.pipelining's; the
+models are not edited.
 
-A stage is the model itself, with other stages' parts replaced by modules without parameters. The task calls it as it calls the whole
-model, so that masks, positions and rotary tables are computed anew on every stage, and only hidden states travel:
+A stage is the model itself, with other stages' parts replaced by modules without parameters. The task calls it as it
+calls the whole model, so that masks, positions and rotary tables are computed anew on every stage, and only hidden
+states travel:
 
     first stage                     embeddings → own blocks → [leave]
     middle stage                    nothing → [receive] → own blocks → [leave]
     last stage                      nothing → [receive] → own blocks → final norm, head, loss
 
-[receive] stands in the place of the block before the first own one, [leave] in that of the block after the last. An encoder-decoder is
-one row of blocks, those of the encoder first; what the encoder gave travels along with the decoder's states.
+[receive] stands in the place of the block before the first own one, [leave] in that of the block after the last. An
+encoder-decoder is one row of blocks, those of the encoder first; the encoder's output travels along with the decoder's
+states.
 
-torch's stages send tensors of one shape. Hidden states of a micro-batch are therefore laid flat into (capacity, d_model), with a capacity
-that holds the largest micro-batch of the step.
+torch's stages send tensors of one shape. Hidden states of a micro-batch are therefore laid flat into (capacity,
+d_model), with a capacity that holds the largest micro-batch of the step.
 """
 
 from __future__ import annotations
@@ -52,21 +55,26 @@ SPLIT_BACKWARD = "zero_bubble computes the gradients of inputs and of weights in
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be cut so: one line a reason."""
+    """Every reason why this model cannot be split over this layout.pipeline, one line each."""
     n = layout.pipeline
     if n == 1:
         return
     schedule, per_process, stacks = layout.schedule, stages_per_process(layout), models.lookup(model.family).stacks
     n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
     if n * per_process > n_blocks:
-        fewer = f"layout.pipeline={n_blocks // per_process} or less" if n_blocks // per_process > 1 else "a smaller layout.pipeline"
+        most = n_blocks // per_process
+        fewer = f"layout.pipeline={most} or less" if most > 1 else "a smaller layout.pipeline"
         if per_process > 1 and n_blocks >= n:
             fewer += ", or layout.schedule=1f1b with layout.stages=1"
-        yield f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has {n_blocks} blocks. Use {fewer}."
+        yield (
+            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, "
+            f"and the model has {n_blocks} blocks. Use {fewer}."
+        )
     if schedule == "zero_bubble" and len(stacks) > 1:
         yield (
-            f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter a stage at several places, "
-            f"as {model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
+            f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter "
+            f"a stage at several places, as {model.family}'s decoder embedding and biases do. "
+            "Use layout.schedule=interleaved."
         )
 
 
@@ -74,14 +82,14 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
 
 
 class _Skip(nn.Module):
-    """In the place of a block: passes on what it is given."""
+    """In the place of a block: returns its input."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         return x
 
 
 class _Receive(nn.Module):
-    """In the place of the block before the first own one: gives what came from the stage before."""
+    """In the place of the block before the first own one: returns what came from the stage before."""
 
     def __init__(self, slot: dict[str, Tensor], name: str):
         super().__init__()
@@ -93,7 +101,7 @@ class _Receive(nn.Module):
 
 
 class _Leave(nn.Module):
-    """In the place of the block after the last own one: keeps what that block would be given. What follows sees zeros."""
+    """In the place of the block after the last own one: keeps that block's inputs. What follows sees zeros."""
 
     def __init__(self, slot: dict[str, Tensor], names: tuple[str, ...], block: nn.Module):
         super().__init__()
@@ -120,7 +128,7 @@ class _Zeros(nn.Module):
 
 
 class _Left(Exception):
-    """A stage that is not the last has done its part: what the task would do with the model's output is not for it."""
+    """A stage that is not the last has done its part. Only the last stage does what the task wants of the output."""
 
 
 class _Part(nn.Module):
@@ -129,8 +137,10 @@ class _Part(nn.Module):
     def __init__(self, model: nn.Module, slot: dict[str, Tensor], leaving: tuple[str, ...]):
         super().__init__()
         self.model, self.slot, self.leaving, self.config = model, slot, leaving, model.config
-        if leaving:  # a hook, so that the model's output is what the backward pass starts from: FSDP2 waits for it there
-            model.register_forward_hook(lambda module, inputs, output: tuple(slot.pop(f"leaving {name}") for name in leaving))
+        if leaving:  # a hook, so that the backward pass starts from the model's output: FSDP2 waits for it there
+            model.register_forward_hook(
+                lambda module, inputs, output: tuple(slot.pop(f"leaving {name}") for name in leaving)
+            )
 
     def forward(self, *args, **kwargs):
         output = self.model(*args, **kwargs)
@@ -142,7 +152,8 @@ class _Part(nn.Module):
     def __getattr__(self, name: str):
         if name in ("encode", "decode", "decode_hidden", "hidden", "new_cache", "features", "pooled"):
             raise UserError(
-                f"layout.pipeline: {name}() needs the whole model, and a process has a part of it. Gather it first, or set evaluate.decode=false."
+                f"layout.pipeline: {name}() needs the whole model, and a process has a part of it. "
+                "Gather it first, or set evaluate.decode=false."
             )
         return super().__getattr__(name)
 
@@ -166,9 +177,10 @@ def _parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
 
 
 def _clone(module: nn.Module) -> nn.Module:
-    """The same children and parameters in another shell, whose children may be replaced."""
+    """A module with the same children and parameters, whose children may be replaced without changing the original."""
     clone = copy.copy(module)
-    clone.__dict__.update({name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, dict | set)})
+    registries = {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, dict | set)}
+    clone.__dict__.update(registries)
     return clone
 
 
@@ -217,7 +229,7 @@ class Cutter:
         return {self.names[id(p)] for p in found}
 
     def view(self, model: nn.Module) -> nn.Module:
-        """Another shell around the same parts, to be pruned by itself."""
+        """Another module around the same parts, which can be pruned without changing the first."""
         view = _clone(model)
         for stack in self.stacks:
             names = stack.blocks.split(".")
@@ -226,8 +238,8 @@ class Cutter:
         return view
 
     def prune(self, model: nn.Module, own: set[int]) -> None:
-        """Take away, in place, what these blocks do not need. An embedding whose weight is needed for another end stays, unused: it keeps
-        the weight's name."""
+        """Remove, in place, what these blocks do not need. An embedding whose weight is needed for another purpose
+        stays, unused: it keeps the weight's name."""
         needed, held = self.parts(own), self.held(model, own)
         for stack, start, stop in self.starts():
             blocks = model.get_submodule(stack.blocks)
@@ -240,13 +252,15 @@ class Cutter:
                     continue
                 if isinstance(part, nn.Parameter):
                     delattr(model, name)
-                    model.register_buffer(name, torch.zeros(1, 1, self.d_model, device=part.device, dtype=part.dtype), persistent=False)
+                    placeholder = torch.zeros(1, 1, self.d_model, device=part.device, dtype=part.dtype)
+                    model.register_buffer(name, placeholder, persistent=False)
                 elif name in stack.beside:
                     _set(model, name, _Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
                     _set(model, name, nn.Identity())
                 else:
-                    zeros = _Zeros(part.n_patches, self.d_model) if hasattr(part, "n_patches") else _Zeros(self.d_model)
+                    shape = (part.n_patches, self.d_model) if hasattr(part, "n_patches") else (self.d_model,)
+                    zeros = _Zeros(*shape)
                     tied = {self.names[id(p)] for p in part.parameters()} <= held
                     _set(model, name, _unused(part, zeros) if tied else zeros)
 
@@ -257,7 +271,8 @@ class Cutter:
         return ("memory",) if block == self.sizes[0] else ("x", "memory")
 
     def connect(self, model: nn.Module, begin: int, end: int, blocks: list[nn.Module], slot: dict[str, Tensor]) -> None:
-        """Put [receive] and [leave] around blocks begin to end - 1 of a pruned model. `blocks`: all of the whole model."""
+        """Put [receive] and [leave] around blocks begin to end - 1 of a pruned model. `blocks`: all of the whole
+        model."""
 
         def put(index: int, new: nn.Module) -> None:
             for stack, start, stop in self.starts():
@@ -335,8 +350,8 @@ class _Run:
 class Pipeline:
     """A model cut into stages over the processes of `group`; all of them are given the same micro-batches. Collective.
 
-    `model`, which is changed in place, becomes this process's part: the parameters of its stages, under the whole model's names, and
-    its blocks. Techniques applied to it afterwards reach every stage of this process.
+    `model`, which is changed in place, becomes this process's part: the parameters of its stages, under the whole
+    model's names, and its blocks. Techniques applied to it afterwards reach every stage of this process.
 
     Raises AssertionError where `problems` has a reason.
     """
@@ -351,7 +366,8 @@ class Pipeline:
         if layout.schedule == "zero_bubble":
             self.schedule_class = ScheduleZBVZeroBubble if per_process == 2 else ScheduleInterleavedZeroBubble
         else:
-            self.schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[layout.schedule]
+            classes = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+            self.schedule_class = classes[layout.schedule]
         v_shaped = self.schedule_class is ScheduleZBVZeroBubble  # down the processes and up again
         self.rank_of = [self.n_stages - 1 - s if v_shaped and s >= n else s % n for s in range(self.n_stages)]
 
@@ -378,20 +394,22 @@ class Pipeline:
         assert names == set().union(*(held[s] for s in mine)), "a part keeps the whole model's names"
 
         first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in held[s]}
-        self.owned = {name for name, rank in first.items() if rank == self.rank}  # each parameter on exactly one process
+        # each parameter on exactly one process
+        self.owned = {name for name, rank in first.items() if rank == self.rank}
         holders = {name: sorted({self.rank_of[s] for s in range(self.n_stages) if name in held[s]}) for name in first}
-        self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}  # in an order that all processes share
+        # in an order that all processes share
+        self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
         self.run: _Run | None = None
         self._schedules: OrderedDict[tuple, object] = OrderedDict()
 
     # ------------------------------------------------------------ training
 
     def forward_backward(self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor]) -> Tensor:
-        """Every micro-batch forward and backward, as the schedule has it; gradients are added to `.grad`.
+        """Run every micro-batch forward and backward, in the schedule's order; gradients are added to `.grad`.
 
-        loss_of(model, batch): the batch's share of the loss, a scalar. It calls the model once; what it does afterwards happens on
-        the last stage alone. Where the schedule needs more micro-batches than there are, it is also called with copies that hold
-        `"idle": True`, whose loss counts nothing.
+        loss_of(model, batch): the batch's share of the loss, a scalar. It calls the model once; what it does afterwards
+        happens on the last stage alone. Where the schedule needs more micro-batches than there are, it is also called
+        with copies that hold `"idle": True`, whose loss does not count.
         Returns the sum of the shares, detached; 0 on processes without the last stage. Collective.
         Raises UserError as the model does, for example for a sequence that is too long.
         """
@@ -401,9 +419,9 @@ class Pipeline:
         capacities = [_round_up(max(self._rows(b, bound) for b in micro_batches)) for bound in self.bounds[1:-1]]
         self.run = _Run(padded, len(micro_batches), loss_of, capacities)
         index, losses = torch.arange(n), []
-        last = self.n_stages - 1 in self.stages
+        target, into = (index, losses) if self.n_stages - 1 in self.stages else (None, None)
         try:
-            self._schedule(n, capacities).step(index=index, target=index if last else None, losses=losses if last else None, return_outputs=False)
+            self._schedule(n, capacities).step(index=index, target=target, losses=into, return_outputs=False)
         except RuntimeError as e:  # torch wraps what a stage raises
             if isinstance(e.__cause__, UserError):
                 raise e.__cause__ from None
@@ -426,8 +444,9 @@ class Pipeline:
         if key not in self._schedules:
             stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
             multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
-            schedule = self.schedule_class(stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
-            self._schedules[key] = schedule
+            self._schedules[key] = self.schedule_class(
+                stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+            )
             while len(self._schedules) > 4:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
@@ -440,13 +459,17 @@ class Pipeline:
         d = self.cutter.d_model
         arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
         leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
-        made = PipelineStage(stage, stage.index, self.n_stages, self.device, input_args=arriving, output_args=(leaving,), group=self.group)
+        made = PipelineStage(
+            stage, stage.index, self.n_stages, self.device,
+            input_args=arriving, output_args=(leaving,), group=self.group,
+        )  # fmt: skip
         if dist.get_backend(self.group) == "gloo":
             send_nothing_ahead(made)
         return made
 
     def reduce_tied(self) -> None:
-        """Sum the gradients of parameters that several processes hold, over those. Once, after the last backward pass. Collective."""
+        """Sum the gradients of parameters that several processes hold, over those processes. Once, after the last
+        backward pass. Collective."""
         parameters = dict(self.model.named_parameters())
         for name, ranks in self.tied.items():
             if self.rank not in ranks or not parameters[name].requires_grad:
@@ -472,8 +495,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batch: dict, function: Callable[[nn.Module, dict], T]) -> T | None:
-        """function(model, batch) where the last stage is, which is returned there; None elsewhere. It calls the model once, as it
-        would call the whole one. No gradients. Collective."""
+        """The result of function(model, batch) on the process with the last stage; None elsewhere.
+
+        The function calls the model once, as it would call the whole one. No gradients. Collective.
+        """
         arrived: dict[int, Tensor] = {}
         result = None
         for s, stage in self.stages.items():
@@ -513,7 +538,8 @@ class Pipeline:
         for name in self.cutter.carried(stage.end):
             x = stage.slot.pop(f"leaving {name}")  # (batch, seq, d_model)
             x = x.to_local() if isinstance(x, DTensor) else x
-            assert torch.promote_types(x.dtype, self.wire) == self.wire, f"hidden states of {x.dtype} do not fit into {self.wire}"
+            fits = torch.promote_types(x.dtype, self.wire) == self.wire
+            assert fits, f"hidden states of {x.dtype} do not fit into {self.wire}"
             rows.append(x.reshape(-1, x.shape[-1]).to(self.wire))
         used = sum(len(r) for r in rows)
         assert capacity is None or used <= capacity, f"{used} rows, and room for {capacity}"
@@ -529,7 +555,8 @@ class Pipeline:
             at += n * local_seq
             if name == "x" and self.stream is not None:
                 mesh, placement = self.stream
-                x = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=torch.Size((n, seq, d)), stride=(seq * d, d, 1))
+                shape, stride = torch.Size((n, seq, d)), (seq * d, d, 1)
+                x = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=shape, stride=stride)
             found[name] = x
         return found
 

@@ -1,8 +1,8 @@
 """Replicas: every process has the whole weights and sees its own samples; gradients are summed before the step.
 
-By hand (`manual`: one all-reduce a gradient, over torch.distributed or MPI), through a `parameter_server`, or by PyTorch's DDP,
-which sends buckets while the backward pass still runs. Shares of the loss are divided by global counts, so gradients are summed,
-never averaged.
+By hand (`manual`: one all-reduce a gradient, over torch.distributed or MPI), through a `parameter_server`, or by
+PyTorch's DDP, which sends buckets while the backward pass still runs. Shares of the loss are divided by global counts,
+so gradients are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ POWERSGD_START = 10  # steps with whole gradients before: their buckets settle, 
 
 
 class Replicas:
-    """What all ways of replicating share: nothing to do. `model` is what the task calls, `bare` has the parameters' own names."""
+    """The base of all ways to replicate: it does nothing. `model` is what the task calls, `bare` has the parameters'
+    own names."""
 
     scale = 1.0  # what the loss is multiplied by before the backward pass
 
@@ -81,12 +82,14 @@ class ManualMPI(Replicas):
 
 
 class ParameterServer(Replicas):
-    """Rank 0 holds the optimizer. The others push their gradients to it and pull the weights when it has stepped (Li et al. 2014,
-    synchronous). Rank 0 computes on its share too. All traffic goes through its one link: that is what there is to measure."""
+    """Rank 0 holds the optimizer. The others push their gradients to it and pull the weights when it has stepped (Li et
+    al. 2014, synchronous). Rank 0 computes on its share too. All traffic goes through its one link; this class is there
+    to measure what that costs."""
 
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup):
         super().__init__(bare)
-        self.group, self.rank, self.size = group, dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
+        self.group = group
+        self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
 
     def steps_optimizer(self) -> bool:
         return self.rank == 0
@@ -113,8 +116,8 @@ class ParameterServer(Replicas):
 
 
 class DDP(Replicas):
-    """PyTorch's DistributedDataParallel: buckets of gradients are reduced while the backward pass goes on, and on the last
-    micro-batch alone. DDP takes the mean over processes, so the loss is multiplied by their number."""
+    """PyTorch's DistributedDataParallel reduces buckets of gradients while the backward pass goes on, in the last
+    micro-batch alone. It takes the mean over processes, so the loss is multiplied by their number."""
 
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
         super().__init__(bare)
@@ -133,12 +136,14 @@ class DDP(Replicas):
 
 
 def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:
-    """Gradients made smaller for the way: half the bits, or PowerSGD's low rank (Vogels et al. 2019) with what it leaves out
-    added to the next step's gradient."""
+    """Compress the gradients that DDP sends: to half the bits, or to PowerSGD's low rank (Vogels et al. 2019), which
+    adds what it leaves out to the next step's gradient."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     if how == "powersgd":
-        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START, warm_start=True)
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START, warm_start=True
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif how != "none":  # PyTorch's own hook for bf16 asks for NCCL, which summing bf16 does not need
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[how]
@@ -156,12 +161,17 @@ def _in_half(bucket: dist.GradBucket, dtype: torch.dtype, group: dist.ProcessGro
 
 
 def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_bytes: float) -> None:
-    """All-reduce after the backward pass, many gradients at a time: where DDP does not go (split weights, pipelines, experts)."""
+    """All-reduce after the backward pass, many gradients at a time, where DDP cannot be used (split weights, pipelines,
+    experts)."""
     if group is None:
         return
     bucket: list[Tensor] = []
     for gradient in [*gradients, None]:
-        full = bucket and (gradient is None or gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + gradient.nbytes > bucket_bytes)
+        full = bucket and (
+            gradient is None
+            or gradient.dtype != bucket[0].dtype
+            or sum(g.nbytes for g in bucket) + gradient.nbytes > bucket_bytes
+        )
         if full:
             flat = torch.cat([g.flatten() for g in bucket])
             dist.all_reduce(flat, group=group)
@@ -177,8 +187,9 @@ def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 class LocalUpdates:
-    """Workers that take `every` steps by themselves and then sync: local SGD averages their weights (Stich 2019); DiLoCo (Douillard et al.
-    2023, algorithm 1) takes the mean of what they moved as the gradient of an outer step with Nesterov momentum."""
+    """Workers take `every` steps by themselves and then sync. Local SGD averages their weights (Stich 2019); DiLoCo
+    (Douillard et al. 2023, algorithm 1) takes the mean change of their weights as the gradient of an outer step with
+    Nesterov momentum."""
 
     def __init__(self, layout: Layout, weights: list[Tensor], group: dist.ProcessGroup, bucket_bytes: float):
         self.group, self.weights, self.bucket_bytes = group, weights, bucket_bytes
@@ -187,7 +198,8 @@ class LocalUpdates:
         self.outer = None
         if layout.diloco:
             self.anchors = [w.detach().clone().requires_grad_() for w in weights]  # the weights of the last sync
-            self.outer = torch.optim.SGD(self.anchors, lr=layout.diloco.outer_lr, momentum=layout.diloco.outer_momentum, nesterov=True)
+            lr, momentum = layout.diloco.outer_lr, layout.diloco.outer_momentum
+            self.outer = torch.optim.SGD(self.anchors, lr=lr, momentum=momentum, nesterov=True)
             for anchor in self.anchors:
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
 

@@ -19,10 +19,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMesh | None = None) -> None:
-    """FSDP2 in place: every block, each large end (`ends`), then the rest as the root (Zhao et al. 2023; Rajbhandari et al. 2020, ZeRO-3; with
-    layout.reshard=false ZeRO-2). mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the
-    experts' weights, each layer's a unit of its own, where expert parallelism has split them; their gradients have all
-    its processes' contributions already.
+    """Apply FSDP2 in place to every block, to each large end (`ends`), then to the rest as the root (Zhao et al. 2023;
+    Rajbhandari et al. 2020: ZeRO-3; ZeRO-2 with layout.reshard=false).
+
+    mesh: one-dimensional, or (replicate, shard) for HSDP. experts: the mesh of the experts' weights where expert
+    parallelism has split them. Each layer's experts are then a unit of their own, and their gradients already hold the
+    contributions of all expert-parallel processes.
 
     Gradients are summed, since the loss's shares are already divided by global counts.
     """
@@ -60,8 +62,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
 
 
 def ends(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of a vocabulary and projections to one, so that they are gathered only while they are used. Tied ones are not
-    among them: what the first and the last layer share stays with the root, gathered as long as either may need it."""
+    """Embeddings of a vocabulary and projections to one, so that they are gathered only while they are used.
+
+    Tied ones are not among them: a weight that the first and the last layer share stays with the root, gathered as long
+    as either may need it.
+    """
     sizes = {getattr(model.config, name, None) for name in ("vocab_size", "target_vocab_size")}
     found = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear) and m.weight.shape[0] in sizes]
     inside = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}

@@ -1,9 +1,10 @@
-"""Where every process of a run stands, in one small file each; and, when a run ends badly, one plain sentence made from them.
+"""Where every process of a run stands, in one small file each; and, when a run ends badly, one plain sentence made from
+them.
 
-A collective that fails says that some peer is gone, not which, nor what it was doing. The records say it: `RUN/ranks/rank-0001.json`
-holds rank, host, process, step and phase, rewritten in place at every phase. On several hosts the run folder must be on a file
-system that all of them share. `rank-0001.error` holds the traceback of what ended a rank; those of earlier starts are kept
-as `.error.1`, `.error.2`, ..., the oldest first.
+A collective that fails says that some peer is gone, not which, nor what it was doing. The records say it:
+`RUN/ranks/rank-0001.json` holds rank, host, process, step and phase, rewritten in place at every phase. On several
+hosts the run folder must be on a file system that all of them share. `rank-0001.error` holds the traceback of what
+ended a rank; those of earlier starts are kept as `.error.1`, `.error.2`, ..., the oldest first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # launch.local reads this module before torch is there
 
 SIZE = 256  # bytes of a record
 LOST = 75  # exit code of a process that ends only because another is gone; EX_TEMPFAIL of sysexits.h
-PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started it, and that tells the user how it ended
+PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started it and tells the user how it ended
 LINES = 12  # of a worker's log that are shown
 
 
@@ -57,7 +58,7 @@ def set_aside(path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Before a start: records go, what was written of errors is kept. Raises OSError."""
+    """Before a start: remove the records, and keep what was written about errors. Raises OSError."""
     ranks = Path(folder) / "ranks"
     ranks.mkdir(parents=True, exist_ok=True)
     for path in [p for p in ranks.iterdir() if p.suffix in (".log", ".error")]:
@@ -87,10 +88,11 @@ class Status:
         self.at("starting")
 
     def at(self, what: str, step: int | None = None) -> None:
-        """From now on this process is at `what`, of step `step` (None: of the last one named).
+        """Record that from now on this process is at `what`, in step `step` (None: in the last one named).
 
-        `what` reads on from "while": an activity ("reading data"), or a place that begins with "the" ("the gradient all-reduce"),
-        which is what a collective must be called. Plain words, at most 64 characters. Costs one small write, a few microseconds.
+        `what` completes a sentence after "while": an activity ("reading data"), or a place that begins with "the" ("the
+        gradient all-reduce"), which is how a collective must be named. Plain words, at most 64 characters. Costs one
+        small write, a few microseconds.
         """
         if self.file is None:
             return
@@ -109,7 +111,7 @@ class Status:
         self.close(done=kind is None)
 
     def close(self, done: bool = True) -> None:
-        """The end of a run; of one that went well the record says so."""
+        """End the record of a run; it says so where the run went well."""
         if done:
             self.at("done")
         if self.file is not None:
@@ -119,8 +121,8 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One process as it last said. `time` in seconds since the epoch; `lost`: the seconds it waited for others before it gave up;
-    `code`: the exit code that it ends with by an error of its own."""
+    """What one process last recorded. `time` in seconds since the epoch; `lost`: the seconds it waited for others
+    before it gave up; `code`: the exit code that it ends with by an error of its own."""
 
     rank: int
     pid: int
@@ -176,7 +178,15 @@ def process_state(record: Record) -> str | None:
         letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
-    words = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": "waiting for a disk or a device", "R": "computing", "S": "sleeping"}
+    words = {
+        "Z": "gone",
+        "X": "gone",
+        "T": "stopped",
+        "t": "stopped",
+        "D": "waiting for a disk or a device",
+        "R": "computing",
+        "S": "sleeping",
+    }
     return words.get(letter)
 
 
@@ -184,10 +194,10 @@ def process_state(record: Record) -> str | None:
 
 
 def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = None) -> str:
-    """What ended a run of `size` processes: a sentence, and where there are any the last lines that the process at fault wrote.
+    """What ended a run of `size` processes: a sentence, and the last lines that the process at fault wrote, if any.
 
-    `codes`: rank → exit code, negative for a signal, None for one that has not ended, as its parent knows them. Without them (there is
-    no parent under mpirun or srun), what the records and this host's table of processes say.
+    `codes`: rank → exit code, negative for a signal, None for one that has not ended, as its parent knows them. Without
+    them (there is no parent under mpirun or srun), the records and this host's table of processes decide.
     """
     records = {rank: read(folder, rank) for rank in range(size)}
     states = {rank: process_state(r) for rank, r in records.items() if r is not None}
@@ -200,13 +210,20 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     else:
         codes = with_word_left(folder, codes)
         gone = died(folder, codes)
-    gave_up = [r for rank, r in records.items() if r is not None and (r.lost is not None or codes[rank] in (LOST, -signal.SIGABRT))]
+    gave_up = [
+        r
+        for rank, r in records.items()
+        if r is not None and (r.lost is not None or codes[rank] in (LOST, -signal.SIGABRT))
+    ]
     if gone:
         return _tell_of_the_dead(folder, records, gone, codes)
     others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
     silent = [rank for rank in others if records[rank] is None]
     if silent:
-        return f"{_ranks(silent)} never came as far as to write a record in {Path(folder) / 'ranks'}, and the others waited in vain."
+        return (
+            f"{_ranks(silent)} never came as far as to write a record in {Path(folder) / 'ranks'}, "
+            "and the others waited in vain."
+        )
     if others:
         late = min((records[rank] for rank in others), key=lambda r: r.progress)
     else:  # all gave up: the last to come came too late
@@ -223,17 +240,18 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
 
 
 def with_word_left(folder: Path, codes: Mapping[int, int | None]) -> dict[int, int | None]:
-    """Exit codes, with those that ranks which have failed, but not ended yet, left word of."""
+    """Exit codes, with those that ranks which have failed, but not ended yet, wrote into their records."""
     left = {rank: read(folder, rank) for rank, code in codes.items() if code is None}
     return {**codes, **{rank: r.code for rank, r in left.items() if r is not None}}
 
 
 def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
-    """The ranks that ended by their own fault, the first to fail first: by a signal, else by an error that they left word
-    of, else by a mistake of the user (exit code 2), else by another error."""
+    """The ranks that ended by their own fault, the first to fail first: by a signal, else by an error that they
+    recorded, else by a mistake of the user (exit code 2), else by another error."""
     failed = [r for r, code in codes.items() if code is not None and code > 0 and code not in (2, LOST)]
     own = sorted((r for r in failed if error_path(folder, r).exists()), key=lambda r: _failed_at(folder, r))
-    killed = [r for r, code in codes.items() if code is not None and code < 0 and not _aborted_waiting(folder, r, codes)]
+    by_signal = [r for r, code in codes.items() if code is not None and code < 0]
+    killed = [r for r in by_signal if not _aborted_waiting(folder, r, codes)]
     if own:  # an abort may follow from another's error
         killed = [r for r in killed if codes[r] != -signal.SIGABRT]
     told = [r for r, code in codes.items() if code == 2]
@@ -242,7 +260,7 @@ def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
 
 
 def _failed_at(folder: Path, rank: int) -> float:
-    """When a rank left word of its error, in seconds since the epoch; never where it did not."""
+    """When a rank recorded its error, in seconds since the epoch; infinity where it did not."""
     try:
         return error_path(folder, rank).stat().st_mtime
     except OSError:
@@ -250,11 +268,14 @@ def _failed_at(folder: Path, rank: int) -> float:
 
 
 def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -> bool:
-    """Whether it was NCCL's watchdog that ended a rank with SIGABRT, since others did not come. Rank 0 keeps no log to tell it by."""
+    """Whether NCCL's watchdog ended a rank with SIGABRT, since others did not come. Rank 0 keeps no log that would tell
+    it."""
     if codes[rank] != -signal.SIGABRT:
         return False
     lines = tail(log_path(folder, rank))
-    return speaks_of_peers("\n".join(lines)) if lines else None in codes.values() or set(codes.values()) == {-signal.SIGABRT}
+    if lines:
+        return speaks_of_peers("\n".join(lines))
+    return None in codes.values() or set(codes.values()) == {-signal.SIGABRT}
 
 
 def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mapping[int, int | None]) -> str:
@@ -262,7 +283,7 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     record, code = records[rank], codes.get(rank)
     name = record.name if record else f"rank {rank} on {host()}"
     if code is None:
-        how = f"is gone (its process {record.pid} has ended)"  # without a parent nobody knows by what
+        how = f"is gone (its process {record.pid} has ended)"  # without a parent the cause is not known
     elif code < 0:
         how = f"was killed by {_signal_name(-code)} (exit code {code})"
     else:
@@ -286,9 +307,15 @@ def _tell_of_the_hanging(late: Record, gave_up: list[Record], state: str | None,
     doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""
     patience = f" (the other ranks waited {waited:.0f} s{doing})" if waited else f" (the others gave up{doing})"
     if code == 0 or late.what == "done":
-        return f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}, while the others were in {first.collective}."
+        return (
+            f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}, "
+            f"while the others were in {first.collective}."
+        )
     if (late.step, late.what) == (first.step, first.what):
-        return f"{late.name} is in {first.collective} as the others are, but did not answer: it came there {_ago(late)}{patience}."
+        return (
+            f"{late.name} is in {first.collective} as the others are, but did not answer: "
+            f"it came there {_ago(late)}{patience}."
+        )
     seen = f"it was last seen {_ago(late)} {late.place.replace(' while in ', ' in ').replace(' while ', ' ')}"
     return f"{late.name} did not reach {first.collective}: {seen}{patience}."
 
@@ -323,12 +350,16 @@ def tail(path: Path) -> list[str]:
 
 # what gloo, NCCL and the store say when another process is gone or does not come
 _PEERS = re.compile(
-    r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)|connection (was )?(closed|reset) by|timed out waiting \d+ ?ms|"
-    r"closed by peer|pair closure|connectFullMesh|broken pipe|socket timeout|ncclRemoteError|ncclSystemError|collective operation timeout|"
+    r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)|"
+    r"connection (was )?(closed|reset) by|timed out waiting \d+ ?ms|"
+    r"closed by peer|pair closure|connectFullMesh|broken pipe|socket timeout|"
+    r"ncclRemoteError|ncclSystemError|collective operation timeout|"
     r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
     re.IGNORECASE | re.DOTALL,
 )
-_WAITED = re.compile(r"timed? ?out (?:waiting |after )?\(?(\d+) ?ms|Timeout\(ms\)=(\d+)|wait timeout after (\d+) ?ms", re.IGNORECASE)
+_WAITED = re.compile(
+    r"timed? ?out (?:waiting |after )?\(?(\d+) ?ms|Timeout\(ms\)=(\d+)|wait timeout after (\d+) ?ms", re.IGNORECASE
+)
 
 
 def speaks_of_peers(text: str) -> bool:
@@ -339,9 +370,9 @@ def speaks_of_peers(text: str) -> bool:
 def from_collective(error: BaseException) -> bool:
     """Whether an error came out of a collective, or of the store that processes meet in, since another is gone or late.
 
-    gloo, NCCL and the store raise RuntimeError or a class made from it, inside PyTorch or where this room waits for them. An
-    error of the same words from elsewhere (a data set that is read over a network, a task) is its own. What was made from
-    such an error while a checkpoint was written, on this or another process, is one too.
+    gloo, NCCL and the store raise RuntimeError or a subclass of it, inside PyTorch or where this package waits for
+    them. An error with the same words from elsewhere (a data set that is read over a network, a task) is none. An error
+    that was made from such a one while a checkpoint was written, on this or another process, is one too.
     """
     import torch
 
@@ -359,7 +390,8 @@ def from_collective(error: BaseException) -> bool:
 
 
 class Lost(UserError):
-    """This process ends, with `code`, only because another is gone or does not come. `quiet`: someone else tells the user."""
+    """This process ends, with `code`, only because another is gone or does not come. `quiet`: another process tells the
+    user."""
 
     def __init__(self, text: str, quiet: bool, code: int = LOST):
         super().__init__(text)
@@ -372,15 +404,16 @@ def supervised() -> bool:
 
 
 def command(folder: Path, processes: int) -> str:
-    """What goes on with a run of so many workers that this program starts."""
+    """The command that resumes a run of so many workers that this program starts."""
     return f"gradus train {shlex.quote(str(folder))} --resume --processes {processes}"
 
 
 def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
-    """What an error of gloo, NCCL or the store means: which rank is gone or late, where. None where it means no such thing.
+    """What an error of gloo, NCCL or the store means: which rank is gone or late, and where; None for any other error.
 
-    Leaves word of it in the record, so that ranks that gave up are known from the one that they waited for; without a parent to tell
-    the user, waits up to `patience` seconds for the others' word. Only one of those that gave up is not `quiet`.
+    Writes it into this process's record, so that ranks that gave up can be told from the one that they waited for.
+    Without a parent to tell the user, waits up to `patience` seconds for the others' records. Only one of the ranks
+    that gave up is not `quiet`.
     """
     if world.size == 1 or not from_collective(exception):
         return None
@@ -392,12 +425,16 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
-        heard = [r for r in records if r is not None and (r.lost is not None or r.code is not None or process_state(r) == "gone")]
+        heard = [
+            r
+            for r in records
+            if r is not None and (r.lost is not None or r.code is not None or process_state(r) == "gone")
+        ]
         if len(heard) == world.size:
             break
         time.sleep(0.05)
     text = diagnose(folder, world.size)
-    # one code of all, since srun and mpirun give but one
+    # the same code on all ranks, since srun and mpirun report only one
     code = next((r.code for r in records if r is not None and r.code is not None), LOST)
     try:  # the first to come tells the user
         os.close(os.open(_reported_path(folder), os.O_CREAT | os.O_EXCL))
@@ -427,8 +464,8 @@ def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) ->
 
 @contextlib.contextmanager
 def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Around what all ranks do together: where an error means that another rank is gone, say which and end with LOST. Of any
-    other error word is left in the run folder, except of those `passing`, which are no errors."""
+    """Around what all ranks do together: where an error means that another rank is gone, say which and end with LOST.
+    Any other error is recorded in the run folder, except the `passing` ones, which are no errors."""
     try:
         yield
     except passing:

@@ -1,5 +1,6 @@
-"""Tensor parallelism: every matrix product split over the processes of one mesh axis (Shoeybi et al. 2019), and what lies between the
-products split along the sequence (Korthikanti et al. 2022, section 4.2.2). Parameters become DTensors; the models are not edited.
+"""Tensor parallelism: every matrix product split over the processes of one mesh axis (Shoeybi et al. 2019), and what
+lies between the products split along the sequence (Korthikanti et al. 2022, section 4.2.2). Parameters become DTensors;
+the models are not edited.
 
     token embedding          rows of the vocabulary                    gives the stream
     to_q, to_k, to_v         heads; their input is gathered once       give plain tensors: this process's heads
@@ -7,11 +8,12 @@ products split along the sequence (Korthikanti et al. 2022, section 4.2.2). Para
     to_out, down             columns: the processes' sums              give the stream
     output projection        rows of the vocabulary                    gives logits, see `loss_context`
     a family's own           as its `Family.tensor` says
-    all else                 whole on every process: norms, positions, token types, patches, class token, pooler, classifiers
+    all else                 whole on every process: norms, positions, token types, patches, class token, pooler,
+                             classifiers
 
-The stream runs from block to block: a DTensor (batch, seq, d_model), split along the sequence with `layout.sequence_parallel`, else
-whole on every process. As a DTensor it knows its whole length, so that any length may be split. After the last norm (of BERT: the
-last block) tensors are plain and whole again.
+The stream is the hidden states from block to block: a DTensor (batch, seq, d_model), split along the sequence with
+`layout.sequence_parallel`, else whole on every process. As a DTensor it knows its whole length, so that any length may
+be split. After the last norm (for BERT: after the last block) tensors are plain and whole again.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from gradus.torch_private import FakeTensor
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model cannot be split so: one line a reason."""
+    """Every reason why this model cannot be split over this layout.tensor, one line each."""
     n = layout.tensor
     if n == 1:
         return
@@ -55,24 +57,30 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     good = [str(d) for d in range(1, common + 1) if common % d == 0]
     for name, value in heads.items():
         if value % n and (name == "n_heads" or value != model.n_heads):
-            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {' or '.join(filter(None, (', '.join(good[:-1]), good[-1])))}."
+            use = " or ".join(filter(None, (", ".join(good[:-1]), good[-1])))
+            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {use}."
     for name in ("d_ff", "vocab_size", "target_vocab_size"):
         size = getattr(model, name, None)
         if size is not None and -(-size // n) * (n - 1) >= size:
-            yield f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. Use a smaller layout.tensor."
+            yield (
+                f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. "
+                "Use a smaller layout.tensor."
+            )
 
 
 # ---------------------------------------------------------------- the model
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-    """Split a model of any family over a one-dimensional mesh, in place. Collective; the mesh's first process gives the weights.
+    """Split a model of any family over a one-dimensional mesh, in place. Collective; the mesh's first process gives the
+    weights.
 
-    Every parameter becomes a DTensor on `mesh` under its old name; tied ones stay one Parameter. All processes of the mesh must be
-    given the same inputs, and start from one state of the random generators.
+    Every parameter becomes a DTensor on `mesh` under its old name; tied ones stay one Parameter. All processes of the
+    mesh must be given the same inputs, and start from one state of the random generators.
 
-    Where each process sees a part of the sequence, gradients of parameters that are whole on every process come out as parts of a
-    sum. `sum_partial_gradients`, or fully_shard over another axis, adds them up. All other gradients are placed as their parameters.
+    Where each process sees a part of the sequence, gradients of parameters that are whole on every process come out as
+    parts of a sum. `sum_partial_gradients`, or fully_shard over another axis, adds them up. All other gradients are
+    placed as their parameters.
     """
     assert mesh.ndim == 1, "one axis of the mesh"
     assert not (reasons := list(problems(model.config, layout))), reasons
@@ -98,7 +106,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     tied = next((module for module in tokens if head is not None and head.weight is module.weight), None)
     plain = bool(family.entry)  # something plain is added before it
     for module in tokens:
-        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate() if plain else stream, use_local_output=plain)
+        out = Replicate() if plain else stream
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=out, use_local_output=plain)
         parallelize_module(module, mesh, style)
         module.forward = _lookup(module, mesh)
     for module in {model.get_submodule(name): None for name in family.entry}:
@@ -132,20 +141,24 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
 def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
     _gather(module, mesh, (stream,))
     into = [name for name in ("gate", "up") if hasattr(module, name)]
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel(use_local_output=False) for name in into}  # DTensors: d_ff need not divide
+    # DTensors: n need not divide d_ff
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel(use_local_output=False) for name in into}
     parallelize_module(module, mesh, plan | {"down": RowwiseParallel(output_layouts=stream, use_local_output=False)})
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, layouts: tuple[Shard | Replicate, ...]) -> None:
-    """Inputs whole on every process, as DTensors; in the backward pass the processes' gradients of them summed, once."""
+    """Make inputs whole on every process, as DTensors. The backward pass sums the processes' gradients of them, once.
+    """
     wanted = (Replicate(),) * len(layouts)
+    prepare = functools.partial(PrepareModuleInput, input_layouts=layouts, desired_input_layouts=wanted)
     if layouts[0] == Replicate():  # nothing to gather, and so nothing to sum, unless they are made DTensors here
-        parallelize_module(module, mesh, PrepareModuleInput(input_layouts=layouts, desired_input_layouts=wanted, use_local_output=True))
-    parallelize_module(module, mesh, PrepareModuleInput(input_layouts=layouts, desired_input_layouts=wanted, use_local_output=False))
+        parallelize_module(module, mesh, prepare(use_local_output=True))
+    parallelize_module(module, mesh, prepare(use_local_output=False))
 
 
 def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTensor]:
-    """Each process looks up what lies in its rows. (DTensor's own lookup does too, but its gradient is as large as the whole table.)"""
+    """Each process looks up what lies in its rows. (DTensor's own lookup does too, but its gradient is as large as the
+    whole table.)"""
     first = mesh.get_local_rank() * -(-module.num_embeddings // mesh.size())
 
     def forward(ids: DTensor) -> DTensor:
@@ -158,7 +171,8 @@ def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTens
 
 
 class _Whole(ParallelStyle):
-    """Parameters whole on every process, and plain inputs too. Computes with DTensors; `plain` makes the result a plain tensor."""
+    """Parameters whole on every process, and plain inputs too. Computes with DTensors; `plain` makes the result a plain
+    tensor."""
 
     def __init__(self, plain: bool):
         super().__init__()
@@ -189,7 +203,8 @@ def _cache_of_local_heads(new_cache: Callable[..., Cache], n: int) -> Callable[.
     def new(*args, **kwargs) -> Cache:
         cache = new_cache(*args, **kwargs)
         for layer in cache.layers:
-            layer.k, layer.v = (x[:, : x.shape[1] // n].contiguous() for x in (layer.k, layer.v))  # (batch, n_kv_heads / n, max_len, head_dim)
+            # (batch, n_kv_heads / n, max_len, head_dim)
+            layer.k, layer.v = (x[:, : x.shape[1] // n].contiguous() for x in (layer.k, layer.v))
         return cache
 
     return new
@@ -199,7 +214,8 @@ def _cache_of_local_heads(new_cache: Callable[..., Cache], n: int) -> Callable[.
 
 
 def _dropout(module: nn.Dropout, drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Of a tensor that is whole on every process, one mask on all of them; of a split one, a mask of its own for each part."""
+    """Dropout with one mask on all processes for a tensor that is whole on each, and a mask of its own for each part of
+    a split one."""
 
     def forward(x: Tensor) -> Tensor:
         if not (module.training and module.p) or not isinstance(x, DTensor):
@@ -212,11 +228,16 @@ def _dropout(module: nn.Dropout, drop: Callable[[Tensor], Tensor]) -> Callable[[
 
 
 def _when_training(module: nn.Module, training: Callable, otherwise: Callable) -> Callable:
-    return functools.wraps(otherwise)(lambda *args, **kwargs: (training if module.training else otherwise)(*args, **kwargs))
+    @functools.wraps(otherwise)
+    def call(*args, **kwargs):
+        return (training if module.training else otherwise)(*args, **kwargs)
+
+    return call
 
 
 def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
-    """`function` with random numbers of this process's own. Afterwards the generators of all processes stand at one state again.
+    """`function` with random numbers of this process's own. Afterwards the generators of all processes are in the same
+    state again.
 
     The numbers follow from the generators' state alone, so that recomputation and a resumed run draw them again.
     """
@@ -237,7 +258,8 @@ def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
 
 
 class _SplitLoss(TorchFunctionMode):
-    """Within it logits stay split along the vocabulary, and their cross entropy is a plain tensor, the same on every process."""
+    """Within it logits stay split along the vocabulary, and their cross entropy is a plain tensor, the same on every
+    process."""
 
     active = False
 
@@ -257,10 +279,11 @@ class _SplitLoss(TorchFunctionMode):
 
 
 def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
-    """What has to be around forward and backward pass of a training step.
+    """The context for the forward and backward pass of a training step.
 
-    With `layout.vocab_parallel` the logits are, within it, DTensors split along the vocabulary, for `F.cross_entropy` with
-    reduction="sum" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain and whole.
+    With `layout.vocab_parallel` the logits are, within it, DTensors split along the vocabulary, for `F.cross_entropy`
+    with reduction="sum" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain
+    and whole.
     """
     return _split_loss() if layout.tensor > 1 and layout.vocab_parallel else contextlib.nullcontext()
 
@@ -278,8 +301,8 @@ def _logits(module: nn.Module, inputs: tuple, logits: DTensor) -> Tensor:
 def _cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
     """logits (n, vocab) split along the vocabulary, targets (n,) -> the summed loss, a plain scalar.
 
-    PyTorch's parallel loss knows no smoothing: its part, the cross entropy to the uniform distribution, is added (Szegedy et al. 2016,
-    section 7).
+    PyTorch's parallel loss has no label smoothing; this adds its part, the cross entropy to the uniform distribution
+    (Szegedy et al. 2016, section 7).
     """
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index).full_tensor()
     if not label_smoothing:
@@ -292,8 +315,8 @@ def _cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, label_sm
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Add up, in one all-reduce a dtype, the gradients that are parts of a sum over the mesh of `tensor_parallel`, so that all are placed
-    as their parameters. Once a step, after the last backward pass. Collective over that mesh."""
+    """Add up, in one all-reduce a dtype, the gradients that are parts of a sum over the mesh of `tensor_parallel`, so
+    that all are placed as their parameters. Once a step, after the last backward pass. Collective over that mesh."""
     parts: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in model.parameters():
         if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:

@@ -49,8 +49,8 @@ class Counted:
 
 
 class Traffic(TorchDispatchMode):
-    """While active, counts what this process calls, in forward and backward passes alike, by name: `.found`. What does
-    not go through PyTorch (MPI) tells `Traffic.now` of itself."""
+    """While active, counts the collectives that this process calls, in forward and backward passes alike, by name, in
+    `.found`. Code that does not go through PyTorch (MPI) counts its own with `Traffic.now`."""
 
     now: Traffic | None = None
 

@@ -40,7 +40,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is rank 0, which prints and writes for all processes."""
         return self.rank == 0
 
 
@@ -68,13 +68,13 @@ LAUNCHERS = (
 )
 
 
-PORTS = range(20_000, 32_768)  # below those that Linux gives out by itself, to any connection at any moment
+PORTS = range(20_000, 32_768)  # below those that Linux assigns by itself, to any connection at any moment
 
 
 def find(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that the environment tells of; without any, this process alone.
+    """The world that a launcher has described in the environment; a world of one process where none has.
 
-    Raises UserError where a launcher has told half of it.
+    Raises UserError where the description is incomplete.
     """
     half = None
     for launcher in LAUNCHERS:
@@ -119,8 +119,8 @@ def _local_size(environment: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int, local_size: int) -> tuple[str, int]:
-    """Where the processes find each other: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port that the
-    job's name gives."""
+    """Where the processes connect: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port computed from the
+    job's name."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address and local_size == size:
         address = "127.0.0.1"
@@ -181,10 +181,10 @@ def first_host(nodes: str) -> str:
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
-    """Meet the other processes (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout`
-    in seconds.
+    """Join the process group (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout` in
+    seconds.
 
-    Raises UserError where they cannot be met.
+    Raises UserError where the other processes cannot be reached.
     """
     if world.size == 1 or dist.is_initialized():
         return
@@ -217,8 +217,8 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
 
 @contextlib.contextmanager
 def one_first(world: World) -> Iterator[None]:
-    """Rank 0 of this host goes through this part before the others, who then find what it has made. That may take hours
-    (a large text in tokens), which no collective waits."""
+    """Rank 0 of this host runs this part before the others, which then use what it has made. That may take hours (to
+    tokenize a large text), longer than any collective waits."""
     if world.size == 1 or dist.get_backend() == "fake":
         yield
         return

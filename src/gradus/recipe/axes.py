@@ -11,7 +11,10 @@ DATA = ("replicate", "shard", "expert")  # along these, processes see different 
 
 
 def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
-    """Axis → processes along it. What the named axes leave over is `replicate`. The product is n_processes (parallel.check says why not)."""
+    """Axis → processes along it. What the named axes leave over is `replicate`, so the product is n_processes.
+
+    n_processes must be a multiple of `needed(layout)`; parallel.check tells the user where it is not.
+    """
     named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
     taken = needed(layout)
     assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"
@@ -31,4 +34,6 @@ def strides(layout: Layout, n_processes: int) -> dict[str, int]:
 
 def stages_per_process(layout: Layout) -> int:
     """Stages of the pipeline that a process has."""
-    return (layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") else 1)) if layout.pipeline > 1 else 1
+    if layout.pipeline <= 1:
+        return 1
+    return layout.stages or (2 if layout.schedule in ("interleaved", "zero_bubble") else 1)

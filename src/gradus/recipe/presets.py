@@ -22,46 +22,67 @@ HEAD = ("head", "pooler", "n_classes")
 
 
 def _seq2seq(**size: Any) -> dict[str, Any]:
-    """Vaswani et al. 2017, table 3. The vocabulary is the shared one of English-German, about 37,000 tokens (section 5.1)."""
+    """Vaswani et al. 2017, table 3. English and German share the vocabulary of about 37,000 tokens (section 5.1)."""
     return {"family": "seq2seq", "vocab_size": 37_000, "n_layers": 6, **size}
 
 
 def _bert(vocab_size: int, n_layers: int, d_model: int, n_heads: int) -> dict[str, Any]:
     """Devlin et al. 2019, section 3; the vocabularies are those of the published checkpoints."""
-    return {"family": "bert", "vocab_size": vocab_size, "n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "d_ff": 4 * d_model}
+    size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "d_ff": 4 * d_model}
+    return {"family": "bert", "vocab_size": vocab_size, **size}
 
 
 def _gpt(n_layers: int, d_model: int, n_heads: int, seq_len: int) -> dict[str, Any]:
     """Radford et al. 2019, table 2; Brown et al. 2020, table 2.1. One byte-level BPE vocabulary for all."""
-    return {"family": "gpt", "vocab_size": 50_257, "n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "seq_len": seq_len}
+    size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "seq_len": seq_len}
+    return {"family": "gpt", "vocab_size": 50_257, **size}
 
 
 def _t5(n_layers: int, d_model: int, n_heads: int, d_head: int, d_ff: int, v1_1: bool = False) -> dict[str, Any]:
-    """Raffel et al. 2020, section 3.7; v1.1: Shazeer 2020 and the released configurations. 32,000 pieces, 100 sentinels, padded."""
+    """Raffel et al. 2020, section 3.7; v1.1: Shazeer 2020 and the released configurations.
+
+    The vocabulary is 32,000 pieces and 100 sentinels, padded.
+    """
     size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "d_head": d_head, "d_ff": d_ff}
     return {"family": "t5", "vocab_size": 32_128, **size, "gated": v1_1, "tie_output": not v1_1}
 
 
 def _llama2(n_layers: int, d_model: int, n_heads: int, **more: Any) -> dict[str, Any]:
     """Touvron et al. 2023 (Llama 2), table 1 and the released params.json."""
-    return {"family": "llama", "vocab_size": 32_000, "n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "seq_len": 4096, **more}
+    size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads}
+    return {"family": "llama", "vocab_size": 32_000, **size, "seq_len": 4096, **more}
 
 
 def _llama3(n_layers: int, d_model: int, n_heads: int, rope_factor: float = 8.0, **more: Any) -> dict[str, Any]:
-    """Grattafiori et al. 2024, table 3, and the released params.json (3.2: its model card). 128k context by stretched rotary waves."""
+    """Grattafiori et al. 2024, table 3, and the released params.json (3.2: its model card).
+
+    Scaled rotary frequencies give a context of 128k.
+    """
     size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "n_kv_heads": 8}
     rope = {"factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192}
-    return {"family": "llama", "vocab_size": 128_256, **size, "seq_len": 131_072, "rope_theta": 500_000.0, "rope_scaling": rope, **more}
+    return {
+        "family": "llama", "vocab_size": 128_256, **size, "seq_len": 131_072, "rope_theta": 500_000.0,
+        "rope_scaling": rope, **more,
+    }  # fmt: skip
 
 
 def _mixtral(n_layers: int, d_model: int, n_heads: int, d_ff: int) -> dict[str, Any]:
-    """Jiang et al. 2024, table 1: Llama's block with eight experts, of which a token takes two. 32k context, rotary base of the release."""
-    size = {"n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "n_kv_heads": 8, "d_ff": d_ff, "n_experts": 8, "top_k": 2}
+    """Jiang et al. 2024, table 1: Llama's block with eight experts, of which a token takes two.
+
+    32k context; the rotary base is that of the release.
+    """
+    size = {
+        "n_layers": n_layers, "d_model": d_model, "n_heads": n_heads, "n_kv_heads": 8, "d_ff": d_ff, "n_experts": 8,
+        "top_k": 2,
+    }  # fmt: skip
     return {"family": "llama", "vocab_size": 32_000, **size, "seq_len": 32_768, "rope_theta": 1_000_000.0}
 
 
 def _vit(patch_size: int, n_layers: int, d_model: int, d_ff: int, n_heads: int) -> dict[str, Any]:
-    """Dosovitskiy et al. 2021, table 1; Ti, S, g and G: Zhai et al. 2022, table 2. 224 pixels, the 1,000 classes of ImageNet."""
+    """Dosovitskiy et al. 2021, table 1; Ti, S, g and G: Zhai et al. 2022, table 2.
+
+    Images have 224 pixels a side and the 1,000 classes of ImageNet.
+    """
     size = {"n_layers": n_layers, "d_model": d_model, "d_ff": d_ff, "n_heads": n_heads}
     return {"family": "vit", "image_size": 224, "patch_size": patch_size, **size, "n_classes": 1000}
 

@@ -39,8 +39,8 @@ def upto(most: int, least: int = 1):
 
 Steps, Samples, Axis = upto(limits.STEPS), upto(limits.SAMPLES), upto(limits.AXIS)
 Layers, Width, Heads, Hidden = upto(limits.LAYERS), upto(limits.WIDTH), upto(limits.HEADS), upto(limits.FF)
-Vocabulary, Length, Classes, Batches = upto(limits.VOCABULARY), upto(limits.LENGTH), upto(limits.CLASSES), upto(limits.BATCH)
-Experts, Pixels = upto(limits.EXPERTS), upto(limits.IMAGE)
+Vocabulary, Length, Classes = upto(limits.VOCABULARY), upto(limits.LENGTH), upto(limits.CLASSES)
+Batches, Experts, Pixels, Threads = upto(limits.BATCH), upto(limits.EXPERTS), upto(limits.IMAGE), upto(limits.THREADS)
 
 
 class Section(BaseModel):
@@ -53,8 +53,8 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """What every family has. `preset` fills the fields from a published size; `init` starts from weights (a folder, a file
-    or a hub name), whose configuration then holds."""
+    """What every family has. `preset` fills the fields from a published size; `init` starts from weights (a folder, a
+    file or a hub name), whose configuration then holds."""
 
     learns: ClassVar[Mapping[str, str]] = {}  # task → the kind of data it takes
     reads: ClassVar[Literal["text", "images"]] = "text"
@@ -78,7 +78,10 @@ class ModelConfig(Section):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them. A recipe has them in task.classes."""
+        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them.
+
+        A recipe has them in task.classes.
+        """
         return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
 
     def named(self, classes: Sequence[str] | None) -> Self:
@@ -100,7 +103,9 @@ class ModelConfig(Section):
         networks = getattr(self, "n_experts", None) or 1
         about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
         if about > limits.PARAMETERS:
-            raise ValueError(f"these sizes together are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
+            raise ValueError(
+                f"these sizes together are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned"
+            )
         return self
 
 
@@ -109,12 +114,14 @@ class ExpertsConfig(ModelConfig):
 
     n_experts: Experts | None = None  # None: one feed-forward network, which all tokens take
     top_k: Experts = 2  # experts a token takes
-    balance: NonNegativeFloat = 0.01  # weight of the loss that is least where all experts are equally loaded (Fedus et al. 2021)
+    balance: NonNegativeFloat = 0.01  # weight of the load-balancing loss, least at equal load (Fedus et al. 2021)
 
     @model_validator(mode="after")
     def _enough_experts(self):
         if self.n_experts is not None and self.top_k > self.n_experts:
-            raise ValueError(f"top_k={self.top_k} is more than n_experts={self.n_experts}; set top_k={self.n_experts} or fewer")
+            raise ValueError(
+                f"top_k={self.top_k} is more than n_experts={self.n_experts}; set top_k={self.n_experts} or fewer"
+            )
         return self
 
 
@@ -132,14 +139,16 @@ class Seq2SeqConfig(ModelConfig):
     share_embeddings: bool = True  # source = target embedding (one vocabulary)
     tie_output: bool = True  # output projection = target embedding
     output_bias: bool = False  # a bias in the output projection
-    positions: Literal["interleaved", "halves"] = "interleaved"  # sin and cos alternate (paper), or all sin then all cos
+    positions: Literal["interleaved", "halves"] = "interleaved"  # sin and cos alternate (paper) or all sin then all cos
     activation: Literal["relu", "gelu", "silu"] = "relu"  # of the feed-forward network
     norm_eps: Epsilon = 1e-5  # added to the variance in norms
 
     @model_validator(mode="after")
     def _sharing(self):
         if self.share_embeddings and self.target_vocab_size not in (None, self.vocab_size):
-            raise ValueError("share_embeddings=true needs one vocabulary; leave target_vocab_size out or set share_embeddings=false")
+            raise ValueError(
+                "share_embeddings=true needs one vocabulary; leave target_vocab_size out or set share_embeddings=false"
+            )
         return self
 
 
@@ -152,7 +161,9 @@ class BertConfig(ModelConfig):
     seq_len: Length = 512  # longest sequence in tokens
     n_token_types: upto(limits.HEADS) = 2  # segments that a text can have, such as two sentences
     dropout: Fraction = 0.1
-    head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: masked_lm + next sentence
+    head: Literal[
+        "none", "masked_lm", "pretraining", "classification"
+    ] = "none"  # pretraining: masked_lm + next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
@@ -213,8 +224,8 @@ class RopeScaling(Section):
 
 
 class LlamaConfig(ExpertsConfig):
-    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024); with qkv_bias, Qwen2 and
-    Qwen2.5 (Yang et al. 2024)."""
+    """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024);
+    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024)."""
 
     learns = {"causal_lm": "text"}
     family: Literal["llama"] = "llama"
@@ -240,12 +251,17 @@ class LlamaConfig(ExpertsConfig):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.qkv_bias and self.n_experts is not None:
-            raise ValueError("qkv_bias=true with n_experts: no weights layout of ours holds both; leave one of them out")
+            raise ValueError(
+                "qkv_bias=true with n_experts: no weights layout of ours holds both; leave one of them out"
+            )
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
         if self.d_ff > limits.FF:
-            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier={self.ffn_multiplier:g}; at most {limits.FF:,} is planned")
+            raise ValueError(
+                f"d_ff={self.d_ff:,} follows from ffn_multiplier={self.ffn_multiplier:g}; "
+                f"at most {limits.FF:,} is planned"
+            )
         return self
 
 
@@ -292,7 +308,7 @@ class CopyTask(Section):
     name: Literal["copy"] = "copy"
     n_symbols: upto(limits.VOCABULARY, 3) = 11  # symbols, padding counted
     length: upto(limits.COPIED, 2) = 10  # symbols a sequence
-    start: Literal["zero", "first"] = "zero"  # first: every sequence starts with symbol 1, which starts the decoder (S1 as coded)
+    start: Literal["zero", "first"] = "zero"  # first: symbol 1 starts sequence and decoder (the Annotated Transformer)
 
 
 class TranslationTask(Section):
@@ -310,7 +326,8 @@ class CausalLMTask(Section):
 
 
 class MaskedLMTask(Section):
-    """Predict masked tokens (Devlin et al. 2019, section 3.1): of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay."""
+    """Predict masked tokens (Devlin et al. 2019, section 3.1): of the chosen ones 80 % become [MASK], 10 % a random
+    token, 10 % stay."""
 
     name: Literal["masked_lm"] = "masked_lm"
     mask_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # share of the tokens to predict
@@ -363,8 +380,8 @@ class SyntheticData(DataConfig):
 
 
 class TextConfig(DataConfig):
-    """What all text sources share. `path` is a file, a folder, or `hf:NAME` for a Hugging Face data set. A relative one is looked for below
-    the working directory, then in the recipe file's folder."""
+    """What all text sources share. `path` is a file, a folder, or `hf:NAME` for a Hugging Face data set. A relative one
+    is looked for below the working directory, then in the recipe file's folder."""
 
     path: str | None = None  # a file, a folder, or hf:NAME for a Hugging Face data set
     train: str | None = None  # file names below path, where they are not the usual ones
@@ -380,7 +397,7 @@ class TextData(TextConfig):
     kind: Literal["text"] = "text"
     source: Literal["path", "stdlib"] = "path"  # stdlib: the Python standard library found on this machine
     text: str = "text"  # the column, for formats that have columns
-    valid_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1  # of the end of the text, where there is no valid file
+    valid_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1  # of the end of the text, if there is no valid file
     pack: Literal["stream", "documents"] = "stream"  # documents: packed rows do not attend across document borders
 
 
@@ -403,7 +420,8 @@ class PairsData(TextConfig):
 
 
 class ImagesData(DataConfig):
-    """Images with a label: `digits` (scikit-learn's), parquet, class folders, the official CIFAR-10 archives, or `hf:NAME`."""
+    """Images with a label: `digits` (scikit-learn's), parquet, class folders, the official CIFAR-10 archives, or
+    `hf:NAME`."""
 
     kind: Literal["images"] = "images"
     path: str | None = None  # a folder, a file, or hf:NAME for a Hugging Face data set
@@ -425,8 +443,8 @@ Data = Annotated[
 
 
 class TokenizerConfig(Section):
-    """char and word are read off the training text; bpe is trained on it; file is read from `path`
-    (a folder, tokenizer.json, vocab.txt, a folder with encoder.json + vocab.bpe, SentencePiece .model, llama2.c .bin)."""
+    """char and word are read off the training text; bpe is trained on it; file is read from `path` (a folder,
+    tokenizer.json, vocab.txt, a folder with encoder.json + vocab.bpe, SentencePiece .model, llama2.c .bin)."""
 
     kind: Literal["char", "word", "byte", "bpe", "file"] = "file"  # file: from path; others: from the text
     path: str | None = None  # for file; None: beside model.init
@@ -477,8 +495,9 @@ Optimizer = Annotated[AdamW | Adam | SGD, Field(discriminator="name")]
 
 
 class Schedule(Section):
-    """The learning rate as a multiple of optimizer.lr. `noam` is factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5)
-    (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
+    """The learning rate as a multiple of optimizer.lr. `noam` is
+    factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5) (Vaswani et al. 2017, equation 3);
+    linear and cosine fall to `final` × lr at the last step."""
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
     warmup_steps: upto(limits.STEPS, 0) = 0  # steps in which the rate rises from 0
@@ -494,7 +513,8 @@ class Schedule(Section):
 
 
 class Batch(Section):
-    """What one optimizer step sees, over all devices: so many samples, or as many as fit into so many tokens (padding counted)."""
+    """What one optimizer step sees, over all devices: so many samples, or as many as fit into so many tokens (padding
+    counted)."""
 
     samples: Batches | None = None  # samples a step, over all processes
     tokens: Batches | None = None  # tokens a step at most, padding counted, over all processes
@@ -510,7 +530,7 @@ class Train(Section):
     """How long, from which seed, and what to do when something goes wrong."""
 
     steps: Steps | None = None  # optimizer steps; or give epochs
-    epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over the training data; or give steps
+    epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over training data; or give steps
     seed: upto(limits.SEED, 0) = 0  # of the initial weights, the order of the data and dropout
     clip_norm: PositiveFloat | None = None  # largest gradient norm; None: no clipping
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
@@ -544,7 +564,8 @@ class LocalSGD(Section):
 
 
 class DiLoCo(Section):
-    """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard et al. 2023)."""
+    """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard
+    et al. 2023)."""
 
     every: Steps  # steps between two outer steps
     outer_lr: PositiveFloat = 0.7  # learning rate of the outer step
@@ -554,30 +575,32 @@ class DiLoCo(Section):
 class Layout(Section):
     """How and where; never what. Changing it changes no sample of any step.
 
-    The number of processes is not said here: it is what was started, and must be pipeline × shard × context × tensor × expert ×
-    the replicas, of which there are as many as are left over.
+    The number of processes is not said here: it is what was started, and must be pipeline × shard × context × tensor ×
+    expert × the replicas, of which there are as many as are left over.
     """
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: a GPU where there is one
-    threads: upto(limits.THREADS) | None = None  # CPU threads a process; None: PyTorch's choice, or with several processes an equal share
+    threads: Threads | None = None  # CPU threads a process; None: PyTorch's choice, for several processes equal shares
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
-    micro_batch: Batches | None = None  # samples a forward pass and process; None: the process's whole share of the batch
+    micro_batch: Batches | None = None  # samples a forward pass and process; None: the process's share of the batch
     attention: Literal["sdpa", "chunked", "naive"] = "sdpa"  # kernel: PyTorch's, in chunks of queries, or written out
     chunk: Length = 256  # query rows at a time, for chunked
     checkpointing: Literal["none", "attention", "selective", "full"] = "none"  # activations computed again backwards
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"  # mode of torch.compile
     # several processes
-    replicate: Literal["auto", "none", "manual", "parameter_server", "data_parallel", "ddp"] = "auto"  # auto: ddp where processes are left over
+    replicate: Literal[
+        "auto", "none", "manual", "parameter_server", "data_parallel", "ddp"
+    ] = "auto"  # auto: ddp where processes are left over
     transport: Literal["torch", "mpi"] = "torch"  # of manual: torch.distributed, or mpi4py under mpirun
     bucket_mb: PositiveFloat = 25.0  # of ddp: gradients sent at a time
     compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # of ddp: gradients as they are sent
     shard: Axis = 1  # processes that share weights, gradients and optimizer state (FSDP2); with replicas: HSDP
-    reshard: bool = True  # of shard: forget the gathered weights after the forward pass and gather them again for the backward pass
-    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: weights as they are gathered and computed with
+    reshard: bool = True  # of shard: free gathered weights after the forward pass, gather again for the backward pass
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: weights as gathered and computed with
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: gradients as they are reduced; None: fp32
     offload: bool = False  # of shard: weights, gradients and optimizer state stay in the host's memory
-    shard_optimizer: bool = False  # of ddp and manual: each replica keeps the optimizer's state of a part of the weights (ZeRO-1)
+    shard_optimizer: bool = False  # of ddp and manual: each replica keeps its part of the optimizer's state (ZeRO-1)
     tensor: Axis = 1  # processes that split every matrix product
     sequence_parallel: bool = True  # of tensor: norms, dropout and residuals split along the sequence
     vocab_parallel: bool = True  # of tensor: the loss over logits split along the vocabulary
@@ -589,7 +612,7 @@ class Layout(Section):
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
     local_sgd: LocalSGD | None = None  # workers train apart and average their weights
     diloco: DiLoCo | None = None  # workers train apart and take an outer step together
-    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds after which a process that does not reach a collective is given up
+    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before a process is given up
 
 
 def right_name(text: str) -> str:
@@ -605,15 +628,17 @@ def right_name(text: str) -> str:
 def _name(text: str) -> str:
     if text != right_name(text):
         raise ValueError(
-            f"{text[:50]!r}: a name is that of a folder: no slashes, line breaks or other control characters, none of space . - "
-            f"at its ends, at most 100 bytes. Try {right_name(text)!r}"
+            f"{text[:50]!r}: a name is that of a folder: no slashes, line breaks or other control characters, "
+            f"none of space . - at its ends, at most 100 bytes. Try {right_name(text)!r}"
         )
     return text
 
 
 def _folder(text: str | None) -> str | None:
     if text is not None and re.search(r"[\0-\x1f\x7f]", text):
-        raise ValueError(f"{text[:100]!r}: a folder has no line breaks or control characters in its name. Leave them out")
+        raise ValueError(
+            f"{text[:100]!r}: a folder has no line breaks or control characters in its name. Leave them out"
+        )
     return text
 
 

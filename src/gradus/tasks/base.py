@@ -24,25 +24,27 @@ class Task:
 
     best = "loss"  # the metric whose best checkpoint is kept
     loss_unit = "nats/token"
-    decodes = False  # whether `evaluate` writes token by token, for which a process needs the whole model
-    counts_tokens = True  # speed is told in tokens (else in samples)
+    decodes = False  # whether `evaluate` generates token by token, for which a process needs the whole model
+    counts_tokens = True  # speed is reported in tokens (else in samples)
     units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.splits: dict[str, Any] = {}  # train, valid, perhaps test
-        self.tokenizers: dict[str, Any] = {}  # place below a checkpoint -> tokenizer ("" the first, "target" the second)
+        # place below a checkpoint -> tokenizer ("" the first, "target" the second)
+        self.tokenizers: dict[str, Any] = {}
 
     @staticmethod
     def higher_is_better(metric: str) -> bool:
         return metric in ("accuracy", "next_sentence_accuracy", "exact_match", "bleu")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """The model's configuration with what only the data knows (vocabulary, classes). Raises UserError where they clash."""
+        """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
+        where they clash."""
         return model
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the data told, so that a run folder can be used without them."""
+        """The recipe completed with what only the data knows, so that a run folder can be used without the data."""
         return recipe
 
     def plan(self, split: str, samples: int | None, tokens: int | None) -> Plan:
@@ -77,12 +79,12 @@ class Task:
         return means
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
-        """Sample → what the model writes by itself, of one process's part of a split. The parts of `world` processes are all samples,
-        each once, and no text depends on `world`. Slow, so that evaluate.decode=false leaves it out."""
+        """Sample → the text that the model generates, for one process's part of a split. The parts of `world` processes
+        cover every sample once, and no text depends on `world`. Slow, so evaluate.decode=false leaves it out."""
         return {}
 
     def decoded_metrics(self, written: dict[int, str], split: str) -> dict[str, float]:
-        """Metrics of what was written for every sample of a split."""
+        """Metrics of the texts that the model generated for every sample of a split."""
         return {}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
@@ -91,15 +93,19 @@ class Task:
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes), targets (n,)."""
-    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100)
+    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
+    targets (n,)."""
+    return nn.functional.cross_entropy(
+        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100
+    )
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
-    """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer has not
-    these, a padding token, or one of `more` (name → id), which `what` needs."""
+    """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer lacks
+    one of these, a padding token, or one of `more` (name → id), which `what` needs."""
     t = tokenizer
-    first, last = (t.cls_id if t.cls_id is not None else t.bos_id), (t.sep_id if t.sep_id is not None else t.eos_id)
+    first = t.cls_id if t.cls_id is not None else t.bos_id
+    last = t.sep_id if t.sep_id is not None else t.eos_id
     for name, token in {**more, "padding": t.pad_id, "class or begin": first, "separator or end": last}.items():
         if token is None:
             text = f"tokenizer: it has no {name} token, which {what} needs"

@@ -28,7 +28,7 @@ class CausalLM(Task):
         self.label_smoothing = recipe.task.label_smoothing
         kind = getattr(self.tokenizer, "kind", None)
         self.characters = kind == "char"  # a token is a character
-        self.words = kind not in ("char", "byte")  # a model of characters or bytes is not told by words
+        self.words = kind not in ("char", "byte")  # characters and bytes have no perplexity per word
         sized = "valid" in self.sizes  # data.limit_valid leaves windows whose bytes nobody counted
         self.units = {
             **Task.units,
@@ -59,10 +59,12 @@ class CausalLM(Task):
         counts = {"tokens": int((labels != IGNORE).sum())}
         if getattr(self.recipe.model, "n_experts", None) is not None:
             counts["balance"] = n
-        return {**batch, "labels": torch.from_numpy(labels), "counts": counts, "n_tokens": sum(len(s["ids"]) - 1 for s in samples)}
+        n_tokens = sum(len(s["ids"]) - 1 for s in samples)
+        return {**batch, "labels": torch.from_numpy(labels), "counts": counts, "n_tokens": n_tokens}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions")).flatten(0, 1)  # (batch · seq, vocab)
+        logits = model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
+        return logits.flatten(0, 1)  # (batch · seq, vocab)
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         with keep_balance(model) as balance:
@@ -78,8 +80,8 @@ class CausalLM(Task):
         return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": ((logits.argmax(-1) == labels).sum(), n)}
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        """Perplexity a token, which for a tokenizer of characters is a character, with its bits; bits a byte and perplexity a word, which do
-        not depend on the tokenizer (the text's size is known)."""
+        """Add perplexity per token, for a character tokenizer also bits per character; where the text's size is known,
+        bits per byte and perplexity per word, which do not depend on the tokenizer."""
         out = {**means, "perplexity": perplexity(means["loss"])}
         if self.characters:
             out["bits_per_character"] = means["loss"] / math.log(2)
@@ -96,6 +98,9 @@ class CausalLM(Task):
         new = self.recipe.evaluate.max_new or 100
         room = self.recipe.model.seq_len
         sample = self.splits["valid"][0]["ids"][: max(1, room // 4)].tolist()
-        rows = complete(model, [sample] * n, max_new=min(new, room - len(sample)), choose=sampler(0.8, seed=0), eos_id=self.tokenizer.eos_id)
+        rows = complete(
+            model, [sample] * n, max_new=min(new, room - len(sample)), choose=sampler(0.8, seed=0),
+            eos_id=self.tokenizer.eos_id,
+        )  # fmt: skip
         start = self.tokenizer.decode(sample)
         return [f"{start}│{self.tokenizer.decode(row)}" for row in rows]

@@ -24,19 +24,27 @@ class Classification(Task):
     classes: list[str]
 
     def fit_classes(self, model: ModelConfig) -> ModelConfig:
-        """As many outputs as the data has classes. Raises UserError where the recipe says another number, or names that are not theirs."""
+        """Give the model as many outputs as the data has classes. Raises UserError where the recipe has another number,
+        or repeats or reorders their names."""
         n, named = len(self.classes), self.recipe.task.classes
         shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
         if named is not None:
             if len(named) != n:
                 raise UserError(f"task.classes names {len(named)} classes; the data has {n}: {shown}.")
             if len(set(named)) != n:
-                raise UserError(f"task.classes: {next(c for c in named if named.count(c) > 1)} stands there twice. Give each class its own name.")
+                twice = next(c for c in named if named.count(c) > 1)
+                raise UserError(f"task.classes: {twice} stands there twice. Give each class its own name.")
             if set(named) == set(self.classes) and named != self.classes:
-                raise UserError(f"task.classes={', '.join(named[:10])}: the data says another order: {shown}. Leave task.classes out.")
+                raise UserError(
+                    f"task.classes={', '.join(named[:10])}: the data says another order: {shown}. "
+                    "Leave task.classes out."
+                )
             self.classes = named
         if model.n_classes not in (None, n):
-            raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out or set model.n_classes={n}.")
+            raise UserError(
+                f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. "
+                f"Leave it out or set model.n_classes={n}."
+            )
         return model.model_copy(update={"n_classes": n})
 
     def resolved(self, recipe: Recipe) -> Recipe:
@@ -52,13 +60,15 @@ class Classification(Task):
             return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing)}
         # mixed images: each has two labels, weighted by their share of it (Zhang et al. 2018; Yun et al. 2019)
         each = [
-            nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing) for k in ("labels", "other_labels")
+            nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing)
+            for k in ("labels", "other_labels")
         ]
         return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         logits, labels = self.logits(model, batch), batch["labels"]
-        return {"loss": (summed_cross_entropy(logits, labels), len(labels)), "accuracy": ((logits.argmax(-1) == labels).sum(), len(labels))}
+        right = (logits.argmax(-1) == labels).sum()
+        return {"loss": (summed_cross_entropy(logits, labels), len(labels)), "accuracy": (right, len(labels))}
 
 
 class TextClassification(Classification):
@@ -82,9 +92,11 @@ class TextClassification(Classification):
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         rows = [self.row(s["ids"]) for s in samples]
-        ids, keep = pad_sequences(rows, self.tokenizer.pad_id, self.max_len if self.recipe.data.pad == "max_length" else None)  # (batch, seq)
+        to = self.max_len if self.recipe.data.pad == "max_length" else None
+        ids, keep = pad_sequences(rows, self.tokenizer.pad_id, to)  # (batch, seq)
         n_tokens = sum(len(r) for r in rows)
-        batch: Batch = {"ids": ids, "labels": torch.tensor([s["label"] for s in samples]), "counts": {"samples": len(samples)}, "n_tokens": n_tokens}
+        labels = torch.tensor([s["label"] for s in samples])
+        batch: Batch = {"ids": ids, "labels": labels, "counts": {"samples": len(samples)}, "n_tokens": n_tokens}
         if n_tokens != ids.numel():
             batch["keep"] = keep
         return batch
@@ -100,7 +112,8 @@ class TextClassification(Classification):
             batch = self.to_device(self.collate([data[i]]), device)
             p = self.logits(model, batch).float().softmax(-1)[0]
             text = self.tokenizer.decode(data[i]["ids"][:40].tolist())
-            lines.append(f"{self.classes[int(p.argmax())]} {p.max():.3f} (is {self.classes[int(data[i]['label'])]})  {text}")
+            truth = self.classes[int(data[i]["label"])]
+            lines.append(f"{self.classes[int(p.argmax())]} {p.max():.3f} (is {truth})  {text}")
         return lines
 
 
@@ -123,7 +136,9 @@ class ImageClassification(Classification):
     def complete(self, model: ModelConfig) -> ModelConfig:
         channels = self.splits["train"][0]["image"].shape[0]
         if model.n_channels != channels:
-            raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set model.n_channels={channels}.")
+            raise UserError(
+                f"model.n_channels={model.n_channels}: the images have {channels}. Set model.n_channels={channels}."
+            )
         return self.fit_classes(model)
 
     def resolved(self, recipe: Recipe) -> Recipe:
@@ -146,4 +161,7 @@ class ImageClassification(Classification):
         batch = self.to_device(self.collate([data[i] for i in chosen]), device)
         batch["images"] = batch["images"].to(next(model.parameters()).dtype)  # pure_bf16 and pure_fp16 take no other
         p = self.logits(model, batch).float().softmax(-1)
-        return [f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[int(data[i]['label'])]})" for i, row in zip(chosen, p)]
+        return [
+            f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[int(data[i]['label'])]})"
+            for i, row in zip(chosen, p)
+        ]

@@ -16,7 +16,8 @@ from gradus.tasks.sources import fit_vocabulary, open_documents
 
 
 class _Placed:
-    """A split whose samples say where they stand: a wrong second part is drawn from the other rows of the same split."""
+    """A split whose samples carry their split and index: a wrong second part is drawn from the other rows of the same
+    split."""
 
     def __init__(self, data: Any, split: str):
         self.data, self.split, self.lengths = data, split, data.lengths
@@ -29,8 +30,8 @@ class _Placed:
 
 
 class MaskedLM(Task):
-    """Of each sequence `mask_rate` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token, 10 % stay
-    (Devlin et al. 2019, section 3.1 and appendix A.1). The choice is a pure function of (seed, epoch, sample)."""
+    """Of each sequence `mask_rate` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token, 10 %
+    stay (Devlin et al. 2019, section 3.1 and appendix A.1). The choice is a pure function of (seed, epoch, sample)."""
 
     units = Task.units | {"next_sentence_accuracy": ""}
 
@@ -47,9 +48,9 @@ class MaskedLM(Task):
         for split, data in self.splits.items():
             if len(data) < 2:
                 raise UserError(
-                    f"task.next_sentence=true: the {split} split has {len(data)} row of text, and a wrong second part comes from "
-                    f"another row of the same split. Give more text, a larger data.limit or a smaller data.max_len, or set "
-                    "task.next_sentence=false."
+                    f"task.next_sentence=true: the {split} split has {len(data)} row of text, and a wrong second part "
+                    "comes from another row of the same split. Give more text, a larger data.limit or a smaller "
+                    "data.max_len, or set task.next_sentence=false."
                 )
             self.splits[split] = _Placed(data, split)
 
@@ -58,7 +59,9 @@ class MaskedLM(Task):
         if model.head == "none":
             model = model.model_copy(update={"head": wanted, "pooler": self.next_sentence})
         if model.head != wanted:
-            raise UserError(f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence.")
+            raise UserError(
+                f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence."
+            )
         return fit_vocabulary(model, self.tokenizer)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -89,7 +92,8 @@ class MaskedLM(Task):
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         ids, keep = pad_sequences([s["ids"] for s in samples], self.tokenizer.pad_id)  # (batch, seq)
         select, _ = pad_sequences([s["select"] for s in samples], 0)
-        targets = torch.from_numpy(np.concatenate([s["targets"] for s in samples]))  # (n_masked,), in the order of `select`
+        # (n_masked,), in the order of `select`
+        targets = torch.from_numpy(np.concatenate([s["targets"] for s in samples]))
         batch: Batch = {"ids": ids, "select": select.bool(), "targets": targets, "counts": {"tokens": len(targets)}}
         batch["n_tokens"] = sum(len(s["ids"]) for s in samples)
         if batch["n_tokens"] != ids.numel():
@@ -114,7 +118,8 @@ class MaskedLM(Task):
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         logits, follows = self._forward(model, batch)
         n = len(batch["targets"])
-        found = {"loss": (summed_cross_entropy(logits, batch["targets"]), n), "accuracy": ((logits.argmax(-1) == batch["targets"]).sum(), n)}
+        right = (logits.argmax(-1) == batch["targets"]).sum()
+        found = {"loss": (summed_cross_entropy(logits, batch["targets"]), n), "accuracy": (right, n)}
         if self.next_sentence:
             found["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
         return found
@@ -129,7 +134,8 @@ class MaskedLM(Task):
         with torch.no_grad():
             out = model(row, select=row == self.tokenizer.mask_id)
         top = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(k)
-        return [[(self.tokenizer.token(i), p) for i, p in zip(a, b)] for a, b in zip(top.indices.tolist(), top.values.tolist())]
+        ids, probabilities = top.indices.tolist(), top.values.tolist()  # (n_masked, k) each
+        return [[(self.tokenizer.token(i), p) for i, p in zip(a, b)] for a, b in zip(ids, probabilities)]
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         lines = []

@@ -120,8 +120,8 @@ def open_documents(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple
 
 
 def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
-    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, which is
-    said; without both, a fixed tenth of the training rows of every class."""
+    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, and a
+    note says so; without both, a fixed tenth of the training rows of every class."""
     data, files = recipe.data, _files(recipe)
     if "valid" not in files and "test" in files:
         instead = "has no valid split: the test split is evaluated instead. Choose nothing by it."

@@ -15,14 +15,16 @@ from gradus.tasks.translation import SequenceToSequence
 
 
 def noise_spans(length: int, rate: float, mean_span: float, rng: np.random.Generator) -> np.ndarray:
-    """A boolean mask (length,) of which `rate` is True, in spans of `mean_span` tokens on average (Raffel et al. 2020, section 3.1.4).
+    """A boolean mask (length,) of which `rate` is True, in spans of `mean_span` tokens on average (Raffel et al. 2020,
+    section 3.1.4).
 
-    The number of noise tokens and of spans is fixed by the length; where they fall is random. The first token is never noise.
+    The length fixes the number of noise tokens and of spans; where they fall is random. The first token is never noise.
     """
     n_noise = min(max(1, round(length * rate)), length - 1)
     n_spans = min(max(1, round(n_noise / mean_span)), length - n_noise)
 
-    def parts(total: int, n: int) -> np.ndarray:  # n positive whole numbers that sum to total, every composition equally likely
+    # n positive whole numbers that sum to total, every composition equally likely
+    def parts(total: int, n: int) -> np.ndarray:
         cuts = np.sort(rng.choice(total - 1, size=n - 1, replace=False)) + 1
         return np.diff(np.concatenate(([0], cuts, [total])))
 
@@ -31,17 +33,24 @@ def noise_spans(length: int, rate: float, mean_span: float, rng: np.random.Gener
 
 
 class SpanCorruption(SequenceToSequence):
-    """Each noise span becomes one sentinel in the source; the target lists the sentinels with what they hide, then the end."""
+    """One sentinel replaces each noise span in the source; the target lists the sentinels with what they hide, then the
+    end."""
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
         super().__init__(recipe)
-        self.tokenizers, self.splits = open_documents(recipe, tokenizers, (recipe.data.max_len or recipe.model.seq_len) - 1)
+        room = (recipe.data.max_len or recipe.model.seq_len) - 1
+        self.tokenizers, self.splits = open_documents(recipe, tokenizers, room)
         self.tokenizer = t = self.tokenizers[""]
         if t.eos_id is None or t.pad_id is None:
-            raise UserError("tokenizer: span corruption needs padding and end tokens. Use a T5 SentencePiece model or tokenizer.kind=bpe.")
+            raise UserError(
+                "tokenizer: span corruption needs padding and end tokens. "
+                "Use a T5 SentencePiece model or tokenizer.kind=bpe."
+            )
         t.sentinel(0)  # raises where there are none
         if recipe.task.mean_span < 1:
-            raise UserError(f"task.mean_span={recipe.task.mean_span}: a span has at least one token. Set 1 or more; T5 used 3.")
+            raise UserError(
+                f"task.mean_span={recipe.task.mean_span}: a span has at least one token. Set 1 or more; T5 used 3."
+            )
         self.pad_id = t.pad_id
 
     def complete(self, model: ModelConfig) -> ModelConfig:
@@ -73,8 +82,10 @@ class SpanCorruption(SequenceToSequence):
         for i in range(min(n, len(self.splits["valid"]))):
             sample = self.prepare({"ids": self.splits["valid"][i]["ids"][:40]}, np.random.default_rng(i))
             new = complete(
-                model, [[self.pad_id]], sources=[sample["source"].tolist()], max_new=len(sample["target"]) + 10, eos_id=self.tokenizer.eos_id
+                model, [[self.pad_id]], sources=[sample["source"].tolist()], max_new=len(sample["target"]) + 10,
+                eos_id=self.tokenizer.eos_id,
             )[0]
             show = lambda ids: " ".join(self.tokenizer.token(int(t)) for t in ids)  # noqa: E731
-            lines += [f"source  {show(sample['source'])}", f"hidden  {show(sample['target'])}", f"ours    {show(new)}", ""]
+            lines += [f"source  {show(sample['source'])}", f"hidden  {show(sample['target'])}"]
+            lines += [f"ours    {show(new)}", ""]
         return lines

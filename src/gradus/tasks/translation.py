@@ -18,7 +18,8 @@ from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
 
 
 class SequenceToSequence(Task):
-    """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section 3.1)."""
+    """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section
+    3.1)."""
 
     best = "loss"
     pad_id = 0
@@ -36,7 +37,8 @@ class SequenceToSequence(Task):
         labels, _ = pad_sequences(targets_out, IGNORE, to)  # (batch, target)
         n = sum(len(t) for t in targets_out)
         n_source = sum(len(s) for s in sources)
-        batch = {"source": source, "target": target, "labels": labels, "counts": {"tokens": n}, "n_tokens": n_source + n}
+        batch = {"source": source, "target": target, "labels": labels, "counts": {"tokens": n}}
+        batch["n_tokens"] = n_source + n
         if n_source != source.numel():
             batch["keep"] = keep
         return batch
@@ -77,11 +79,17 @@ class Copy(SequenceToSequence):
         for key in ("vocab_size", "target_vocab_size"):
             size = getattr(model, key, None)
             if size is not None and size < self.task.n_symbols:
-                raise UserError(f"model.{key}={size}: the task has {self.task.n_symbols} symbols. Leave it out or set it to {self.task.n_symbols}.")
+                raise UserError(
+                    f"model.{key}={size}: the task has {self.task.n_symbols} symbols. "
+                    f"Leave it out or set it to {self.task.n_symbols}."
+                )
         if model.vocab_size is None:
             model = model.model_copy(update={"vocab_size": self.task.n_symbols})
         if self.task.length > model.seq_len:
-            raise UserError(f"task.length={self.task.length} is more than model.seq_len={model.seq_len}. Set model.seq_len={self.task.length}.")
+            raise UserError(
+                f"task.length={self.task.length} is more than model.seq_len={model.seq_len}. "
+                f"Set model.seq_len={self.task.length}."
+            )
         return model
 
     def sequences(self, sample):
@@ -101,11 +109,13 @@ class Copy(SequenceToSequence):
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         sources = [list(range(1, self.task.n_symbols))[: self.task.length]]  # 1 2 3 ... first, then held-out ones
-        sources += [self.splits["valid"][i]["source"].tolist() for i in range(min(n - 1, len(self.splits["valid"])))]
-        return [f"{' '.join(map(str, s))}  →  {' '.join(map(str, c))}" for s, c in zip(sources, self.decode(model, sources))]
+        valid = self.splits["valid"]
+        sources += [valid[i]["source"].tolist() for i in range(min(n - 1, len(valid)))]
+        copies = self.decode(model, sources)
+        return [f"{' '.join(map(str, s))}  →  {' '.join(map(str, c))}" for s, c in zip(sources, copies)]
 
     def untrained(self, n: int = 10) -> list[str]:
-        """Greedy decodes of 1 2 3 ... from symbol 0 by `n` models that have learnt nothing, each from its own seed."""
+        """Greedy decodes of 1 2 3 ... from symbol 0 by `n` untrained models, each from its own seed."""
         source, lines = list(range(1, self.task.n_symbols))[: self.task.length], []
         for seed in range(n):
             torch.manual_seed(seed)
@@ -137,9 +147,13 @@ class Translation(SequenceToSequence):
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         if self.eos_id is None:
-            raise UserError("tokenizer: it has no end-of-sequence token, which translation needs. Use tokenizer.kind=bpe or another file.")
+            raise UserError(
+                "tokenizer: it has no end-of-sequence token, which translation needs. "
+                "Use tokenizer.kind=bpe or another file."
+            )
         self.end = np.array([self.eos_id])
-        self.source_end = np.array([self.source_tokenizer.eos_id if self.source_tokenizer.eos_id is not None else self.eos_id])
+        source_eos = self.source_tokenizer.eos_id
+        self.source_end = np.array([source_eos if source_eos is not None else self.eos_id])
         self.start = np.array([self.start_id])
 
     def complete(self, model: ModelConfig) -> ModelConfig:
@@ -152,20 +166,29 @@ class Translation(SequenceToSequence):
                 if key == "vocab_size" or "target" in self.tokenizers:
                     update[key] = tokenizer.vocab_size
             elif size < tokenizer.vocab_size:
-                raise UserError(f"model.{key}={size}: the tokenizer has {tokenizer.vocab_size} tokens. Leave it out or set at least that.")
+                raise UserError(
+                    f"model.{key}={size}: the tokenizer has {tokenizer.vocab_size} tokens. "
+                    "Leave it out or set at least that."
+                )
         if "target" in self.tokenizers and getattr(model, "share_embeddings", False):
-            raise UserError("tokenizer.shared=false needs model.share_embeddings=false (and each language its own vocabulary).")
+            raise UserError(
+                "tokenizer.shared=false needs model.share_embeddings=false (and each language its own vocabulary)."
+            )
         return model.model_copy(update=update)
 
     def sequences(self, sample):
         source, target = sample["source"][: self.room], sample["target"][: self.room]
-        return np.concatenate((source, self.source_end)), np.concatenate((self.start, target)), np.concatenate((target, self.end))
+        target_in, target_out = np.concatenate((self.start, target)), np.concatenate((target, self.end))
+        return np.concatenate((source, self.source_end)), target_in, target_out
 
     def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
         """Greedy translations of source ids (with their end token)."""
         longest = max(len(s) for s in sources)
         room = min(self.room, max_new or 2 * longest + 10)
-        new = complete(model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id, pad_id=self.pad_id)
+        new = complete(
+            model, [[self.start_id]] * len(sources), sources=sources, max_new=room,
+            eos_id=self.eos_id, pad_id=self.pad_id,
+        )  # fmt: skip
         return [self.target_tokenizer.decode(row) for row in new]
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
@@ -174,7 +197,8 @@ class Translation(SequenceToSequence):
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
-        """Greedy translations. Batches of samples of like length follow from the split alone, and are dealt out to the processes."""
+        """Greedy translations. The split alone determines the batches, of samples of similar length; the processes take
+        turns with them."""
         data = self.splits[split]
         order = np.argsort([len(data[i]["source"]) for i in range(len(data))], kind="stable")
         size = min(64, max(8, -(-len(data) // 8)))
@@ -191,10 +215,15 @@ class Translation(SequenceToSequence):
 
         references = list(self.corpora[split][1])
         chosen = getattr(self.splits[split], "chosen", range(len(written)))
-        return {"bleu": sacrebleu.corpus_bleu([written[i] for i in range(len(written))], [[references[i] for i in chosen]]).score}
+        hypotheses = [written[i] for i in range(len(written))]
+        return {"bleu": sacrebleu.corpus_bleu(hypotheses, [[references[i] for i in chosen]]).score}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         split = "test" if "test" in self.splits else "valid"
         raw = list(itertools.islice(zip(*self.corpora[split]), n))
         translated = self.translate_texts(model, [s for s, _ in raw])
-        return [line for (s, t), out in zip(raw, translated) for line in (f"source     {s}", f"reference  {t}", f"ours       {out}", "")]
+        return [
+            line
+            for (s, t), out in zip(raw, translated)
+            for line in (f"source     {s}", f"reference  {t}", f"ours       {out}", "")
+        ]

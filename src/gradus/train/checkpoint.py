@@ -1,11 +1,12 @@
-"""Run state on disk. A checkpoint of one process is a Hugging Face folder (weights, config, tokenizer) with what a resume needs beside it
-(one of several processes is in `train.sharded`'s form):
+"""Run state on disk. A checkpoint of one process is a Hugging Face folder (weights, config, tokenizer) with what a
+resume needs beside it (one of several processes is in `train.sharded`'s form):
 
-    checkpoints/step-00000400/  config.json model.safetensors tokenizer…  training.safetensors (optimizer, RNG)  training.json
-    checkpoints/best -> best-step-00000350/                               weights and tokenizer; best.json: what they were evaluated to
+    checkpoints/step-00000400/               config.json model.safetensors tokenizer…
+                                             training.safetensors (optimizer, RNG)  training.json
+    checkpoints/best -> best-step-00000350/  weights and tokenizer; best.json: the result of their evaluation
 
-Everything is written into a folder aside with the checksums of its files, flushed to the disk and renamed, so that a kill at any
-instant leaves either the whole checkpoint or none, and what the disk damages later is noticed before it is read.
+Everything is written into a temporary folder with the checksums of its files, flushed to the disk and renamed. A kill
+at any instant leaves either the whole checkpoint or none, and later damage on the disk is noticed before it is read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from gradus.train.precision import Precision
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator that a step draws from (dropout); data has its own, a pure function of its position."""
+    """The state of every generator that a step draws from (dropout). Data has its own, a pure function of its
+    position."""
     state = {"rng.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -53,7 +55,8 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
-    """What is wrong with a checkpoint on the disk, in words; None: nothing. Each of `size` processes looks at its share."""
+    """What is wrong with a checkpoint on the disk, in words; None: nothing. Each of `size` processes checks its share.
+    """
     try:
         told = checksums.read(checkpoint)
         if told is None:
@@ -61,7 +64,7 @@ def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
         if "training.json" not in told:
             return f"{checksums.FILE} does not know training.json"
         return checksums.damage(checkpoint, told, sorted(told)[rank::size])
-    except Exception as e:  # whatever a damaged file does to who reads it
+    except Exception as e:  # a damaged file may raise anything
         told = (str(e).strip() or type(e).__name__).splitlines()[0]
         return told.removeprefix(f"{checkpoint}{os.sep}").removeprefix(f"{checkpoint}: ")
 
@@ -75,7 +78,8 @@ def _damage_without_checksums(checkpoint: Path) -> str | None:
         if state.get("checksums"):
             return f"{checksums.FILE} is missing"
         progress = state["progress"]
-        state["step"], state["seconds"], state["metrics_position"], progress["step"], progress["epoch"], progress["epoch_step"]
+        state["step"], state["seconds"], state["metrics_position"]
+        progress["step"], progress["epoch"], progress["epoch_step"]
     except FileNotFoundError:
         return "training.json is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -105,7 +109,8 @@ class Checkpoints:
         return (self.steps() or [None])[-1]
 
     def newest_whole(self) -> Path | None:
-        """The newest checkpoint that is whole, the same on every process; newer ones, damaged, are named and kept under another name.
+        """The newest checkpoint that is whole, the same on every process; newer ones, damaged, are named and kept under
+        another name.
 
         None where there is no checkpoint. Raises UserError where there are some and none is whole. Collective.
         """
@@ -115,26 +120,36 @@ class Checkpoints:
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
-                    print(f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is taken instead", flush=True)
+                    text = f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is taken instead"
+                    print(text, flush=True)
                 return path
             damaged[path] = problem
         if damaged:
             told = some([f"{path.name} ({why})" for path, why in damaged.items()])
             raise UserError(
-                f"{self.folder}: no checkpoint here is whole: {told}. Put back a copy of one, or start anew with another log.dir."
+                f"{self.folder}: no checkpoint here is whole: {told}. "
+                "Put back a copy of one, or start anew with another log.dir."
             )
         return None
 
     def save(
-        self, step: int, parallel: Parallel, tokenizers: dict, optimizer: torch.optim.Optimizer | None, precision: Precision, state: dict,
-        wait: bool = False,
+        self, step: int, parallel: Parallel, tokenizers: dict, optimizer: torch.optim.Optimizer | None,
+        precision: Precision, state: dict, wait: bool = False,
     ) -> Path:  # fmt: skip
-        """One checkpoint: weights, optimizer, scaler, RNG, data position, metrics position (the last two in `state`).
+        """Write one checkpoint: weights, optimizer, scaler, RNG, data position, metrics position (the last two in
+        `state`).
 
-        With several processes each writes its part, in the background unless `wait`; `finish` makes it appear. Collective.
+        With several processes each writes its part, in the background unless `wait`; `finish` makes it appear.
+        Collective.
         """
-        apart = parallel.local_updates is not None
-        state = {**state, "step": step, "scaler": precision.state(), "layout": parallel.mesh.sizes, "apart": apart, "checksums": True}
+        state = {
+            **state,
+            "step": step,
+            "scaler": precision.state(),
+            "layout": parallel.mesh.sizes,
+            "apart": parallel.local_updates is not None,
+            "checksums": True,
+        }
         target = self.folder / f"step-{step:08d}"
         if parallel.several:
             self.finish(parallel)
@@ -157,7 +172,9 @@ class Checkpoints:
         for old in self.steps()[: -self.keep]:
             files.remove(old)
 
-    def _begin(self, target: Path, parallel: Parallel, tokenizers: dict, optimizer, precision: Precision, state: dict) -> None:
+    def _begin(
+        self, target: Path, parallel: Parallel, tokenizers: dict, optimizer, precision: Precision, state: dict
+    ) -> None:
         from gradus.train import sharded
 
         if self.group is None:
@@ -169,7 +186,8 @@ class Checkpoints:
             if parallel.counts(name):
                 tensors[f"worker{rank}_{key}" if parallel.local_updates else key] = sharded.like(held[name], local)
         if parallel.local_updates:
-            tensors |= {f"outer.{h.name}": momentum for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state())}
+            momenta = zip(parallel.local_parameters, parallel.local_updates.state())
+            tensors |= {f"outer.{h.name}": momentum for h, momentum in momenta}
         tensors |= {f"{key}.{rank}": value for key, value in rng_state(precision.device).items()}
 
         def fill(aside: Path) -> None:
@@ -214,7 +232,7 @@ class Checkpoints:
         self._call_best(target, evaluated["metric"])
 
     def _call_best(self, target: Path, metric: str) -> None:
-        """`best` moves to `target`; what was evaluated by the same metric, and was found worse, goes."""
+        """Move `best` to `target`, and remove weights that were evaluated by the same metric and are worse."""
         link = self.folder / ".best-link"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
@@ -224,10 +242,11 @@ class Checkpoints:
                 files.remove(old)
 
     def best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
-        """What the best of the weights kept were evaluated to by `metric` ("value", "step"), and `best` names them.
+        """The best evaluation ("value", "step") by `metric` of all weights kept; `best` then names those weights.
 
         None where none were evaluated by it. higher: whether that is better.
-        known: the checkpoint's word ("step", "metric", "value") for weights of an earlier version, which have none of their own.
+        known: what the checkpoint says ("step", "metric", "value") about weights of an earlier version, which have no
+        best.json of their own.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
         return worlds.gathered(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
@@ -247,7 +266,8 @@ class Checkpoints:
                 print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)
                 continue
             linked = told is None and link.resolve() == folder.resolve()
-            if linked and folder.name == f"best-step-{known['step'] or 0:08d}" and not (folder / "best.json").exists():
+            known_here = linked and folder.name == f"best-step-{known['step'] or 0:08d}"
+            if known_here and not (folder / "best.json").exists():
                 write_json(folder / "best.json", known | {"metrics": {known["metric"]: known["value"]}})
             evaluated = _evaluated(folder)
             value = evaluated.get("metrics", {}).get(metric)
@@ -259,8 +279,11 @@ class Checkpoints:
         self._call_best(folder, metric)
         return {"value": value if higher else -value, "step": step}
 
-    def load(self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None, precision: Precision, seed: int) -> dict:
-        """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it. Collective."""
+    def load(
+        self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None, precision: Precision, seed: int
+    ) -> dict:
+        """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it.
+        Collective."""
         if parallel.several or (path / "sharded").is_dir():
             return self._load_parts(path, parallel, optimizer, precision, seed)
         self._clear_left()
@@ -274,7 +297,7 @@ class Checkpoints:
         return state
 
     def _clear_left(self) -> None:
-        """What a kill left half written or half removed."""
+        """Remove what a kill left half written or half removed."""
         for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -288,7 +311,10 @@ class Checkpoints:
         apart = state.get("apart", False)
         if apart and not (alike and parallel.local_updates):
             n = math.prod(state["layout"].values())
-            raise UserError(f"{path}: {n} workers that train apart wrote it, each with its own optimizer. Resume with {n} and the same layout.")
+            raise UserError(
+                f"{path}: {n} workers that train apart wrote it, each with its own optimizer. "
+                f"Resume with {n} and the same layout."
+            )
         if mesh.world.first:
             self._clear_left()
         held = {h.name: h.parameter for h in parallel.local_parameters}
@@ -296,8 +322,11 @@ class Checkpoints:
         stored, rank = sharded.read(path), mesh.world.rank
         if apart:
             names = sharded.stored_names(parallel.bare.config)
-            kinds = {key.partition(".")[0].removeprefix(f"worker{rank}_") for key in stored if key.startswith(f"worker{rank}_")}
-            tensors = {f"{kind}.{name}": stored[f"worker{rank}_{kind}.{names[name]}"].read() for kind in kinds for name in held}
+            worker = f"worker{rank}_"
+            kinds = {key.partition(".")[0].removeprefix(worker) for key in stored if key.startswith(worker)}
+            tensors = {
+                f"{kind}.{name}": stored[f"{worker}{kind}.{names[name]}"].read() for kind in kinds for name in held
+            }
             for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state()):
                 momentum.copy_(stored[f"outer.{names[h.name]}"].read())
         else:
@@ -309,7 +338,7 @@ class Checkpoints:
         keys = list(rng_state(precision.device))
         if alike and all(f"{key}.{rank}" in stored for key in keys):
             set_rng_state({key: stored[f"{key}.{rank}"].read() for key in keys}, precision.device)
-        else:  # other processes than those that saved: dropout draws anew, from where the run stands
+        else:  # not the processes that saved: dropout draws anew, from the run's step
             place = mesh.rank("pipeline", "replicate", "expert", "shard", "context")
             torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])
         precision.load_state(state.get("scaler", {}))
@@ -338,6 +367,7 @@ def _evaluated(best: Path) -> dict[str, Any]:
 
 
 def save_weights(folder: Path, parallel: Parallel, tokenizers: dict) -> None:
-    """Weights in the Hugging Face layout, the tokenizer beside them (a second one, for the target language, in `target/`)."""
+    """Write the weights in the Hugging Face layout, the tokenizer beside them (a second one, for the target language,
+    in `target/`)."""
     models.save(parallel.bare, folder)
     tasks.save_tokenizers(folder, tokenizers)

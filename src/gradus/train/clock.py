@@ -38,7 +38,7 @@ _earlier: dict[torch.device, int] = {}  # GPU → its peak before PyTorch's coun
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest: PyTorch's allocator on a GPU, the resident set of this process on a CPU."""
+    """Peak bytes: of PyTorch's allocator on a GPU, of this process's resident set on a CPU."""
     if device.type == "cuda":
         return max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device))
     import resource
@@ -48,18 +48,20 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-MEASURES = {"allocated": "tensors", "reserved": "reserved", "process": "process"}  # memory/NAME → its name in texts and summary.json
+# memory/NAME → its name in texts and summary.json
+MEASURES = {"allocated": "tensors", "reserved": "reserved", "process": "process"}
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """Bytes at the highest, by what was measured. On a GPU `allocated`: what PyTorch's tensors hold, and `reserved`: what its allocator has
-    taken for them; elsewhere `process`: the resident memory of this process, libraries and the allocator's free blocks included."""
+    """Peak bytes, by what was measured. On a GPU `allocated`: what PyTorch's tensors hold, and `reserved`: what its
+    allocator has taken for them; elsewhere `process`: the resident memory of this process, libraries and the
+    allocator's free blocks included."""
     if device.type == "cuda":
         return {"allocated": peak_memory(device), "reserved": torch.cuda.max_memory_reserved(device)}
     return {"process": peak_memory(device)}
 
 
 def begin_peak(device: torch.device) -> None:
-    """From now on PyTorch's allocator tells the peak since now; `peak_memory` goes on knowing the one before."""
+    """Restart PyTorch's peak count here; `peak_memory` still includes the peak before."""
     _earlier[device] = peak_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -100,7 +100,7 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """The task's metrics over a whole split, each sample once, in evaluation mode; the model's mode is put back.
 
-    Collective: processes take shares of every batch and sum what they found; for decoding each has the whole model, and
+    Collective: processes take shares of every batch and sum their results; for decoding each has the whole model, and
     its own share. between: called before every batch, on all alike.
     """
     r, mesh, model = task.recipe, parallel.mesh, parallel.bare

@@ -44,7 +44,12 @@ def environment(device: torch.device) -> dict:
     found = machine.describe() | {"device": str(device)}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        found["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}", "cuda": torch.version.cuda}
+        found["gpu"] = {
+            "name": p.name,
+            "memory_bytes": p.total_memory,
+            "capability": f"{p.major}.{p.minor}",
+            "cuda": torch.version.cuda,
+        }
     return found
 
 
@@ -61,7 +66,8 @@ def fitted(text: str, done: float, waited: float, width: int) -> str:
     parts = text.split("  ")
     if waited >= SLOW:
         parts.insert(1, f"last step {waited:.0f} s ago")
-    while len(line := "  ".join([bar, *parts])) >= width and parts:  # in the last column some terminals begin a new line
+    # shorter than the width: in the last column some terminals begin a new line
+    while len(line := "  ".join([bar, *parts])) >= width and parts:
         parts.pop(-2 if len(parts) > 2 else -1)
     return line[: width - 1]
 
@@ -125,9 +131,11 @@ class RunLog(Hook):
         self.live: LiveLine | None = None
         self.board = self.wandb = None
         if config.tensorboard:
-            self.board = need("torch.utils.tensorboard", "track", "log.tensorboard=true").SummaryWriter(str(folder / "tensorboard"))
+            tensorboard = need("torch.utils.tensorboard", "track", "log.tensorboard=true")
+            self.board = tensorboard.SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
-            self.wandb = need("wandb", "track", "log.wandb").init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
+            wandb = need("wandb", "track", "log.wandb")
+            self.wandb = wandb.init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
         self.file = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self.live = LiveLine(sys.stdout)
@@ -214,8 +222,9 @@ LOCK = ".lock"  # in a run folder, while a run writes there
 
 @contextlib.contextmanager
 def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[Path]:
-    """The folder of a run, made here and this process's own while this lasts: `resume`, `log.dir`, or a `runs/<recipe>/<time>` that
-    nobody else gets. Where it stays empty, it goes again with the folders above that were made for it.
+    """The folder of a run, made here and locked for this process inside the context: `resume`, `log.dir`, or a
+    `runs/<recipe>/<time>` that no other run gets. Where it stays empty, it is removed again with the folders above that
+    were made for it.
 
     Raises UserError where another process has it, or where it cannot be written.
     """
@@ -233,7 +242,9 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
         lock = _lock(folder)
     except OSError as e:
         where = given or Path("runs") / name
-        raise UserError(f"log.dir={where}: cannot write there ({e.strerror}). Set log.dir to a folder you may write.") from None
+        raise UserError(
+            f"log.dir={where}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+        ) from None
     try:
         yield folder
     finally:
@@ -246,7 +257,8 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
 
 
 def _lock(folder: Path) -> int:
-    """The open file whose lock says that this process writes into the folder; the lock ends with the process, however that ends."""
+    """The open file whose lock says that this process writes into the folder. The lock ends with the process, however
+    the process ends."""
     while True:
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -255,13 +267,13 @@ def _lock(folder: Path) -> int:
             owner = os.pread(file, 200, 0).decode(errors="replace")
             os.close(file)
             raise UserError(
-                f"{folder}: another run writes there{f' ({owner})' if owner else ''}. Wait for its end, or set another log.dir; "
-                f"if its host is gone for good, delete {folder / LOCK}."
+                f"{folder}: another run writes there{f' ({owner})' if owner else ''}. "
+                f"Wait for its end, or set another log.dir; if its host is gone for good, delete {folder / LOCK}."
             ) from None
         except OSError:
             return file  # a file system without locks
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before has just deleted
+            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before just deleted
                 os.truncate(file, 0)
                 os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return file

@@ -113,12 +113,13 @@ class Trainer(Stepper):
         return Taken(p.step, rate, loss, norm)
 
     def settle(self) -> None:
-        """The device has been waited for: what the processes told each other of the latest step is here. Collective."""
+        """Read the totals of the latest step over all processes, once the device has been waited for. Collective."""
         if told := self.read_totals():
             self._know(*told)
 
     def _know(self, tokens: int, *flags: int) -> None:
-        """Of all processes: the tokens that they saw, how many got each signal and have a checkpoint's part on disk."""
+        """Take in sums over all processes: the tokens seen, how many got each signal, and how many have a checkpoint's
+        part on disk."""
         *signals, saved = flags
         self.progress.tokens += tokens
         self.signals.agree(signals)

@@ -32,11 +32,19 @@ CPU_FLAGS = (  # of x86, then of ARM: what matrix products run faster with
 )
 COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # what lies between two GPUs (NVML's nvmlGpuTopologyLevel_t)
-PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "PCIe host bridge", 40: "same NUMA node", 50: "between NUMA nodes"}
+PATHS = {
+    0: "same board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "PCIe host bridge",
+    40: "same NUMA node",
+    50: "between NUMA nodes",
+}
 
 
 def describe() -> dict[str, Any]:
-    """What this machine is, as plain values that JSON can hold. Bytes, °C, W and % (0..100), by the names that nvidia-smi has for them."""
+    """What this machine is, as plain values that JSON can hold. Bytes, °C, W and % (0..100), by the names that
+    nvidia-smi has for them."""
     memory, limit = memory_bytes()
     found: dict[str, Any] = {
         "gradus": __version__,
@@ -108,7 +116,8 @@ def memory_bytes() -> tuple[int | None, int | None]:
 
 
 def _backends() -> list[str]:
-    """The collective back ends that can be used here. mpi is mpi4py with an mpirun: the library itself is not loaded for a look."""
+    """The collective back ends that can be used here. mpi counts where there are mpi4py and an mpirun; the library
+    itself is not loaded."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -128,7 +137,8 @@ def _launchers() -> dict[str, str]:
 
 
 def open_nvml() -> tuple[ModuleType | None, str | None]:
-    """(NVIDIA's management library, opened: end with its nvmlShutdown(); None), else (None, why a driver that is there does not answer).
+    """(NVIDIA's management library, opened: end with its nvmlShutdown(); None), else (None, why a driver that is there
+    does not answer).
 
     (None, None) where there is no driver, or no package nvidia-ml-py to ask it with.
     """
@@ -157,7 +167,7 @@ def _nvidia() -> dict[str, Any]:
     """Driver, CUDA, each GPU and what lies between them, as NVML tells."""
     library, error = open_nvml()
     if library is None:
-        return {"nvml_error": error}  # a run on the CPU need not end for it, but it is told
+        return {"nvml_error": error}  # reported, not raised: a run on the CPU need not end for it
     gpus, handles = [], {}
     try:
         for i in range(read(library, "nvmlDeviceGetCount") or 0):
@@ -182,10 +192,13 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
     def ask(what: str, *args: Any) -> Any:
         return read(library, f"nvmlDeviceGet{what}", gpu, *args)
 
-    pci, memory, use, ecc, mig = ask("PciInfo"), ask("MemoryInfo"), ask("UtilizationRates"), ask("EccMode"), ask("MigMode")
+    pci, memory, use = ask("PciInfo"), ask("MemoryInfo"), ask("UtilizationRates")
+    ecc, mig = ask("EccMode"), ask("MigMode")
     power, cap, mode, state = ask("PowerUsage"), ask("EnforcedPowerLimit"), ask("ComputeMode"), ask("PerformanceState")
     persistence, display = ask("PersistenceMode"), ask("DisplayActive")
-    generation, width = (f"{ask(f'CurrPcieLink{what}')} of {ask(f'MaxPcieLink{what}')}" for what in ("Generation", "Width"))
+    generation, width = (
+        f"{ask(f'CurrPcieLink{what}')} of {ask(f'MaxPcieLink{what}')}" for what in ("Generation", "Width")
+    )
     found = {
         "name": _text(ask("Name")),
         "temperature_c": ask("Temperature", library.NVML_TEMPERATURE_GPU),
@@ -229,13 +242,16 @@ def _nvlinks(library: ModuleType, gpu: Any) -> str | None:
 def _links(library: ModuleType, gpus: dict[int, Any]) -> Iterator[dict[str, Any]]:
     """What lies between each two GPUs: NVLink, or the way over PCIe."""
     for (i, a), (j, b) in itertools.combinations(gpus.items(), 2):
-        if read(library, "nvmlDeviceGetP2PStatus", a, b, library.NVML_P2P_CAPS_INDEX_NVLINK) == library.NVML_P2P_STATUS_OK:
+        nvlink = read(library, "nvmlDeviceGetP2PStatus", a, b, library.NVML_P2P_CAPS_INDEX_NVLINK)
+        if nvlink == library.NVML_P2P_STATUS_OK:
             yield {"gpus": [i, j], "path": "NVLink"}
         elif (level := read(library, "nvmlDeviceGetTopologyCommonAncestor", a, b)) is not None:
             yield {"gpus": [i, j], "path": PATHS.get(level, f"topology level {level}")}
 
 
 def gpu_handle(library: ModuleType, device: torch.device) -> Any:
-    """NVML's handle of PyTorch's GPU, found by its unique id (the two number GPUs differently); None where NVML does not know it."""
+    """NVML's handle of PyTorch's GPU, found by its unique id (the two number GPUs differently); None where NVML does
+    not know it."""
     told = re.sub(r"^(GPU|MIG)-", "", str(torch.cuda.get_device_properties(device).uuid))
-    return read(library, "nvmlDeviceGetHandleByUUID", f"GPU-{told}") or read(library, "nvmlDeviceGetHandleByUUID", f"MIG-{told}")
+    by_id = "nvmlDeviceGetHandleByUUID"
+    return read(library, by_id, f"GPU-{told}") or read(library, by_id, f"MIG-{told}")

@@ -12,12 +12,13 @@ from gradus.recipe.schema import Optimizer
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Matrices and tables of embeddings decay; biases, norms, and ViT's class token and positions do not."""
-    return parameter.ndim >= 2 and not any(part in name for part in ("class_token", "positions", "norm")) and not name.endswith("bias")
+    special = any(part in name for part in ("class_token", "positions", "norm"))
+    return parameter.ndim >= 2 and not special and not name.endswith("bias")
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer) -> torch.optim.Optimizer | None:
-    """The recipe's optimizer over named parameters (this process's parts of them), in two groups: decayed and not. None where there
-    are no parameters: another process steps them."""
+    """The recipe's optimizer over named parameters (this process's parts of them), in two groups: decayed and not. None
+    where there are no parameters: another process steps them."""
     named = [(name, p) for name, p in named if p.requires_grad]
     groups = [
         {"params": [p for name, p in named if decays(name, p)], "weight_decay": getattr(config, "weight_decay", 0.0)},
@@ -28,23 +29,35 @@ def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer)
         return None
     fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
     if config.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
-        for p in (p for _, p in named if config.momentum):  # the fused kernel allocates these without a value, which stays if step 1 is skipped
+        optimizer = torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
+        )
+        # the fused kernel allocates these without a value, which stays if step 1 is skipped
+        for p in (p for _, p in named if config.momentum):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def state_tensors(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def state_tensors(
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
     """The optimizer's state by parameter name, e.g. `exp_avg.blocks.0.mlp.up.weight`."""
     if optimizer is None:
         return {}
     names = {p: name for name, p in named}
-    return {f"{key}.{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
+    return {
+        f"{key}.{names[p]}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
-def load_state_tensors(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_state_tensors(
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
     """The inverse of `state_tensors`."""
     parameters = dict(named)
     for key, value in tensors.items():

@@ -16,8 +16,9 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat
 
 
 class Precision:
-    """`fp32`; `bf16` and `fp16` keep fp32 weights and compute matrix products in half (autocast; fp16 with loss scaling);
-    `pure_bf16` and `pure_fp16` cast the weights and the optimizer's state too (no master copy, no scaling)."""
+    """`fp32`; `bf16` and `fp16` keep fp32 weights and compute matrix products in half precision (autocast; fp16 with
+    loss scaling); `pure_bf16` and `pure_fp16` cast the weights and the optimizer's state too (no master copy, no
+    scaling)."""
 
     def __init__(self, name: str, device: torch.device):
         self.name, self.device = name, device
@@ -26,8 +27,10 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if self.scaler:  # makes the scale, also where this process never sees the loss (stages of a pipeline)
             self.scaled(torch.zeros((), device=device))
-        if name.endswith("bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise UserError(f"layout.precision={name}: this GPU has no bf16. Use layout.precision={name.replace('bf16', 'fp16')}.")
+        on_gpu = device.type == "cuda"
+        if name.endswith("bf16") and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+            instead = name.replace("bf16", "fp16")
+            raise UserError(f"layout.precision={name}: this GPU has no bf16. Use layout.precision={instead}.")
 
     def cast(self, model: nn.Module) -> nn.Module:
         return model.to(self.dtype) if self.pure else model
@@ -58,13 +61,14 @@ class Precision:
                 parallel.sum(found, *AXES)  # where one process skips a step, all do
 
     def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
-        """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite): decided on the device, without
-        waiting for it, by the fused kernels."""
+        """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite). The fused kernels
+        decide that on the device, without a wait for it."""
         if self.scaler:
             self.scaler.step(optimizer)  # skips by its own count of infinities
             self.scaler.update()
             return
-        # Of weights that FSDP keeps on the host: PyTorch would copy it there without waiting, and step by what is not there yet.
+        # For weights that FSDP keeps on the host: PyTorch would copy `bad` there without waiting, and step by a value
+        # that has not arrived yet.
         optimizer.found_inf = bad.to(optimizer.param_groups[0]["params"][0].device)
         try:
             optimizer.step()
@@ -80,18 +84,24 @@ class Precision:
 
 
 def enough_devices(name: str, n: int) -> None:
-    """Raises UserError where this machine has fewer GPUs than one for each of n processes started here. name: layout.device."""
+    """Raises UserError where this machine has fewer GPUs than one for each of n processes started here. name:
+    layout.device."""
     if pick_device(name).type == "cuda" and n > torch.cuda.device_count():
         there = torch.cuda.device_count()
-        raise UserError(f"--processes {n}: GPUs here: {there}, and each process needs its own. Use --processes {there}, or layout.device=cpu.")
+        raise UserError(
+            f"--processes {n}: GPUs here: {there}, and each process needs its own. "
+            f"Use --processes {there}, or layout.device=cpu."
+        )
 
 
 def pick_device(name: str) -> torch.device:
     """`auto` takes the accelerator that is there, else the CPU. Raises UserError when the named one is absent."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device(found.type) if found is not None and found.type in ("cuda", "mps") else torch.device("cpu")
+        known = found is not None and found.type in ("cuda", "mps")
+        return torch.device(found.type) if known else torch.device("cpu")
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there[name]:
-        raise UserError(f"layout.device={name}: there is none here. Use layout.device={'cuda' if there['cuda'] else 'cpu'} or auto.")
+        instead = "cuda" if there["cuda"] else "cpu"
+        raise UserError(f"layout.device={name}: there is none here. Use layout.device={instead} or auto.")
     return torch.device(name)

@@ -21,8 +21,8 @@ Notes = list[str]
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the recipe and its overrides do not say: a file of TrainingArguments (None: none), the processes that the run has or will
-    have, whether it goes on with a run, and settings as `recipe.load` takes them from Python."""
+    """What the recipe and its overrides do not say: a file of TrainingArguments (None: none), the processes that the
+    run has or will have, whether it resumes a run, and settings as `recipe.load` takes them from Python."""
 
     json_file: str | None = None
     here: world.World = dataclasses.field(default_factory=world.World)
@@ -54,7 +54,8 @@ def load(name: str, overrides: list[str], given: Given | None = None) -> tuple[R
 
 
 def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) -> Recipe:
-    """A run that goes on with more processes keeps its batch; a micro-batch larger than a process's share of it is all of the share."""
+    """A run that is resumed with more processes keeps its batch; a micro-batch larger than a process's share of the
+    batch shrinks to that share."""
     micro, samples, one = recipe.layout.micro_batch, recipe.batch.samples, needed(recipe.layout)
     if not (micro and samples) or n % one or any(word.startswith("layout.micro_batch=") for word in overrides):
         return recipe
@@ -67,7 +68,7 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
 
 
 def started(name: str, overrides: list[str], given: Given, here: world.World) -> Path | None:
-    """The run that `--auto-resume` goes on with; None where log.dir holds none yet. Rank 0 decides for all."""
+    """The run that `--auto-resume` resumes; None where log.dir holds none yet. Rank 0 decides for all."""
     recipe = load(name, overrides, given)[0]
     if recipe.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")

@@ -1,4 +1,4 @@
-"""A run: a recipe is trained into a run folder, or goes on in one."""
+"""A run: a recipe is trained into a new run folder, or resumed in an old one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan(Hook):
     """What foresees a run and follows it; handed in from above (plan.prove.Proof). This one foresees nothing."""
 
     def ready(self, world: World) -> contextlib.AbstractContextManager:
-        """Around all of a run, from before the processes meet."""
+        """The context around a whole run, from before the processes join."""
         return contextlib.nullcontext()
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
@@ -69,7 +69,7 @@ def train(
 ) -> Outcome:  # fmt: skip
     """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do.
 
-    longer: the user gave a length with which the run goes on, and a finished one must not end at once.
+    longer: the user gave a new length for the resumed run; a finished one must not end at once.
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
     `plan`. hooks: called after the log and the metrics, before evaluations and checkpoints.
     Raises UserError, and Stopped after a signal once everything is saved.
@@ -176,7 +176,7 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
 
 
 def _print_model(session: Session, model: torch.nn.Module, new: bool) -> None:
-    """Where its weights come from; of a task that can show it, what models give that have learnt nothing."""
+    """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
     if hasattr(model, "load_report"):
         print(weights_line(session.recipe, model.load_report), flush=True)
     if new and hasattr(session.task, "untrained"):

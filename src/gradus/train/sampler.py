@@ -1,4 +1,4 @@
-"""How busy the machine is while a run goes on: one row for each figure that can be read, each time it is asked. No thread."""
+"""How busy the machine is during a run: one row for each figure that can be read, at each call. No thread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Sampler(Hook):
-    """Utilisation, memory, power and temperature of this process's GPU (the given `devices`, where NVML can be read), utilisation
-    and power of the whole machine's CPUs, resident memory of this process. What cannot be read has no row.
+    """Utilisation, memory, power and temperature of this process's GPU (of `devices`, where NVML can be read),
+    utilisation and power of the whole machine's CPUs, resident memory of this process. What cannot be read has no row.
 
     CPU figures are means since the call before; GPU figures are NVML's own, of the last second or less.
     """
@@ -32,7 +32,8 @@ class Sampler(Hook):
         self.library, self.gpus = None, {}
         cuda = [d for d in devices if d.type == "cuda"]
         if cuda:
-            self.library, _ = machine.open_nvml()  # one that does not answer: machine.describe() tells why, training needs no figures
+            # where it does not answer, machine.describe() tells why; training needs no figures
+            self.library, _ = machine.open_nvml()
         for d in cuda if self.library else []:
             index = torch.cuda.current_device() if d.index is None else d.index
             handle = machine.gpu_handle(self.library, torch.device("cuda", index))
@@ -45,8 +46,9 @@ class Sampler(Hook):
         return self.read(trainer.progress.step)
 
     def read(self, step: int | None = None) -> list[Row]:
-        """`gpuN/utilisation` (%), `gpuN/memory_used` (bytes, of all processes on it), `gpuN/power` (W), `gpuN/temperature` (°C);
-        `cpu/utilisation` (%), `cpu/power` (W, the packages that RAPL counts), `memory/resident` (bytes)."""
+        """`gpuN/utilisation` (%), `gpuN/memory_used` (bytes, of all processes on it), `gpuN/power` (W),
+        `gpuN/temperature` (°C); `cpu/utilisation` (%), `cpu/power` (W, the packages that RAPL counts),
+        `memory/resident` (bytes)."""
         found = [row for index, handle in self.gpus.items() for row in self._gpu(index, handle, step)]
         jiffies, self._jiffies = self._jiffies, self._read_jiffies()
         if jiffies and self._jiffies:
@@ -67,13 +69,15 @@ class Sampler(Hook):
 
     def _gpu(self, index: int, gpu, step: int | None) -> list[Row]:
         library = self.library
-        use, memory = (machine.read(library, f"nvmlDeviceGet{what}", gpu) for what in ("UtilizationRates", "MemoryInfo"))
+        use = machine.read(library, "nvmlDeviceGetUtilizationRates", gpu)
+        memory = machine.read(library, "nvmlDeviceGetMemoryInfo", gpu)
         power = machine.read(library, "nvmlDeviceGetPowerUsage", gpu)
+        temperature = machine.read(library, "nvmlDeviceGetTemperature", gpu, library.NVML_TEMPERATURE_GPU)
         figures = (
             ("utilisation", use and use.gpu, "%"),
             ("memory_used", memory and memory.used, "bytes"),
             ("power", power and power / 1000, "W"),
-            ("temperature", machine.read(library, "nvmlDeviceGetTemperature", gpu, library.NVML_TEMPERATURE_GPU), "°C"),
+            ("temperature", temperature, "°C"),
         )
         return [Row(f"gpu{index}/{name}", value, unit, step) for name, value, unit in figures if value is not None]
 
@@ -82,19 +86,22 @@ class Sampler(Hook):
         """(busy, all) ticks of all CPUs since boot; waiting for a disk counts as idle (proc(5))."""
         try:
             with open(PROC / "stat", encoding="ascii") as f:
-                ticks = [int(n) for n in f.readline().split()[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+                # user, nice, system, idle, iowait, irq, softirq, steal
+                ticks = [int(n) for n in f.readline().split()[1:9]]
         except OSError:
             return None
         return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
     @staticmethod
     def _read_energy() -> dict[Path, tuple[int, int]]:
-        """Package → (microjoules, where its counter starts again): Linux's power capping framework, readable by root alone on most."""
+        """Package → (microjoules, the value at which its counter starts again), from Linux's power capping framework,
+        which on most machines only root can read."""
         found = {}
         for folder in POWERCAP.glob("intel-rapl:*"):  # AMD's too
             with contextlib.suppress(OSError, ValueError):
                 if (folder / "name").read_text().startswith("package"):
-                    found[folder] = (int((folder / "energy_uj").read_text()), int((folder / "max_energy_range_uj").read_text()))
+                    energy = int((folder / "energy_uj").read_text())
+                    found[folder] = (energy, int((folder / "max_energy_range_uj").read_text()))
         return found
 
     def _power(self, step: int | None) -> list[Row]:

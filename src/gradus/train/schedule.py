@@ -13,17 +13,21 @@ def total_steps(recipe: Recipe, plan: Plan) -> int:
     if recipe.train.steps is not None:
         return recipe.train.steps
     whole = int(recipe.train.epochs)
-    steps = sum(len(plan.epoch(e)) for e in range(whole)) if plan.batch_samples is None else whole * plan.steps_per_epoch
+    if plan.batch_samples is None:
+        steps = sum(len(plan.epoch(e)) for e in range(whole))
+    else:
+        steps = whole * plan.steps_per_epoch
     rest = recipe.train.epochs - whole
-    return steps + (math.ceil(round(rest * len(plan.epoch(whole)), 6)) if rest else 0) or 1  # 1.1 - 1 is a little more than 0.1
+    # rounded first: 1.1 - 1 is a little more than 0.1
+    return steps + (math.ceil(round(rest * len(plan.epoch(whole)), 6)) if rest else 0) or 1
 
 
 def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_model: int) -> float:
     """The rate of optimizer step `step` (the first is 1).
 
     `noam`: base · factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5), Vaswani et al. 2017, equation 3.
-    The others rise linearly over `warmup_steps`, reaching `base` at the step `warmup_steps`; linear and cosine then fall
-    to `final · base` at `end_step` (None: `last_step`) and stay there.
+    The others rise linearly over `warmup_steps`, reaching `base` at the step `warmup_steps`; linear and cosine then
+    fall to `final · base` at `end_step` (None: `last_step`) and stay there.
     """
     warmup = schedule.warmup_steps
     if schedule.name == "noam":

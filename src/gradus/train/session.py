@@ -61,7 +61,7 @@ class Session:
 
 
 def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = World()) -> Session:
-    """Meet the other processes, open the data, complete the model's configuration from it, choose device and precision.
+    """Join the other processes, open the data, complete the model's configuration from it, choose device and precision.
 
     Collective. Raises UserError for anything in the recipe that the data, the weights, this machine or the number of
     processes cannot follow.

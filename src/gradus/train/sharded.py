@@ -1,11 +1,13 @@
-"""Checkpoints that several processes write and read together, each its own part, through torch.distributed.checkpoint (DCP):
+"""Checkpoints that several processes write and read together, each its own part, through torch.distributed.checkpoint
+(DCP):
 
     checkpoints/step-00000400/  config.json tokenizer… training.json
                                 sharded/shard-00001-model-….safetensors …    one a process, none pickled
 
-Tensors stand there under our names: `model.<name>`, `<optimizer state>.<name>` such as `exp_avg.blocks.0.norm.weight`,
-`rng.cpu.<rank>`; what is tied, once. A tensor's parts carry their places, so that any number of processes in any layout reads
-what any other wrote. `load`, `load_state` and `read` read the checkpoints of one process too (train.checkpoint).
+Tensors are stored under Gradus's names: `model.<name>`, `<optimizer state>.<name>` such as
+`exp_avg.blocks.0.norm.weight`, `rng.cpu.<rank>`; a tied tensor is stored once. A tensor's parts carry their offsets, so
+that any number of processes in any layout reads what any other wrote. `load`, `load_state` and `read` read the
+checkpoints of one process too (train.checkpoint).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _NAMES: dict[str, dict[str, str]] = {}  # by configuration
 
 
 def stored_names(config: ModelConfig) -> dict[str, str]:
-    """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is stored once."""
+    """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is
+    stored once."""
     described = config.model_dump_json()
     if described not in _NAMES:
         tensors = models.build(config, device="meta").state_dict(keep_vars=True)
@@ -61,11 +64,13 @@ def _key(key: str, names: Mapping[str, str]) -> str:
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """This process's part of a tensor that is cut as `parameter` is (optimizer state), so that it is known as such.
-    A scalar, and anything beside a plain parameter, stays as it is."""
+    """This process's part of a tensor that is split as `parameter` is (optimizer state), as a DTensor of the whole.
+    A scalar, and the state of a plain parameter, stay as they are."""
     if not isinstance(parameter, DTensor) or local.ndim == 0:
         return local
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -91,7 +96,7 @@ def _first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
-    """What went wrong on one process goes wrong on all. Returns the `value` of every process. Collective."""
+    """Raise the first error of any process on all of them. Returns the `value` of every process. Collective."""
     answers = worlds.gathered((None if error is None else (str(error), exit_code(error)), value), group)
     problem = next((problem for problem, _ in answers if problem is not None), None)
     if problem is not None:
@@ -100,7 +105,8 @@ def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any 
 
 
 def _not_written(target: Path, error: BaseException) -> UserError:
-    causes = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]  # DCP's has every process's
+    # DCP's error holds the failures of every process
+    causes = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]
     told = next((c for c in causes if isinstance(c, UserError)), None)
     full = next((c for c in causes if disk_full(c)), None)
     if told is not None and full is None:
@@ -116,7 +122,8 @@ def _not_written(target: Path, error: BaseException) -> UserError:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Notes the checksums of what this process wrote, while training goes on. `sums`: by path below the checkpoint."""
+    """Computes the checksums of what this process wrote, while training goes on. `sums`: by path below the checkpoint.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(str(folder), save_distributed=True)
@@ -135,7 +142,8 @@ class Pending:
     """A checkpoint that is being written while training goes on. Nothing looks whole before `finish`."""
 
     def __init__(self, target: Path, future: Future | None, group: dist.ProcessGroup | None):
-        self.target, self.future, self.group = target, future, group  # future: None where the target was there already
+        # future: None where the target was there already
+        self.target, self.future, self.group = target, future, group
         self.writer: Writer | None = None
 
     @property
@@ -143,11 +151,13 @@ class Pending:
         return self.target.with_name(f".writing-{self.target.name}")
 
     def done(self) -> bool:
-        """Whether this process knows the end of the writing, good or bad. Never waits. Processes learn it at different moments."""
+        """Whether this process knows how the writing ended, well or not. Never waits. Processes learn it at different
+        moments."""
         return self.future is None or self.future.done()
 
     def wait(self) -> None:
-        """Until every process has written its part and forced it onto the disk. Raises UserError where one could not."""
+        """Wait until every process has written its part and flushed it to the disk. Raises UserError where one could
+        not."""
         if self.future is None:
             return
         try:
@@ -158,7 +168,8 @@ class Pending:
             raise _not_written(self.target, e) from None
 
     def finish(self) -> Path:
-        """Wait, then let the folder appear under its name. Collective on the group of `save`: call it at a step that all agree on.
+        """Wait, then let the folder appear under its name. Collective on the group of `save`: call it at a step that
+        all agree on.
 
         Raises UserError on every process where one could not write; then no folder is left.
         """
@@ -185,11 +196,13 @@ class Pending:
             there = stored_sharded.read(self.aside)
         except UserError:  # a part is missing in the middle, or all
             there = {}
-        torn = [name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)]
+        torn = [
+            name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)
+        ]
         if torn:
             raise UserError(
-                f"{self.target.parent}: parts of {weights.some(torn)} did not arrive: the processes do not share this folder. "
-                "Set log.dir to a disk that all hosts see."
+                f"{self.target.parent}: parts of {weights.some(torn)} did not arrive: "
+                "the processes do not share this folder. Set log.dir to a disk that all hosts see."
             )
         try:
             checksums.write(self.aside, sums)
@@ -199,14 +212,21 @@ class Pending:
 
 
 def save(
-    target: Path, config: ModelConfig, tensors: Mapping[str, Tensor], fill: Callable[[Path], None], group: dist.ProcessGroup | None = None
+    target: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    fill: Callable[[Path], None],
+    group: dist.ProcessGroup | None = None,
 ) -> Pending:
-    """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed then.
+    """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed
+    then.
 
-    tensors: what this process has, under our names (see above): DTensors where it has a part, plain tensors where it has the whole.
-    What several processes have is written by one of them. fill(folder), on the first process, adds the rest (tokenizer, training.json).
+    tensors: what this process has, under the names above: DTensors where it has a part, plain tensors where it has the
+    whole. What several processes have is written by one of them. fill(folder), on the first process, adds the rest
+    (tokenizer, training.json).
     group: a gloo group of all processes that nothing else uses, since its collectives run beside those of the training.
-    Collective. Raises UserError on every process where the first cannot write. One that is there already is whole and stays.
+    Collective. Raises UserError on every process where the first cannot write. A checkpoint that is there already is
+    whole and stays.
     """
     pending = Pending(target, None, group)
     names = stored_names(config)
@@ -216,7 +236,8 @@ def save(
             shutil.rmtree(pending.aside, ignore_errors=True)
             (pending.aside / stored_sharded.FOLDER).mkdir(parents=True)
             dtype = next(t.dtype for key, t in tensors.items() if key.startswith("model."))
-            (pending.aside / "config.json").write_text(json.dumps(models.to_config_json(config, dtype), indent=2) + "\n")
+            text = json.dumps(models.to_config_json(config, dtype), indent=2)
+            (pending.aside / "config.json").write_text(text + "\n")
             fill(pending.aside)
             begun = [True]
         except (OSError, SafetensorError, UserError) as e:
@@ -227,9 +248,8 @@ def save(
         dist.broadcast_object_list(begun, group_src=0, group=group)
     if begun[0]:
         pending.writer = Writer(pending.aside / stored_sharded.FOLDER)
-        pending.future = dcp.async_save(
-            {_key(key, names): tensor.detach() for key, tensor in tensors.items()}, storage_writer=pending.writer, process_group=group
-        )
+        stored = {_key(key, names): tensor.detach() for key, tensor in tensors.items()}
+        pending.future = dcp.async_save(stored, storage_writer=pending.writer, process_group=group)
     return pending
 
 
@@ -237,7 +257,7 @@ def save(
 
 
 def read(checkpoint: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint under the names that it is stored by (`stored_names`), read when asked for. No process group.
+    """Every tensor of a checkpoint under its stored name (`stored_names`), read on demand. Needs no process group.
 
     Raises UserError where the checkpoint is damaged or not whole.
     """
@@ -251,7 +271,9 @@ def read(checkpoint: Path) -> dict[str, Stored]:
 def _training(checkpoint: Path, config: ModelConfig) -> dict[str, Stored]:
     file = checkpoint / "training.safetensors"
     names = stored_names(config)
-    return {_key(key, names): stored for key, stored in stored_sharded.read_files([file]).items()} if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return {_key(key, names): stored for key, stored in stored_sharded.read_files([file]).items()}
 
 
 def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
@@ -285,29 +307,34 @@ def _part(stored: Stored, offset: tuple[int, ...], shape: tuple[int, ...]) -> Te
 
 @torch.no_grad()
 def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint that any number of processes wrote in any layout; each process reads its own part.
+    """Fill tensors in place from a checkpoint that any number of processes wrote in any layout; each process reads its
+    own part.
 
-    tensors: under our names, DTensors or plain, of any device and dtype. Needs no other process.
+    tensors: under the names above, DTensors or plain, of any device and dtype. Needs no other process.
     Raises UserError where one is missing in the checkpoint, has another shape there, or the checkpoint is damaged.
     """
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     missing = [key for key in tensors if _key(key, names) not in stored]
     if missing:
         raise UserError(
-            f"{checkpoint}: {weights.some(missing)} not in it. It is of another model or optimizer: resume with the recipe that wrote it."
+            f"{checkpoint}: {weights.some(missing)} not in it. "
+            "It is of another model or optimizer: resume with the recipe that wrote it."
         )
     for key, tensor in tensors.items():
         source = stored[_key(key, names)]
         if key.startswith("model."):
             weights.refuse_integers(key, source, checkpoint)
         if source.shape != tuple(tensor.shape):
-            raise UserError(f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model.")
+            raise UserError(
+                f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model."
+            )
         _local(tensor).copy_(_part(source, *_place(tensor)))
 
 
 def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's state for these parameters (by their names in the whole model), as optim.load_state_tensors takes it:
-    `exp_avg.<name>` → this process's part, a plain tensor on the host. Needs no other process. Raises UserError as `load`."""
+    """The optimizer's state for these parameters (by their names in the whole model), as optim.load_state_tensors takes
+    it: `exp_avg.<name>` → this process's part, a plain tensor on the host. Needs no other process. Raises UserError as
+    `load`."""
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     kinds = sorted({key.partition(".")[0] for key in stored} - {"model", "rng"})
     found = {}
@@ -316,10 +343,14 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
             source = stored.get(f"{kind}.{names[name]}")
             if source is None:
                 raise UserError(
-                    f"{checkpoint}: {kind}.{name} is not in it. It is of another model or optimizer: resume with the recipe that wrote it."
+                    f"{checkpoint}: {kind}.{name} is not in it. "
+                    "It is of another model or optimizer: resume with the recipe that wrote it."
                 )
             if source.shape not in ((), tuple(parameter.shape)):
-                raise UserError(f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: it is of another model.")
+                raise UserError(
+                    f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: "
+                    "it is of another model."
+                )
             found[f"{kind}.{name}"] = _part(source, *_place(parameter)) if source.shape else source.read()
     return found
 
@@ -328,15 +359,15 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
 
 
 def export(
-    parameters: Mapping[str, Tensor], config: ModelConfig, target: Path, tokenizers: Mapping = {}, group: dist.ProcessGroup | None = None,
-    fill_more: Callable[[Path], None] = lambda folder: None,
+    parameters: Mapping[str, Tensor], config: ModelConfig, target: Path, tokenizers: Mapping = {},
+    group: dist.ProcessGroup | None = None, fill_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:  # fmt: skip
-    """Make the folder `target` with config.json, model.safetensors, the tokenizers and what fill_more(folder) adds, from the parts that
-    the processes hold.
+    """Make the folder `target` with config.json, model.safetensors, the tokenizers and what fill_more(folder) adds,
+    from the parts that the processes hold.
 
-    parameters: what this process has, by its name in the whole model. One parameter at a time is put together, and goes to the
-    first process's host. Collective on the group (None: all; its backend must take tensors on the host).
-    Raises UserError on every process where the first cannot write. One that is there already is whole and stays.
+    parameters: what this process has, by its name in the whole model. One parameter at a time is put together, and goes
+    to the first process's host. Collective on the group (None: all; its backend must take tensors on the host).
+    Raises UserError on every process where the first cannot write. A folder that is there already is whole and stays.
     """
     parts, error = _gathered(parameters, config, group), None
 
@@ -351,7 +382,7 @@ def export(
             checksums.write_aside(target, fill)
         except UserError as e:
             error = e
-    for _ in parts:  # the other processes send theirs, wanted or not
+    for _ in parts:  # the other processes send theirs, whether the first still wants them or not
         pass
     _agree(error, group)
 
@@ -359,11 +390,14 @@ def export(
 def _order(config: ModelConfig) -> list[str]:
     """Parameters in the order in which the rules of the family ask for them."""
     names = stored_names(config)
-    return list(dict.fromkeys(names[our] for rule in weights.rules_of(config.family).rules(config) for our in rule.names))
+    rules = weights.rules_of(config.family).rules(config)
+    return list(dict.fromkeys(names[our] for rule in rules for our in rule.names))
 
 
 @torch.no_grad()
-def _gathered(parameters: Mapping[str, Tensor], config: ModelConfig, group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor | None]]:
+def _gathered(
+    parameters: Mapping[str, Tensor], config: ModelConfig, group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Tensor | None]]:
     """(name, whole tensor on the host of the first process, else None), one at a time. Collective."""
     names, order = stored_names(config), _order(config)
     mine = {names[name]: p for name, p in parameters.items()}

@@ -40,8 +40,8 @@ class Progress:
 
 @dataclasses.dataclass
 class Totals:
-    """Sums over all processes of what each knows of a step. On several GPUs nobody waits for them: counts stay on the
-    device, tokens and flags are those of the step before."""
+    """Sums over all processes of each one's numbers for a step. On several GPUs no process waits for them: counts stay
+    on the device, tokens and flags are those of the step before."""
 
     counts: dict[str, int | Tensor]  # kind of target → how many the global batch has
     tokens: int  # without padding
@@ -101,7 +101,7 @@ class Stepper:
         return loss, norm
 
     def totals(self, micro_batches: list[dict[str, Any]], flags: Sequence[int] = ()) -> Totals:
-        """What all processes know together of the coming step; of each flag, how many raise it. Collective.
+        """Sums over all processes for the coming step; for each flag, how many processes raise it. Collective.
 
         Workers of local SGD and DiLoCo divide by their own counts, and exchange flags when they sync.
         """

@@ -1,16 +1,19 @@
 """Weights in and out: one table of rules a family, and the machinery that reads, checks and writes.
 
-`weights/<family>.py` says how a family's tensors are called and stored by Hugging Face:
+`weights/<family>.py` says how Hugging Face names and stores a family's tensors:
     MODEL_TYPES            values of `model_type` in config.json that it reads
     config_from_hf(hf)     their config.json as our config; config_to_hf(config) the reverse
-    rules(config)          a Rule for every tensor of theirs, under every name it may have: a tied tensor has one rule a name;
-                           the first is written, any of them is read
-    PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is taken off the file's
-                           keys and off the rules' alike, so that a bare body matches too
+    rules(config)          a Rule for every tensor of theirs, under every name it may have: a tied tensor has one rule
+                           a name; the first is written, any of them is read
+    PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
+                           removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
-    upgrade(hf, tensors)   optional: the tensors beside a config.json of an earlier layout of ours, as `rules` has them now
-    adapt(stored, config, tensors)   optional: the tensors as `rules(config)` has them, from as `rules(stored)` has them
-    unknown_to_transformers(config)  of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
+    upgrade(hf, tensors)   optional: turn the tensors beside a config.json of an earlier layout of ours into those that
+                           `rules` describes now
+    adapt(stored, config, tensors)
+                           optional: turn the tensors that `rules(stored)` describes into those of `rules(config)`
+    unknown_to_transformers(config)
+                           of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
 Nothing is unpickled freely: safetensors are memory-mapped, `.bin` and `.pth` are read with weights_only or refused.
 Files are written aside and renamed, config.json last: a folder without config.json is not whole.
@@ -50,9 +53,10 @@ transpose = attrgetter("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """`theirs` becomes `ours` by to_ours(tensor) (a tuple of tensors where `ours` is a tuple, as for a fused q, k, v) and comes
-    back by to_theirs(*tensors). `ours` are names of the model's state_dict. to_theirs must also work on the meta device: the shape
-    expected in a file is that of to_theirs' result. index: theirs is this one of the tensors that ours, a single one, stacks."""
+    """to_ours(tensor) turns `theirs` into `ours` (a tuple of tensors where `ours` is a tuple, as for a fused q, k, v);
+    to_theirs(*tensors) turns it back. `ours` are names of the model's state_dict. to_theirs must also work on the meta
+    device: the shape expected in a file is that of its result. index: `ours`, a single tensor, stacks several of
+    theirs, and this rule is for the one at that index."""
 
     ours: str | tuple[str, ...]
     theirs: str
@@ -65,11 +69,11 @@ class Rule:
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
     def part(self, tensor: Tensor) -> Tensor:
-        """What of our tensor is theirs; a view."""
+        """The part of our tensor that the rule stores; a view."""
         return tensor if self.index is None else tensor[self.index]
 
     def key(self, tensor: Tensor) -> tuple[int, int | None]:
-        """The same for the same tensor, or slice of it, under any name."""
+        """Equal for the same tensor, or the same slice of it, under any name."""
         return id(tensor), self.index
 
 
@@ -80,7 +84,7 @@ def layer(ours: str, theirs: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a file: its shape and type are known, its values are read when asked for."""
+    """A tensor in a file: its shape and type are known, its values are read when `read` is called."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -89,23 +93,28 @@ class Stored:
 
 @dataclass
 class LoadReport:
-    """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused` those of
-    the file that have no place, `reshaped` those of the head whose size differs (also in `new`)."""
+    """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
+    tensors of the file that the model has no place for, `reshaped` tensors of the head whose size differs (also in
+    `new`)."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
 
 
-WHOLE = re.compile(r"(num|n)_(hidden_layers|layers?|heads?|attention_heads|key_value_heads|embd|inner|positions|channels|labels)"
-                   r"|num_(local_experts|experts_per_tok)|(hidden|intermediate|vocab|type_vocab|decoder_vocab)_size|d_(model|ff|kv)|head_dim|max_position_embeddings"
-                   r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|relative_attention_\w+")  # fmt: skip
-KINDS = {"model_type": str, "hidden_act": str, "activation_function": str, "feed_forward_proj": str, "architectures": list,
-         "rope_scaling": dict, "rope_parameters": dict, "id2label": dict}  # fmt: skip
+WHOLE = re.compile(
+    r"(num|n)_(hidden_layers|layers?|heads?|attention_heads|key_value_heads|embd|inner|positions|channels|labels)"
+    r"|num_(local_experts|experts_per_tok)|(hidden|intermediate|vocab|type_vocab|decoder_vocab)_size"
+    r"|d_(model|ff|kv)|head_dim|max_position_embeddings"
+    r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|relative_attention_\w+"
+)
+KINDS = {"model_type": str, "hidden_act": str, "activation_function": str, "feed_forward_proj": str,
+         "architectures": list, "rope_scaling": dict, "rope_parameters": dict, "id2label": dict}  # fmt: skip
 
 
 def check_kinds(hf: dict, where: object) -> None:
-    """Raises UserError for a field of a config.json that is read and is of another kind than anybody writes there. null counts as absent."""
+    """Raises UserError for a field of a config.json that Gradus reads and whose value is not of the kind that it
+    expects. null counts as absent."""
     words = {str: "text", list: "a list of names", dict: "an object", int: "a whole number"}
     for name, value in hf.items():
         kind = int if WHOLE.fullmatch(name) else KINDS.get(name)
@@ -132,8 +141,8 @@ def family_of(hf: dict, where: object) -> str:
 
 
 def loads_in_transformers(config: ModelConfig) -> tuple[str | None, str]:
-    """(the class of transformers that computes what this configuration says and loads what is written of it, ""); else (None, why it
-    has none, and what to set for a model that it knows)."""
+    """(class of transformers, ""): the class that computes what this configuration says and loads its saved weights;
+    else (None, reason): why there is none, and what to set for a model that transformers knows."""
     table = rules_of(config.family)
     hf = table.config_to_hf(config)
     if hf["model_type"].startswith("gradus-"):
@@ -145,8 +154,8 @@ def loads_in_transformers(config: ModelConfig) -> tuple[str | None, str]:
 
 
 def read_tensors(path: str | Path) -> dict[str, Stored]:
-    """The tensors of a file (.safetensors, .bin, .pth, .pt) or a folder (model.safetensors or pytorch_model.bin, whole or in
-    shards with an index). Headers only: values are read one by one.
+    """The tensors of a file (.safetensors, .bin, .pth, .pt) or a folder (model.safetensors or pytorch_model.bin, whole
+    or in shards with an index). Headers only: values are read one by one.
 
     Raises UserError for a damaged file, one that weights_only refuses, or a folder without weights.
     """
@@ -158,7 +167,9 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
             return _upgraded(path, _read_file(path / name))
         if (path / f"{name}.index.json").is_file():
             return _upgraded(path, _read_shards(path / f"{name}.index.json"))
-    raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json")
+    raise UserError(
+        f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
+    )
 
 
 def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -171,7 +182,7 @@ def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Tensors that lie beside the configuration `stored`, for a model of another one of that family."""
+    """Convert tensors that lie beside the configuration `stored` for a model of another configuration of its family."""
     adapt = getattr(rules_of(config.family), "adapt", None)
     return adapt(stored, config, tensors) if adapt and stored.family == config.family else tensors
 
@@ -191,7 +202,8 @@ def _read_file(file: Path) -> dict[str, Stored]:
             raise UserError(f"{file}: not a whole safetensors file ({e}). Copy or download it again") from None
     state = unpickle(file)
     return {
-        name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype)) for name, tensor in state.items()
+        name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype))
+        for name, tensor in state.items()
     }  # fmt: skip
 
 
@@ -202,7 +214,9 @@ def _read_shards(index: Path) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
         if not (index.parent / name).is_file():
-            raise UserError(f"{index.parent / name}: this shard is missing ({index.name} names it). Copy or download it")
+            raise UserError(
+                f"{index.parent / name}: this shard is missing ({index.name} names it). Copy or download it"
+            )
         tensors |= _read_file(index.parent / name)
     absent = [name for name in weight_map if name not in tensors]
     if absent:
@@ -230,12 +244,17 @@ def unpickle(file: Path) -> dict[str, Tensor]:
         if isinstance(e, pickle.UnpicklingError) and start[:1] in (b"P", b"\x80"):
             raise UserError(
                 f"{file}: refused: this pickle holds more than tensors and could run any code. "
-                "Convert it where you trust its author: safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
+                "Convert it where you trust its author: "
+                "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
             ) from None
         raise UserError(f"{file}: not a PyTorch file, or not a whole one. Copy or download it again") from None
-    other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if isinstance(state, dict) else ["(the whole)"]
+    is_dict = isinstance(state, dict)
+    other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if is_dict else ["(the whole)"]
     if other:
-        raise UserError(f"{file}: not a flat dictionary of tensors: {some(other)}. Save model.state_dict() alone, best as safetensors")
+        raise UserError(
+            f"{file}: not a flat dictionary of tensors: {some(other)}. "
+            "Save model.state_dict() alone, best as safetensors"
+        )
     return state
 
 
@@ -249,26 +268,33 @@ def read_json(file: Path) -> dict:
 # ---------------------------------------------------------------- theirs → ours
 
 
-def from_hf(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool = True, where: object = "weights") -> LoadReport:
+def from_hf(
+    model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool = True, where: object = "weights"
+) -> LoadReport:
     """Copy tensors under Hugging Face's names into a built model.
 
-    strict: every tensor of the model must be there, and none more. Otherwise the report says which were not.
-    Raises UserError that names the missing, extra and misshapen tensors (misshapen ones always, but for a head when not strict).
+    strict: every tensor of the model must be there, and no others. Otherwise the report says which were not.
+    Raises UserError that names the missing, extra and misshapen tensors (misshapen ones always, except those of a head
+    when not strict).
     """
     found, report = match(model, tensors, strict, where)
     fill(model, found, tensors, where)
     return report
 
 
-def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool, where: object) -> tuple[dict[str, Rule], LoadReport]:
-    """Which rule takes which tensor, from names, shapes and types alone (the model may be on the meta device). Raises as from_hf."""
+def match(
+    model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool, where: object
+) -> tuple[dict[str, Rule], LoadReport]:
+    """Find the rule for each tensor from names, shapes and types alone (the model may be on the meta device). Raises
+    as `from_hf`."""
     import torch
 
     table = rules_of(model.config.family)
     rules = table.rules(model.config)
     ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
+    prefixes = getattr(table, "PREFIXES", ())
     wanted, given = (
-        next((prefix for prefix in getattr(table, "PREFIXES", ()) if any(name.startswith(prefix) for name in names)), "")
+        next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
         for names in ([rule.theirs for rule in rules], tensors)
     )
     by_name = {rule.theirs.removeprefix(wanted): rule for rule in rules}
@@ -301,12 +327,19 @@ def match(model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool
     if misshapen or (strict and (new or unused)):
         missing = list(dict.fromkeys(called[key] for key in reversed(absent))) if strict else []
         extra = unused if strict else []
-        problems = [f"{what} {some(names)}" for what, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen)) if names]
+        faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+        problems = [f"{what} {some(names)}" for what, names in faults if names]
         hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
-        way_out = "" if hopeless else ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
-        raise UserError(f"{where}: not the {model.config.family} that its configuration describes: {'; '.join(problems)}{way_out}")
+        way_out = "" if hopeless else (
+            ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
+        )
+        raise UserError(
+            f"{where}: not the {model.config.family} that its configuration describes: "
+            f"{'; '.join(problems)}{way_out}"
+        )
     if not found:
-        raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {some(list(tensors)) or 'nothing'}")
+        holds = some(list(tensors)) or "nothing"
+        raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {holds}")
     return found, LoadReport(new, unused, reshaped)
 
 
@@ -319,8 +352,8 @@ def refuse_integers(name: str, tensor: Tensor | Stored, where: object) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in FLOATS:
         raise UserError(
-            f"{where}: {name} is stored as {dtype}: quantised checkpoints are not loaded. Convert it where it was made: "
-            "save its weights in float32, float16 or bfloat16, and give that folder"
+            f"{where}: {name} is stored as {dtype}: quantised checkpoints are not loaded. "
+            "Convert it where it was made: save its weights in float32, float16 or bfloat16, and give that folder"
         )
 
 
@@ -344,11 +377,15 @@ def fill(model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Tens
                     target.copy_(part)
                     filled[key] = name
                 elif not torch.equal(target, part.to(target)):
-                    raise UserError(f"{where}: {name} and {filled[key]} differ, but the model ties them. Load with tie_output=False")
+                    raise UserError(
+                        f"{where}: {name} and {filled[key]} differ, but the model ties them. "
+                        "Load with tie_output=False"
+                    )
 
 
 def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give a model on the meta device memory of its own, without values. Tied tensors stay tied (Module.to_empty unties them)."""
+    """Give a model on the meta device memory of its own, without values. Tied tensors stay tied (Module.to_empty
+    unties them)."""
     import torch
     from torch import nn
 
@@ -382,11 +419,13 @@ def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
-    """Write config.json and the tensors, in shards of at most max_shard_bytes (a larger single tensor has a shard of its own).
+def write(
+    tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = 5e9
+) -> None:
+    """Write config.json and the tensors, in shards of at most max_shard_bytes (a larger tensor has its own shard).
 
-    Holds one shard at a time. Everything is written aside first; then old weights go, the new ones are renamed into place, and
-    config.json comes last. Raises UserError where the disk refuses.
+    Memory holds one shard at a time. Everything is written aside first; then old weights go, the new ones are renamed
+    into place, and config.json comes last. Raises UserError where the disk refuses.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -416,11 +455,14 @@ def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Pat
             held += size
             total += size
         flush()
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)] if len(shards) > 1 else ["model.safetensors"]
+        n = len(shards)
+        numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+        names = numbered if n > 1 else ["model.safetensors"]
         moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
         if len(shards) > 1:
-            weight_map = {tensor: name for name, shard_names in zip(names, shards, strict=True) for tensor in shard_names}
-            (aside / "index").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+            weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (aside / "index").write_text(json.dumps(index, indent=2) + "\n")
             moves.append((aside / "index", folder / "model.safetensors.index.json"))
         (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
         moves.append((aside / "config", folder / "config.json"))
@@ -434,9 +476,11 @@ def write(tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Pat
         aside.rmdir()
     except (OSError, SafetensorError) as e:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{folder}: cannot write the weights ({e}). Free space there or choose another folder") from None
+        raise UserError(
+            f"{folder}: cannot write the weights ({e}). Free space there or choose another folder"
+        ) from None
 
 
 def some(names: list[str]) -> str:
-    """Up to five of them, and how many there are in all."""
+    """The first five names, and how many there are in all."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

@@ -16,7 +16,8 @@ HEADS = {  # architecture → head
     "BertForPreTraining": "pretraining",
     "BertForSequenceClassification": "classification",
 }
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # theirs → ours
+# theirs → ours
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 FIELDS = {
     "vocab_size": ("vocab_size", 30522), "n_layers": ("num_hidden_layers", 12), "d_model": ("hidden_size", 768),
     "n_heads": ("num_attention_heads", 12), "d_ff": ("intermediate_size", 3072),
@@ -27,7 +28,8 @@ FIXED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_
 
 
 def config_from_hf(hf: dict) -> BertConfig:
-    """Without `architectures` the head is none. Raises UserError naming the field of a feature that Gradus' BERT has not."""
+    """Without `architectures` the head is none. Raises UserError naming the field of a feature that Gradus' BERT does
+    not have."""
     head = HEADS[fields.architecture("bert", hf, HEADS)]
     fields.only("bert", hf, FIXED | ({"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}))
     activation = fields.one_of("bert", "hidden_act", hf.get("hidden_act", "gelu"), ACTIVATIONS)

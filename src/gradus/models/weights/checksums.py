@@ -30,14 +30,15 @@ def of(file: Path) -> dict[str, int | str]:
 
 
 def write(folder: Path, known: Mapping[str, dict] = {}) -> None:
-    """Write checksums.json for every file below `folder`. known: those that are computed already, by path below `folder`."""
+    """Write checksums.json for every file below `folder`. known: checksums computed already, by path below `folder`."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
     told = {name: known.get(name) or of(folder / name) for name in names}
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
-    """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already stays.
+    """Make the folder `target` appear whole, with the checksums of its files, or not at all; one that is there already
+    stays.
 
     Raises UserError when the disk is not writable, EnvironmentFault when it is full.
     """
@@ -56,12 +57,15 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict] | None:
-    """By path below `folder`; None where it has no checksums. Raises ValueError where they are damaged themselves."""
+    """The checksums by path below `folder`, None where there are none. Raises ValueError where checksums.json is
+    damaged."""
     try:
         told = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    if not (isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())):
+    if not (
+        isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())
+    ):
         raise ValueError(FILE)
     return told
 
@@ -91,5 +95,6 @@ def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
         problem = f"{FILE} is not readable"
     if problem:
         raise UserError(
-            f"{folder}: {problem}. Copy the folder again, or take another checkpoint; after a change by hand, delete its {FILE}"
+            f"{folder}: {problem}. Copy the folder again, or take another checkpoint; "
+            f"after a change by hand, delete its {FILE}"
         )

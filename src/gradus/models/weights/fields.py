@@ -1,4 +1,4 @@
-"""What a config.json and a configuration of ours both say: one table of names a family, read in both directions."""
+"""The fields that a config.json and a configuration of ours share: one table of names a family, read both ways."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def written(config: ModelConfig, fields: Mapping[str, tuple[str, Any]]) -> dict[
 
 
 def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """A config.json of what Hugging Face does not have; `from_ours` reads it."""
+    """A config.json for a model that Hugging Face does not have; `from_ours` reads it."""
     stated = config.model_dump(mode="json", exclude={"preset", "init"})
     return {"model_type": model_type, "architectures": [architecture], **stated}
 
@@ -32,7 +32,7 @@ def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels(n_classes: int) -> dict[str, dict]:
-    """The names that transformers gives classes that nobody named."""
+    """The names that transformers gives to classes without names."""
     names = {i: f"LABEL_{i}" for i in range(n_classes)}
     return {"id2label": {str(i): name for i, name in names.items()}, "label2id": {name: i for i, name in names.items()}}
 
@@ -68,7 +68,8 @@ def only(family: str, hf: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 
 
 def one_dropout(family: str, hf: Mapping[str, Any], name: str, others: Mapping[str, Any]) -> None:
-    """Raises UserError where one of the others, name → value, is not the dropout that `name` says. null says nothing."""
+    """Raises UserError where one of the others, name → value, is not the dropout that `name` says. null says
+    nothing."""
     dropout = hf.get(name, 0.1)
     for other, value in others.items():
         if value not in (None, dropout):

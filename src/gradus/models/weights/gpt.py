@@ -1,9 +1,10 @@
-"""GPT-2's tensors and config.json as Hugging Face's GPT2LMHeadModel has them. Its matrices are stored (in, out), and q, k, v
-as one (`c_attn`).
+"""GPT-2's tensors and config.json as Hugging Face's GPT2LMHeadModel has them. Its matrices are stored (in, out), and
+q, k, v as one (`c_attn`).
 
-A model with bias=false has no tensors for the biases; Hugging Face's starts missing ones at zero, which is the same model.
-Hugging Face has no GPT-2 with experts; it is saved with model_type gradus-gpt-moe: our configuration, its experts named and laid out as
-ours, everything else as GPT-2's.
+A model with bias=false has no tensors for the biases; Hugging Face's model starts missing ones at zero, which is the
+same model.
+Hugging Face has no GPT-2 with experts; Gradus saves it with model_type gradus-gpt-moe: our configuration, its experts
+named and laid out as ours, everything else as GPT-2's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PREFIXES = ("transformer.",)
 IGNORABLE = (".attn.bias", ".attn.masked_bias")  # the causal mask
 
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}  # theirs → ours
+# theirs → ours
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 FIELDS = {
     "vocab_size": ("vocab_size", 50257), "n_layers": ("n_layer", 12), "d_model": ("n_embd", 768),
     "n_heads": ("n_head", 12), "d_ff": ("n_inner", None), "seq_len": ("n_positions", 1024),
@@ -33,7 +35,7 @@ FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "
 
 
 def config_from_hf(hf: dict) -> GPTConfig:
-    """Raises UserError naming the field of a feature that Gradus' GPT has not."""
+    """Raises UserError naming the field of a feature that Gradus' GPT does not have."""
     if hf.get("model_type") == "gradus-gpt-moe":
         return GPTConfig(**fields.from_ours(hf))
     fields.only("gpt", hf, FIXED)
@@ -74,7 +76,10 @@ def rules(config: GPTConfig) -> list[Rule]:
         matrices, biases = (tuple(f"{ours}.attention.to_{x}.{kind}" for x in "qkv") for kind in ("weight", "bias"))
         table += [
             *layer(f"{ours}.attention_norm", f"{theirs}.ln_1"),
-            Rule(matrices, f"{theirs}.attn.c_attn.weight", lambda fused: fused.T.chunk(3), lambda *parts: _fuse(*parts).T),
+            Rule(
+                matrices, f"{theirs}.attn.c_attn.weight",
+                lambda fused: fused.T.chunk(3), lambda *parts: _fuse(*parts).T,
+            ),
             Rule(biases, f"{theirs}.attn.c_attn.bias", lambda fused: fused.chunk(3), _fuse),
             *_transposed(f"{ours}.attention.to_out", f"{theirs}.attn.c_proj"),
             *layer(f"{ours}.feedforward_norm", f"{theirs}.ln_2"),
@@ -83,7 +88,8 @@ def rules(config: GPTConfig) -> list[Rule]:
             table += _transposed(f"{ours}.feedforward.up", f"{theirs}.mlp.c_fc")
             table += _transposed(f"{ours}.feedforward.down", f"{theirs}.mlp.c_proj")
         else:
-            names = ["router.weight", *(f"experts.{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias"))]
+            experts = (f"experts.{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias"))
+            names = ["router.weight", *experts]
             table += [Rule(f"{ours}.feedforward.{name}", f"{theirs}.mlp.{name}") for name in names]
     return table if config.bias else [rule for rule in table if not rule.theirs.endswith(".bias")]
 

@@ -1,6 +1,6 @@
-"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with experts MixtralForCausalLM and with biases of q, k and v
-Qwen2ForCausalLM, under the names that lie in published files (of experts transformers has other ones in memory). Its q and k rows are in the
-half-split rotary layout, as ours are."""
+"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with experts MixtralForCausalLM and with
+biases of q, k and v Qwen2ForCausalLM, under the names in published files (for experts, transformers has other names in
+memory). Its q and k rows are in the half-split rotary layout, as ours are."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ FIELDS = {
     "tie_output": ("tie_word_embeddings", False), "norm_eps": ("rms_norm_eps", 1e-6),
     "dropout": ("attention_dropout", 0.0),
 }  # fmt: skip
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None, "router_jitter_noise": 0.0}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+         "router_jitter_noise": 0.0}  # fmt: skip
 LACKING = {  # what a config.json means by a field that it lacks
-    "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
-                "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
+    "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
+                "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016,
+              "max_position_embeddings": 32_768},
 }  # fmt: skip
 SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}  # theirs → ours
 SCALING["original_max_position_embeddings"] = "original_seq_len"
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:
-    """Raises UserError naming the field of a feature that Gradus' Llama has not."""
+    """Raises UserError naming the field of a feature that Gradus' Llama does not have."""
     kind = hf.get("model_type", "llama")
     hf = {**LACKING.get(kind, {}), **hf}
     if kind == "qwen2" and not hf.get("use_sliding_window", False):
@@ -81,7 +83,9 @@ def config_to_hf(config: LlamaConfig) -> dict:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for theirs, ours in SCALING.items()}},
+        "rope_scaling": None if scaling is None else {
+            "rope_type": "llama3", **{theirs: getattr(scaling, ours) for theirs, ours in SCALING.items()}
+        },
         **only,
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
@@ -108,11 +112,16 @@ def rules(config: LlamaConfig) -> list[Rule]:
     else:
         parts["feedforward.router"] = "block_sparse_moe.gate"
     for i in range(config.n_layers):
-        table += [Rule(f"blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight") for ours, theirs in parts.items()]
+        table += [
+            Rule(f"blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight") for ours, theirs in parts.items()
+        ]
         if config.qkv_bias:
-            table += [Rule(f"blocks.{i}.attention.to_{x}.bias", f"model.layers.{i}.self_attn.{x}_proj.bias") for x in "qkv"]
+            table += [
+                Rule(f"blocks.{i}.attention.to_{x}.bias", f"model.layers.{i}.self_attn.{x}_proj.bias") for x in "qkv"
+            ]
         for n in range(config.n_experts or 0):
             for ours, theirs in experts.items():
-                ours, theirs = f"blocks.{i}.feedforward.experts.{ours}.weight", f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
+                ours = f"blocks.{i}.feedforward.experts.{ours}.weight"
+                theirs = f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
                 table.append(Rule(ours, theirs, transpose, transpose, index=n))
     return table

@@ -1,7 +1,8 @@
-"""The checkpoints of llama2.c, version 0 (`stories15M.bin` and the like): seven int32, then fp32 tensors in a fixed order.
+"""The checkpoints of llama2.c, version 0 (`stories15M.bin` and the like): seven int32, then fp32 tensors in a fixed
+order.
 
-The header is d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size, seq_len; a negative vocab_size says that the output
-projection is a matrix of its own. Rotary channels are interleaved, as in Meta's layout.
+The header is d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size, seq_len; a negative vocab_size says that the
+output projection is a matrix of its own. Rotary channels are interleaved, as in Meta's layout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HEADER = struct.Struct("<7i")
 
 
 def read(file: Path, weights_too: bool = True) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """(configuration, tensors under Hugging Face's names, memory-mapped). Raises UserError for any other or a cut file."""
+    """(configuration, tensors under Hugging Face's names, memory-mapped). Raises UserError for a file that is cut or
+    not of this format."""
     config, layout = _read_header(file)
     if not weights_too:
         return config, {}
@@ -54,18 +56,25 @@ def _read_header(file: Path) -> tuple[LlamaConfig, list[tuple[str | None, tuple[
     size = file.stat().st_size
     with open(file, "rb") as f:
         start = f.read(HEADER.size)
-    d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = HEADER.unpack(start) if len(start) == HEADER.size else (0,) * 7
+    numbers = HEADER.unpack(start) if len(start) == HEADER.size else (0,) * 7
+    d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
     positive = min(d_model, d_ff, n_layers, n_heads, n_kv_heads, abs(vocab_size), seq_len) > 0
-    if not positive or d_model % n_heads or n_heads % n_kv_heads or 4 * n_layers * d_model > size:  # the last: before listing billions of layers
+    # The last test comes before billions of layers are listed.
+    if not positive or d_model % n_heads or n_heads % n_kv_heads or 4 * n_layers * d_model > size:
         if start[:4] == b"24ka":  # "ak42", little-endian
             version = struct.unpack_from("<i", start, 4)[0]
-            raise UserError(f"{file}: version {version} of llama2.c's format; only 0 is read. Export it again with --version 0")
+            raise UserError(
+                f"{file}: version {version} of llama2.c's format; only 0 is read. Export it again with --version 0"
+            )
         if start[:2] in (b"PK", b"\x80\x02"):
-            raise UserError(f"{file}: a PyTorch file, which does not say what model it is. Give the folder that holds config.json too")
+            raise UserError(
+                f"{file}: a PyTorch file, which does not say what model it is. "
+                "Give the folder that holds config.json too"
+            )
         raise UserError(f"{file}: its first 28 bytes are not the header of a whole llama2.c checkpoint (version 0)")
     config = LlamaConfig(
-        vocab_size=abs(vocab_size), n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, d_ff=d_ff,
-        seq_len=seq_len, tie_output=vocab_size > 0,
+        vocab_size=abs(vocab_size), n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads,
+        d_ff=d_ff, seq_len=seq_len, tie_output=vocab_size > 0,
     )  # fmt: skip
     layout = _layout(config)
     expected = HEADER.size + 4 * sum(math.prod(shape) for _, shape in layout)
@@ -75,7 +84,8 @@ def _read_header(file: Path) -> tuple[LlamaConfig, list[tuple[str | None, tuple[
 
 
 def _layout(config: LlamaConfig) -> list[tuple[str | None, tuple[int, ...]]]:
-    """(Hugging Face's name, shape) in the order of the file; no name for the stored rotary tables, which are computed here."""
+    """(Hugging Face's name, shape) in the order of the file; the rotary tables have no name: the model computes its
+    own."""
     d, f, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
 
     def layers(name: str, *shape: int) -> list[tuple[str, tuple[int, ...]]]:

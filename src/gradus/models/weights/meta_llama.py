@@ -1,7 +1,9 @@
-"""Meta's own layout of Llama: params.json and consolidated.00.pth, consolidated.01.pth, ... (llama and llama-models repositories).
+"""Meta's own layout of Llama: params.json and consolidated.00.pth, consolidated.01.pth, ... (llama and llama-models
+repositories).
 
-Each shard holds one rank's part of every tensor-parallel matrix. Queries and keys rotate neighbouring channels (Su et al. 2021);
-ours, like Hugging Face's, rotate channel i with channel i + head_dim/2, so their rows are put in another order.
+Each shard holds one rank's part of every tensor-parallel matrix. Queries and keys rotate neighbouring channels (Su et
+al. 2021); ours, like Hugging Face's, rotate channel i with channel i + head_dim/2, so their rows are put in another
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from gradus.recipe.schema import LlamaConfig, RopeScaling
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Meta's name within a layer → (Hugging Face's, the dimension that is split over shards; None: every shard has the whole)
+# Meta's name within a layer → (Hugging Face's, the dimension that is split over shards;
+# None: every shard has the whole)
 LAYER = {
     "attention.wq.weight": ("self_attn.q_proj.weight", 0),
     "attention.wk.weight": ("self_attn.k_proj.weight", 0),
@@ -30,29 +33,34 @@ LAYER = {
     "ffn_norm.weight": ("post_attention_layernorm.weight", None),
 }
 TOP = {"norm.weight": ("model.norm.weight", None), "output.weight": ("lm_head.weight", 0)}
-PARAMS = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
-          "max_seq_len", "max_batch_size"}  # fmt: skip
+PARAMS = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
+          "rope_theta", "use_scaled_rope", "max_seq_len", "max_batch_size"}  # fmt: skip
 
 
 def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     """(configuration, tensors under Hugging Face's names). Shards are memory-mapped and merged one tensor at a time.
 
-    Raises UserError for parameters of a model that is not a plain Llama, and for shards that are missing, refused or do not fit.
+    Raises UserError for parameters of a model that is not a plain Llama, and for shards that are missing, refused or do
+    not fit.
     """
     params = read_json(folder / "params.json")
     for key in params:
         if key not in PARAMS:
-            raise UserError(f"{folder / 'params.json'}: {key} is not supported by family llama.{did_you_mean(key, PARAMS)}")
+            suggestion = did_you_mean(key, PARAMS)
+            raise UserError(f"{folder / 'params.json'}: {key} is not supported by family llama.{suggestion}")
     files = sorted(folder.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{folder}: params.json but no consolidated.*.pth beside it. Copy them here")
     absent = [name for name in (f"consolidated.{i:02}.pth" for i in range(len(files))) if not (folder / name).is_file()]
     if absent:
-        raise UserError(f"{folder}: {some(absent)} missing between {files[0].name} and {files[-1].name}. Copy all of its shards")
+        raise UserError(
+            f"{folder}: {some(absent)} missing between {files[0].name} and {files[-1].name}. Copy all of its shards"
+        )
     shards = [unpickle(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if shard.keys() != shards[0].keys():
-            raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {some(sorted(shard.keys() ^ shards[0].keys()))}")
+            differing = some(sorted(shard.keys() ^ shards[0].keys()))
+            raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {differing}")
     config = _config(params, shards, folder / "params.json")
     tensors = {}
     for name in shards[0]:
@@ -70,9 +78,9 @@ def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> Llama
         if key not in first:
             raise UserError(f"{where.parent}: no {key} in its shards; they are not a whole Llama")
     # One shard may carry the embedding twice (3.2 is tied); whether it does is nowhere else written.
-    output = first.get("output.weight")
-    tied = output is None or (output.shape == first["tok_embeddings.weight"].shape and torch.equal(output, first["tok_embeddings.weight"]))
-    rows = len(first["tok_embeddings.weight"]) if output is None else sum(len(shard["output.weight"]) for shard in shards)
+    embedding, output = first["tok_embeddings.weight"], first.get("output.weight")
+    tied = output is None or (output.shape == embedding.shape and torch.equal(output, embedding))
+    rows = len(embedding) if output is None else sum(len(shard["output.weight"]) for shard in shards)
     vocab_size = params.get("vocab_size", -1)
     scaled = params.get("use_scaled_rope", False)
     return LlamaConfig(
@@ -104,8 +112,10 @@ def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) ->
         theirs, dim = LAYER[layer[2]]
         theirs = f"model.layers.{layer[1]}.{theirs}"
     else:
-        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, parts and ['tok_embeddings.weight', *TOP, *LAYER])}")
-    heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}.get(layer[2]) if layer else None
+        known = parts and ["tok_embeddings.weight", *TOP, *LAYER]
+        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, known)}")
+    n_heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}
+    heads = n_heads.get(layer[2]) if layer else None
 
     def read() -> Tensor:
         import torch

@@ -1,8 +1,8 @@
-"""The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the paper's post-norm,
-PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding. Both have positions as all sin, then all cos; a model
-whose sin and cos alternate is written for them with the d_model features in that order, which computes the same: nothing but the
-positions depends on the order of features. What neither can express is saved with model_type gradus-seq2seq: our configuration, with
-tensors named as in those two."""
+"""The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the
+paper's post-norm, PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding. Both have
+positions as all sin, then all cos; a model whose sin and cos alternate is written for them with the d_model features in
+that order, which computes the same: nothing but the positions depends on the order of features. What neither can
+express is saved with model_type gradus-seq2seq: our configuration, with tensors named as in those two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_TYPES = ("marian", "pegasus", "gradus-seq2seq")
-# The table of positions; the output bias, which transformers writes as zeros where we have none; Pegasus' third embedding.
-IGNORABLE = ("encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight")
+# The table of positions; the output bias, which transformers writes as zeros where we have none; Pegasus' third
+# embedding.
+IGNORABLE = (
+    "encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight",
+)  # fmt: skip
 
 ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
@@ -34,10 +37,10 @@ FIELDS = {
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
-    """Raises UserError naming the field of a feature that Gradus' original Transformer has not.
+    """Raises UserError naming the field of a feature that Gradus' original Transformer does not have.
 
-    `dropout` is ours everywhere. Published Marian models were stored with lower attention_dropout and activation_dropout;
-    where they differ a warning says so, for it matters in training only.
+    Our dropout is theirs named `dropout`, everywhere. Published Marian models were stored with lower attention_dropout
+    and activation_dropout; where they differ, a warning says so, for it matters in training only.
     """
     kind = hf["model_type"]
     fields.architecture("seq2seq", hf, [ARCHITECTURES[kind]])
@@ -45,24 +48,32 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         return Seq2SeqConfig(**fields.from_ours(hf))
     activation = fields.one_of("seq2seq", "activation_function", hf.get("activation_function", "gelu"), ACTIVATIONS)
     if not hf.get("scale_embedding", False):
-        raise fields.unsupported("seq2seq", "scale_embedding", "false", ". It multiplies embeddings by the root of d_model.")
+        way_out = ". It multiplies embeddings by the root of d_model."
+        raise fields.unsupported("seq2seq", "scale_embedding", "false", way_out)
     for name in ("attention_heads", "ffn_dim"):
         encoder, decoder = hf[f"encoder_{name}"], hf[f"decoder_{name}"]
         if encoder != decoder:
-            raise fields.unsupported("seq2seq", f"decoder_{name}", decoder, f". It has the encoder's in both stacks: {encoder}.")
+            way_out = f". It has the encoder's in both stacks: {encoder}."
+            raise fields.unsupported("seq2seq", f"decoder_{name}", decoder, way_out)
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
         if hf.get(name):
             raise fields.unsupported("seq2seq", name, hf[name], ". Set it to 0 there.")
     tie = hf.get("tie_word_embeddings", True)
     share = tie if kind == "pegasus" else hf.get("share_encoder_decoder_embeddings", True)
     if share and not tie:
-        raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", ". With it false, transformers unties the shared embeddings too.")
+        way_out = ". With it false, transformers unties the shared embeddings too."
+        raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", way_out)
     dropout = hf.get("dropout", 0.1)
-    other = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout") if hf.get(name, 0.0) != dropout}
+    others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
+    other = {name: value for name, value in others.items() if value != dropout}
     if other:
         given = ", ".join(f"{name}={value}" for name, value in other.items())
-        warnings.warn(f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere", stacklevel=2)
-    same, n_decoder_layers, target_vocab_size = fields.read(hf, FIELDS), hf["decoder_layers"], hf.get("decoder_vocab_size")
+        warnings.warn(
+            f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere",
+            stacklevel=2,
+        )
+    same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
+    target_vocab_size = hf.get("decoder_vocab_size")
     return Seq2SeqConfig(
         **same,
         target_vocab_size=None if share or target_vocab_size == same["vocab_size"] else target_vocab_size,
@@ -126,8 +137,14 @@ def unknown_to_transformers(config: Seq2SeqConfig) -> str:
     if config.norm_first and config.target_vocab_size not in (None, config.vocab_size):
         return "pre-norm with two vocabularies; set model.norm_first=false"
     if config.norm_first:
-        return "pre-norm with only some of its embeddings shared; set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
-    return "source and target share an embedding that the output does not; set model.tie_output=true or model.share_embeddings=false"
+        return (
+            "pre-norm with only some of its embeddings shared; "
+            "set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
+        )
+    return (
+        "source and target share an embedding that the output does not; "
+        "set model.tie_output=true or model.share_embeddings=false"
+    )
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
@@ -147,7 +164,9 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
         Rule("head.weight", "lm_head.weight"),
     ]
     if config.output_bias:
-        table.append(Rule("head.bias", "final_logits_bias", lambda bias: bias.squeeze(0), lambda bias: bias.unsqueeze(0)))
+        table.append(
+            Rule("head.bias", "final_logits_bias", lambda bias: bias.squeeze(0), lambda bias: bias.unsqueeze(0))
+        )
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
         if config.norm_first:
             table += layer(f"{stack}.norm", f"model.{stack}.layer_norm")
@@ -173,7 +192,9 @@ def _axis(theirs: str) -> int | None:
 def _reordered(rule: Rule) -> Rule:
     """The rule for features stored as 0, 2, 4 ..., 1, 3, 5 ...; see the head of this file."""
     axis = _axis(rule.theirs)
-    return rule if axis is None else replace(rule, to_ours=partial(_interleaved, axis=axis), to_theirs=partial(_halves, axis=axis))
+    if axis is None:
+        return rule
+    return replace(rule, to_ours=partial(_interleaved, axis=axis), to_theirs=partial(_halves, axis=axis))
 
 
 def _halves(tensor: Tensor, axis: int) -> Tensor:
@@ -190,13 +211,15 @@ def _interleaved(tensor: Tensor, axis: int) -> Tensor:
 
 
 def upgrade(hf: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Alternating positions were gradus-seq2seq throughout once, with the features in our order."""
+    """Convert tensors of an earlier version, which wrote every model with alternating positions as gradus-seq2seq, with
+    the features in our order."""
     stored_so = hf["model_type"] != "gradus-seq2seq"
     return tensors if stored_so or not _reorders(config_from_hf(hf)) else _each(tensors, _halves)
 
 
 def adapt(stored: Seq2SeqConfig, config: Seq2SeqConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Both may compute the same and differ in the order of features that their `rules` expect, as where a tie is undone."""
+    """Reorder the features where the `rules` of the two configurations expect different orders, as where a tie is
+    undone."""
     if _reorders(stored) == _reorders(config):
         return tensors
     return _each(tensors, _halves if _reorders(config) else _interleaved)

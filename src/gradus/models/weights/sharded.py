@@ -1,5 +1,5 @@
-"""Weights that several processes wrote together: safetensors in which each process put its part of a tensor, with the place of
-that part in the whole, as torch.distributed.checkpoint's HuggingFaceStorageWriter writes them."""
+"""Weights that several processes wrote together: safetensors in which each process put its part of a tensor, with the
+place of that part in the whole, as torch.distributed.checkpoint's HuggingFaceStorageWriter writes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Chunked(Stored):
 
 
 def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
-    """The tensors of all these files, each put together from its parts when it is read. A file without places holds whole tensors.
+    """The tensors of all these files, each put together from its parts when it is read. A file without places holds
+    whole tensors.
 
     Raises UserError for a damaged file, and for a tensor of which a part is in none of them.
     """
@@ -58,16 +59,22 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
                 chunks.setdefault(name, []).append(Chunk(file, offset, shape))
                 types[name] = file.get_slice(name).get_dtype()
         except (SafetensorError, OSError, ValueError, KeyError) as e:
-            raise UserError(f"{path}: not a whole safetensors file ({e}). Copy the checkpoint again, or take another one") from None
+            raise UserError(
+                f"{path}: not a whole safetensors file ({e}). Copy the checkpoint again, or take another one"
+            ) from None
     tensors, torn = {}, []
     for name, parts in chunks.items():
-        shape = tuple(max(o + n for o, n in zip(ends, sizes)) for ends, sizes in zip(zip(*(c.offset for c in parts)), zip(*(c.shape for c in parts))))
+        offsets, shapes = zip(*(c.offset for c in parts)), zip(*(c.shape for c in parts))
+        shape = tuple(max(o + n for o, n in zip(starts, sizes)) for starts, sizes in zip(offsets, shapes))
         if sum(math.prod(c.shape) for c in parts) != math.prod(shape):
             torn.append(name)
         rectangle = partial(_rectangle, name, parts)
         tensors[name] = Chunked(shape, partial(rectangle, (0,) * len(shape), shape), rectangle, dtype=types[name])
     if torn:
-        raise UserError(f"{folder}: parts of {some(torn)} are missing. Copy the checkpoint again with all its files, or take another one")
+        raise UserError(
+            f"{folder}: parts of {some(torn)} are missing. "
+            "Copy the checkpoint again with all its files, or take another one"
+        )
     return tensors
 
 
@@ -100,12 +107,16 @@ def read(checkpoint: Path) -> dict[str, Chunked]:
     """
     files = sorted((checkpoint / FOLDER).glob("*.safetensors"))
     if not files:
-        raise UserError(f"{checkpoint / FOLDER}: no safetensors in it. Copy the checkpoint again with all its files, or take another one")
+        raise UserError(
+            f"{checkpoint / FOLDER}: no safetensors in it. "
+            "Copy the checkpoint again with all its files, or take another one"
+        )
     return read_files(files)
 
 
 def under_their_names(config: ModelConfig, ours: Mapping[str, Chunked]) -> dict[str, Stored]:
-    """The model's tensors (`model.<name>` of `read`) as Hugging Face calls and stores them, each made from ours when it is read."""
+    """The model's tensors (`model.<name>` of `read`) as Hugging Face names and stores them, each made from ours when it
+    is read."""
     import torch
 
     ours = {key.removeprefix("model."): stored for key, stored in ours.items() if key.startswith("model.")}
@@ -119,7 +130,8 @@ def under_their_names(config: ModelConfig, ours: Mapping[str, Chunked]) -> dict[
             shape = tuple(rule.to_theirs(*(torch.empty(part.shape, device="meta") for part in parts)).shape)
             theirs[rule.theirs] = Stored(shape, partial(_fused, rule.to_theirs, parts), dtype=parts[0].dtype)
     used = {name for name, _ in taken}
-    return theirs | {name: stored for name, stored in ours.items() if name not in used}  # which `match` then calls extra
+    unused = {name: stored for name, stored in ours.items() if name not in used}  # `match` then calls these extra
+    return theirs | unused
 
 
 def _indexed(stored: Chunked, index: int | None) -> Stored:

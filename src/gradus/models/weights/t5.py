@@ -9,7 +9,8 @@ MODEL_TYPES = ("t5",)
 # An early converter of checkpoints wrote a relative bias for the cross-attention, which has none.
 IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
-ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")  # the second is the first's former name
+# the second is the first's former name
+ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")
 FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
 FIELDS = {
     "vocab_size": ("vocab_size", 32128), "n_layers": ("num_layers", 6), "d_model": ("d_model", 512),
@@ -20,15 +21,17 @@ FIELDS = {
 
 
 def config_from_hf(hf: dict) -> T5Config:
-    """Raises UserError naming the field of a feature that Gradus' T5 has not.
+    """Raises UserError naming the field of a feature that Gradus' T5 does not have.
 
-    transformers 5 ties every T5 by its configuration and writes `scale_decoder_outputs=false` where it was read as untied; a
-    head of its own then still lies in the file. So that field, where it is there, says what `tie_word_embeddings` said before.
+    transformers 5 ties every T5 by its configuration and writes `scale_decoder_outputs=false` where it read an untied
+    one; a head of its own then still lies in the file. So that field, where it is there, says what
+    `tie_word_embeddings` said before.
     """
     fields.architecture("t5", hf, ARCHITECTURES)
     feedforward = fields.one_of("t5", "feed_forward_proj", hf.get("feed_forward_proj", "relu"), FEEDFORWARDS)
     if hf.get("decoder_start_token_id") not in (None, 0):
-        raise fields.unsupported("t5", "decoder_start_token_id", hf["decoder_start_token_id"], " (only 0, the padding, is)")
+        start = hf["decoder_start_token_id"]
+        raise fields.unsupported("t5", "decoder_start_token_id", start, " (only 0, the padding, is)")
     same, n_decoder_layers = fields.read(hf, FIELDS), hf.get("num_decoder_layers")
     return T5Config(
         **same,
@@ -54,11 +57,13 @@ def config_to_hf(config: T5Config) -> dict:
 
 
 def rules(config: T5Config) -> list[Rule]:
-    table = [Rule("embedding.weight", f"{name}.weight") for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+    embeddings = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
+    table = [Rule("embedding.weight", f"{name}.weight") for name in embeddings]
     table.append(Rule("head.weight", "lm_head.weight"))  # when tied: the same tensor as shared.weight, so written once
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         table += [
-            Rule(f"{stack}.relative_bias.table.weight", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+            Rule(f"{stack}.relative_bias.table.weight", bias),
             Rule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
         ]
         for i in range(n_layers):
@@ -68,7 +73,10 @@ def rules(config: T5Config) -> list[Rule]:
                 table += _attention(f"{ours}.cross", f"{theirs}.1", "EncDecAttention")
             last = f"{theirs}.{2 if stack == 'decoder' else 1}"
             parts = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if config.gated else {"up": "wi", "down": "wo"}
-            table += [Rule(f"{ours}.feedforward.{our}.weight", f"{last}.DenseReluDense.{their}.weight") for our, their in parts.items()]
+            table += [
+                Rule(f"{ours}.feedforward.{our}.weight", f"{last}.DenseReluDense.{their}.weight")
+                for our, their in parts.items()
+            ]
             table.append(Rule(f"{ours}.feedforward_norm.weight", f"{last}.layer_norm.weight"))
     return table
 

@@ -1,6 +1,7 @@
-"""ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel. With mean
-pooling it is the encoder of I-JEPA (Assran et al. 2023), which has no class token and averages the patches after the final norm:
-IJepaForImageClassification or IJepaModel. gradus-vit, our own configuration with ViT's names, is how mean pooling was once written."""
+"""ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel.
+With mean pooling it is the encoder of I-JEPA (Assran et al. 2023), which has no class token and averages the patches
+after the final norm: IJepaForImageClassification or IJepaModel. An earlier version wrote mean pooling as gradus-vit,
+our own configuration with ViT's names."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
 PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
-ARCHITECTURES = {"vit": ("ViTForImageClassification", "ViTModel"), "ijepa": ("IJepaForImageClassification", "IJepaModel")}
+ARCHITECTURES = {
+    "vit": ("ViTForImageClassification", "ViTModel"),
+    "ijepa": ("IJepaForImageClassification", "IJepaModel"),
+}
 FIELDS = {
     "n_layers": ("num_hidden_layers", NEEDED), "d_model": ("hidden_size", NEEDED),
     "n_heads": ("num_attention_heads", NEEDED), "d_ff": ("intermediate_size", NEEDED),
@@ -24,7 +28,7 @@ FIXED = {"hidden_act": "gelu", "qkv_bias": True, "attention_probs_dropout_prob":
 
 
 def config_from_hf(hf: dict) -> ViTConfig:
-    """Raises UserError naming the field of a feature that Gradus' ViT has not."""
+    """Raises UserError naming the field of a feature that Gradus' ViT does not have."""
     if hf["model_type"] == "gradus-vit":
         return ViTConfig(**fields.from_ours(hf))
     known = ARCHITECTURES[hf["model_type"]]
