@@ -263,7 +263,9 @@ def _place(model: Any) -> Place:
         return model.place
     if not isinstance(model, str | os.PathLike):
         what = type(model).__name__
-        raise UserError(f"a {what} is no model here. Give what gradus.api.load returned, a run, or the folder of one.")
+        raise UserError(
+            f"expected a model, got {what}. Give what gradus.api.load returned, a run, or the folder of one."
+        )
     return find(os.fspath(model))
 
 

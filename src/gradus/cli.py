@@ -95,7 +95,7 @@ def _running(verb: Verb) -> None:
         help="start N processes on this machine (others: torchrun, mpirun, srun)")
     add("--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
         help="of --processes: start again from the last checkpoint, up to K times")
-    add("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
     add = verb("new", new, "look at data of your own and write a recipe for them", recipe=False, words="").add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, "
@@ -238,7 +238,7 @@ def _measuring(verb: Verb) -> None:
         help="the recipe's batch for every process, not for all together; also to the end")
     add("--scale-lr", action="store_true",
         help="of --weak: the learning rate times the number of processes (the linear rule)")
-    add("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
     add = verb("env", env, "the machine as found, with a word on each figure", recipe=False).add_argument
     add("--json", action="store_true", help="as JSON")

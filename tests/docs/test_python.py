@@ -132,7 +132,7 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
         (lambda: api.plan("gpt2-smal"), "Did you mean gpt2-small?"),
         (lambda: api.load("./nowhere"), "nowhere: no such file or folder"),
         (lambda: api.Run("."), "no run here"),
-        (lambda: api.predict(3, "x"), "a int is no model here"),
+        (lambda: api.predict(3, "x"), "expected a model, got int"),
         (lambda: api.generate("./nowhere", temperature=-1), "temperature=-1"),
         (lambda: api.evaluate("copy-task"), "a recipe has no weights"),
     ],

@@ -121,17 +121,17 @@ def test_what_is_mapped(read, arguments, ours):
     [
         ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
         ({"zzzz": [1]}, "zzzz=[1]: not a name of TrainingArguments. See the names of transformers.TrainingArguments."),
-        ({"optim": "adafactor"}, "optim=adafactor: not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+        ({"optim": "adafactor"}, "optim=adafactor: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"optim": "adamw_torch_8bit"},
-         "optim=adamw_torch_8bit: not to be had here; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+         "optim=adamw_torch_8bit: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"lr_scheduler_type": "polynomial"},
-         "lr_scheduler_type=polynomial: not to be had here; the recipe's schedule stays. "
+         "lr_scheduler_type=polynomial: not available in Gradus; the recipe's schedule stays. "
          "There are constant, linear, cosine and noam (schedule.name)"),
         ({"warmup_ratio": 0.1}, "warmup_ratio=0.1: the number of steps depends on the data. Set schedule.warmup_steps, or max_steps"),
         ({"gradient_accumulation_steps": 4},
          "gradient_accumulation_steps=4: it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"),
         ({"report_to": "mlflow"},
-         "report_to=mlflow: not to be had here. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"),
+         "report_to=mlflow: not available in Gradus. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"),
         ({"eval_steps": 5}, "eval_steps=5.0: no effect without eval_strategy=steps. Set evaluate.every"),
         ({"push_to_hub": True}, "push_to_hub=true: nothing is uploaded"),
         ({"use_liger_kernel": True},

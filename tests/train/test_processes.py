@@ -257,7 +257,7 @@ def test_the_batch_of_each_device_is_stored_and_kept(tmp_path):
     found = {(r["name"], r["step"]): r["value"] for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if r.get("step")}
     assert found["train/samples", 3] == 48
     ((code, said),) = on_the_command_line(World(), [*again, "--json_file", str(file)])
-    assert code == 0 and "per_device_train_batch_size=4: a run that goes on keeps its batch" in said, said
+    assert code == 0 and "per_device_train_batch_size=4: a resumed run keeps its batch" in said, said
     for n, words, given in ((1, [], str(file)), (4, [], str(file)), (8, ["layout.shard=1"], None)):
         recipe, notes = resolve.load(str(folder), words, resolve.Given(given, World(size=n, local_size=n), resuming=True))
         assert (recipe.batch.samples, recipe.layout.micro_batch) == (16, min(4, 16 // n))

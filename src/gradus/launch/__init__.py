@@ -55,7 +55,7 @@ def json_file(p: ArgumentParser) -> None:
 def train_options(p: ArgumentParser) -> None:
     """Options of `gradus train` that its other forms have too."""
     json_file(p)
-    p.add_argument("--force", action="store_true", help="go on where the plan says that it will not fit into memory")
+    p.add_argument("--force", action="store_true", help="start even if the plan says that the run will not fit")
 
 
 def train_words(

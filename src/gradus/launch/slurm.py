@@ -332,7 +332,9 @@ def _call(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
-        raise UserError(f"no {command[0]} here: this machine knows no Slurm. Ask where there is one.") from None
+        raise UserError(
+            f"no {command[0]} here: Slurm is not installed on this machine. Ask on a login node of the cluster."
+        ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
     if done.returncode:

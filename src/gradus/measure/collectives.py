@@ -294,7 +294,7 @@ def run(
     """Measures between `processes` processes. They are started here (2 by default), unless a launcher (torchrun,
     mpirun, srun) has started this one; then they are its, and every one but the first gets None.
 
-    Raises UserError when the backend is not to be had here, when processes contradicts the launcher, or when there is
+    Raises UserError when the backend is not available here, when processes contradicts the launcher, or when there is
     only one process.
     """
     if backend not in BACKENDS:
@@ -486,7 +486,7 @@ def _main() -> None:
     """A worker that mpirun has started: sizes, seconds, file."""
     world = worlds.find()
     if world.launcher == "none":
-        raise UserError(f"mpirun told this process neither rank nor size. {MPI_HELP}")
+        raise UserError(f"mpirun did not set the rank or the number of processes. {MPI_HELP}")
     rows = _take_part("mpi", parse_sizes(sys.argv[1]), float(sys.argv[2]), world)
     if rows is not None:
         _write(Path(sys.argv[3]), rows)

@@ -441,7 +441,7 @@ def table(all_found: list[Found]) -> Iterator[str]:
         for name, (n, t, b) in f.collectives().items()
     ]
     if calls:
-        yield "\ncollectives of a step, profiled apart: ms from their begin to their end, the wait for others included;"
+        yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"
         yield "some may lie behind computing:"
         yield from columns(("processes", "collective", "calls", "ms", "sent"), calls)
     if len(all_found) > 1 and facts["device"] == "cpu":

@@ -228,7 +228,7 @@ def _on_one_node(point: Point) -> bool:
 def remarks(points: list[Point], results: list[Result] = ()) -> list[str]:
     """What a reader of the table must know of how the points were read, and whose parameters were taken."""
     n = sum(map(_on_one_node, points))
-    text = "points of bloom time are read as 512 samples a step, not 2,048 as published: their own TFLOP/s and seconds say so; else off fourfold"
+    text = "points of bloom time are read as 512 samples a step, not the published 2,048: their own TFLOP/s and seconds imply 512"
     notes = Counter(note for r in results for note in (r.case.note, *_foreign(r.case)) if note)
     return ([f"note: {n} {text}"] if n else []) + [f"note: {count} points: {note}" for note, count in notes.most_common()]
 

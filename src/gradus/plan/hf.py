@@ -429,7 +429,7 @@ def recipe_for(
         wanted = tokens or how.tokens
         if wanted is None and how.steps is None:
             wanted = 20 * active(config, total)
-            notes.append(f"{wanted:.3g} tokens, 20 a parameter that a token meets (Hoffmann et al. 2022): how many were trained on is not published")
+            notes.append(f"{wanted:.3g} tokens, 20 per active parameter (Hoffmann et al. 2022): how many were trained on is not published")
         if wanted is not None:
             a_step = first.batch.tokens or first.batch.samples * tokens_a_sample(first)
             raw["train"]["steps"] = math.ceil(wanted / a_step)

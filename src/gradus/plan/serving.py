@@ -16,7 +16,7 @@ from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-RULE = 'S3: M = P · 4 bytes / (32 / Q) · 1.2, "an overhead of 20 %"'
+RULE = 'rule of thumb: M = P · 4 bytes / (32 / Q) · 1.2, "an overhead of 20 %"'
 POPE = "Pope et al. 2022, section 2 and appendix A.1"
 ENCODERS = ("bert", "vit")
 

@@ -221,7 +221,7 @@ class Arguments:
             return
         self.ours["layout.micro_batch"] = batch
         if self.resuming:
-            self.note(names[0], batch, "a run that goes on keeps its batch; so many at a time (layout.micro_batch)")
+            self.note(names[0], batch, "a resumed run keeps its batch; this sets layout.micro_batch")
             return
         samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
         of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}"
@@ -235,7 +235,7 @@ class Arguments:
             self.ours["optimizer.name"] = "sgd" if optim == "sgd" else "adamw"
         elif optim is not None:
             text = "the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"
-            self.note("optim", optim, f"not to be had here; {text}")
+            self.note("optim", optim, f"not available in Gradus; {text}")
         if (one, two) != (None, None):
             self.ours["optimizer.betas"] = [0.9 if one is None else one, 0.999 if two is None else two]
         for key, name in (("optimizer.betas", "adam_beta1, adam_beta2"), ("optimizer.eps", "adam_epsilon")):
@@ -260,7 +260,7 @@ class Arguments:
             self.ours["schedule.name"] = "constant"
         elif name is not None:
             text = "the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)"
-            self.note("lr_scheduler_type", name, f"not to be had here; {text}")
+            self.note("lr_scheduler_type", name, f"not available in Gradus; {text}")
         if steps and ratio and steps >= 1:
             self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
         if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
@@ -334,7 +334,7 @@ class Arguments:
         known = "There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"
         for other in listed:
             if other not in ("tensorboard", "wandb"):
-                self.note("report_to", other, f"not to be had here. {known}")
+                self.note("report_to", other, f"not available in Gradus. {known}")
 
     def data(self) -> None:
         of_workers = {"dataloader_prefetch_factor": "prefetch", "dataloader_persistent_workers": "persistent"}
