@@ -1,4 +1,4 @@
-"""Twenty processes killed at random instants: every run ends as the one that nobody disturbed. (Two hundred: benchmarks/kills.py.)"""
+"""Ten processes killed at random instants: every run ends as the one that nobody disturbed. (Two hundred: benchmarks/kills.py.)"""
 
 # ruff: noqa: E402
 
@@ -14,11 +14,11 @@ import kills as bench
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path):
+def test_ten_kills(tmp_path):
     said: list[str] = []
-    fine = bench.kills(20, 2, folder=tmp_path, seed=1, say=said.append)
-    assert fine == 20, "\n".join(said)
-    assert said[-1].startswith("20 of 20 runs ended with bitwise the weights")
+    fine = bench.kills(10, 2, folder=tmp_path, seed=1, say=said.append)
+    assert fine == 10, "\n".join(said)
+    assert said[-1].startswith("10 of 10 runs ended with bitwise the weights")
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def _ring_alone(world, length: int) -> tuple[list[int], int]:
     prepared(context, {"ids": torch.zeros(1, length, dtype=torch.long), "segments": torch.zeros(1, length, dtype=torch.long)})
     q, k, v = (torch.randn(1, 1, length // world.size, 4, requires_grad=True) for _ in range(3))
     blocks = []
-    for name in ("_forward_chunk", "_backward_chunk"):
+    for name in ("forward_chunk", "backward_chunk"):
         whole = getattr(contexts, name)
 
         def counted(*args, whole=whole):

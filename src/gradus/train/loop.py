@@ -63,10 +63,11 @@ class Trainer(Stepper):
             self.hooks.append(LocalSync(self.parallel.local_updates, self.last_step))
 
     def run(self) -> Progress:
-        """Train to the last step. Raises Stopped after a signal, UserError on a loss that is not finite."""
+        """Train to the last step. Raises Stopped after a signal that `signals` has noted, UserError on a loss that is
+        not finite."""
         p = self.progress
         self.start_step = p.step
-        with contextlib.closing(self.loader), self.signals.noted():
+        with contextlib.closing(self.loader):
             for hook in self.hooks:
                 hook.start(self)
             while p.step < self.last_step:

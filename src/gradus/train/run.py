@@ -111,10 +111,11 @@ def train(
                 print(where, flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
-        opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
-        trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
         with _full_memory_told(trainer, derived["micro_batch"]):
-            trainer.run()
+            with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
+                opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
+                trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
+                trainer.run()
             return Outcome(folder, finish(trainer, evaluation, derived), trainer)
 
 
