@@ -122,7 +122,7 @@ def sbatch_reads(line: str) -> str:
 
 
 @few
-@given(recipe=file_names, overrides=words, name=text.filter(bool))
+@given(recipe=file_names, overrides=words, name=text.filter(str.strip))
 @example(recipe="$(touch canary).yaml", overrides=[], name="a\\'b")
 def test_the_batch_script(recipe, overrides, name):
     with tempfile.TemporaryDirectory() as there:

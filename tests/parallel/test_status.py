@@ -312,7 +312,8 @@ def test_without_a_parent_the_others_name_the_rank_that_died(tmp_path, who):
 def test_without_a_parent_all_end_with_the_code_of_the_rank_that_failed(tmp_path):
     """srun and mpirun give one code for all: that of a fault of the machine must be known by it."""
     processes, errors = _alone(tmp_path, "1", "raise")
-    assert [p.returncode for p in processes] == [74, 1, 74], errors  # Python's own end, in this stand-in, is 1
-    assert "Traceback" in errors[1] and errors[1].endswith("ConnectionResetError: [Errno 104] Connection reset by peer\n")
+    # Python's own end, in this stand-in, is 1, or an abort where a thread of gloo's is still at work
+    assert [p.returncode for p in processes] in ([74, 1, 74], [74, -6, 74]), errors
+    assert "Traceback" in errors[1] and "ConnectionResetError: [Errno 104] Connection reset by peer\n" in errors[1]
     said = [error for error in (errors[0], errors[2]) if error]
     assert len(said) == 1 and re.match(rf"error: rank 1 on {HOST} ended with exit code 74 at step 3 while forward and backward", said[0]), errors
