@@ -209,6 +209,7 @@ def test_the_plan_traces_it(folder):
     ]
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_same_curve(folder):
     layouts = {
         "shard": ["layout.shard=2"], "tensor": ["layout.tensor=2"], "pipeline": ["layout.pipeline=2"],

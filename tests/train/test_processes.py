@@ -242,6 +242,7 @@ def on_the_command_line(world, *commands: list[str]) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_batch_of_each_device_is_stored_and_kept(tmp_path):
     """TrainingArguments on two processes; the run goes on with one and with four, with the file and without it."""
     file, folder = tmp_path / "args.json", tmp_path / "run"

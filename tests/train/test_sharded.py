@@ -366,6 +366,7 @@ def _full(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_live_model_is_written_as_a_gathered_one_would_be(tmp_path):
     distributed.run(4, exports, str(tmp_path))
     for family in ("gpt", "llama", "t5"):
