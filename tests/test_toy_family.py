@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.errors import UserError
 from gradus.layers import Block, GatedFeedForward
+from gradus.layers.init import Draw, normal, ones
 from gradus.models import Family, Stack
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
@@ -86,9 +88,10 @@ class Conv(nn.Module):
         self.blocks = nn.ModuleList(ConvBlock(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.05)
+            yield p, normal(0.05) if p.dim() > 1 else ones
 
     def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         if segments is not None:

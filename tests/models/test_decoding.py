@@ -24,7 +24,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7]]
 SOURCES = [[3, 2, 3, 8], [4, 6, 2, 6, 4, 3, 3], [8]]
 
 
-def wild(config, seed: int = 1) -> nn.Module:
+def wild(config, seed: int = 29) -> nn.Module:
     """A model whose greedy text is no mere repetition, so that what it says depends on all that was read."""
     torch.manual_seed(seed)
     model = models.build(config).eval()
@@ -200,7 +200,7 @@ def test_gpt_greedy_is_hugging_faces():
 
 def test_t5_greedy_is_hugging_faces():
     transformers = pytest.importorskip("transformers")
-    ours = wild(CONFIGS["t5"], seed=8)
+    ours = wild(CONFIGS["t5"], seed=22)
     config = transformers.T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
         relative_attention_max_distance=12, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,

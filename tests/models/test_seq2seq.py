@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gradus.errors import UserError
-from gradus.models import build, config_of, convert, count, load, load_weights, save, weights
+from gradus.models import build, config_of, convert, count, deferred, load, save
 from gradus.models.weights import seq2seq
 from gradus.models.weights.seq2seq import config_from_hf, model_type
 from gradus.recipe.schema import Seq2SeqConfig
@@ -187,8 +187,7 @@ def test_a_tie_undone_at_loading_changes_nothing(halves, tmp_path):
     expected = ours(source, target, source_keep=keep)
     assert torch.equal(untied(source, target, source_keep=keep), expected)
     save(untied, tmp_path / "untied")
-    again = build(ours.config)
-    load_weights(again, tmp_path / "untied", strict=False)
+    again = load(tmp_path / "untied", tie_output=True, strict=False)
     assert torch.equal(again(source, target, source_keep=keep), expected)
 
 
@@ -355,12 +354,7 @@ def test_meta_device_allocates_nothing_and_draws_afresh():
     assert all(p.is_meta for p in model.parameters())
     ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
     assert model(ids, ids).shape == (2, 5, 40)  # the positions follow the model to the device of its input, and back below
-    weights.materialise(model, torch.float32)
-    torch.manual_seed(3)
-    model.reset_parameters()
-    torch.manual_seed(3)
-    other = build(config)
-    other.load_state_dict(model.state_dict())
+    model, other = deferred(config, seed=3).on("cpu"), build(config, seed=3)
     source, target, keep = batch()
     assert torch.equal(model(source, target, source_keep=keep), other(source, target, source_keep=keep))
     assert model.head.weight is model.source_embedding.tokens.weight

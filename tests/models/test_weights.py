@@ -179,7 +179,7 @@ def test_transformers_reads_our_shards(tmp_path):
     assert index["metadata"]["total_size"] == 4 * models.count(LLAMA)["total"]
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.randint(31, (2, 9))
-    torch.testing.assert_close(model(ids), theirs(ids).logits)
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
     again = models.load(tmp_path)
     assert torch.equal(again(ids), model(ids))
 
@@ -214,7 +214,7 @@ def test_dtype(tmp_path):
 
 
 def test_load_holds_one_copy(tmp_path):
-    """Allocated at the peak: the model and no more than its largest tensor, besides the memory-mapped files."""
+    """Allocated at the peak: the model and no more than its largest tensor, besides one memory-mapped file at a time."""
     config = LLAMA.model_copy(update={"n_layers": 8, "d_model": 64, "d_ff": 256, "n_kv_heads": 4})
     models.save(random_model(config), tmp_path, max_shard_bytes=200_000)
     models.load(tmp_path)  # imports and first-time allocations
@@ -226,8 +226,8 @@ def test_load_holds_one_copy(tmp_path):
         held += event.nbytes()
         peak = max(peak, held)
     sizes = [p.numel() * 4 for p in model.parameters()]
-    mapped = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert sum(sizes) <= peak - mapped <= sum(sizes) + max(sizes)
+    mapped = max(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert sum(sizes) <= peak <= sum(sizes) + max(sizes) + mapped
 
 
 # ---------------------------------------------------------------- tied tensors

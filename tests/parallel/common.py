@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gradus import models
+from gradus.models.values import Deferred
+from gradus.models.weights import Stored
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 from gradus.tasks.base import summed_cross_entropy
 
@@ -21,13 +23,18 @@ CONFIGS = {
 }
 
 
-def build(family: str, **changes) -> nn.Module:
-    """The same weights on every process. (ViT's classifier starts at 0; here it is drawn, so that gradients reach the blocks.)"""
-    torch.manual_seed(1)
-    model = models.build(CONFIGS[family].model_copy(update=changes))
+def deferred(family: str, **changes) -> Deferred:
+    """The same weights on every process, before they have memory. (ViT's classifier starts at 0; here it is drawn, so that gradients reach the
+    blocks.)"""
+    start = models.deferred(CONFIGS[family].model_copy(update=changes), seed=1)
     if family == "vit":
-        nn.init.normal_(model.head.weight, std=0.02)
-    return model
+        head = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)) * 0.02
+        start.values["head.weight"] = Stored((5, 32), lambda: head)
+    return start
+
+
+def build(family: str, **changes) -> nn.Module:
+    return deferred(family, **changes).on("cpu")
 
 
 def batch(family: str, step: int, rows: int = 8) -> dict:

@@ -27,7 +27,8 @@ reference = functools.cache(common.reference)
 def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 20, autocast: bool = False) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, through the engine that the trainer uses."""
     mesh = Mesh.make(Layout(**layout), world)
-    parallel = apply(common.build(family), Layout(**layout), mesh)
+    start = common.deferred(family)
+    parallel = apply(start.model, Layout(**layout), mesh, device=torch.device("cpu"), values=start.values)
     trained = [p for _, p in parallel.trained()]
     optimizer = torch.optim.AdamW(trained, lr=1e-3) if trained else None
     n, place = mesh.size(*DATA), mesh.rank(*DATA)

@@ -133,7 +133,7 @@ def test_several_processes_stop_at_the_signal_that_they_agreed_on():
 @pytest.fixture
 def trainer(tmp_path) -> Trainer:
     session = open_session(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}"]))
-    return Trainer(session, session.lay_out(session.build()), tmp_path / "run")
+    return Trainer(session, session.lay_out(), tmp_path / "run")
 
 
 class Kept(Hook):
@@ -211,7 +211,7 @@ def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
     overrides = [*TINY, "layout.local_sgd={every: 2}", "train.checkpoint_every=4", "evaluate.every=4", f"log.dir={folder}"]
     session = open_session(recipes.load("copy-task", overrides), None, world)
     counted = TrafficCount()
-    trainer = Trainer(session, session.lay_out(session.build()), Path(folder), [counted])
+    trainer = Trainer(session, session.lay_out(), Path(folder), [counted])
     tokens, sent = [], []
     assert isinstance(trainer.hooks[-1], LocalSync)
     for _, step in zip(range(3), trainer.loader.steps(0)):

@@ -141,7 +141,7 @@ def counted(world, folder: str, layouts: list[list[str]]) -> list[list[list[floa
         found.append([])
         for make in (int, torch.tensor):
             session = open_session(recipes.load("shakespeare-char-gpt", layout), world=world)
-            trainer = Trainer(session, session.lay_out(session.build()), Path(folder) / "run")
+            trainer = Trainer(session, session.lay_out(), Path(folder) / "run")
             steps = [step.micro_batches for _, step in zip(range(3), trainer.loader.steps(0))]
             counts = [{kind: make(n) for kind, n in trainer.totals(step).counts.items()} for step in steps]
             found[-1].append([x.item() for step, n in zip(steps, counts) for x in trainer.step(step, n)])

@@ -353,12 +353,12 @@ def exports(world, folder: str) -> None:
         mine = {name: p for i, (name, p) in enumerate(named) if i * world.size // len(named) == world.rank}
         if family == "gpt" and world.rank == world.size - 1:
             mine["head.weight"] = model.head.weight
-        sharded.export(mine, model.config, Path(folder, f"{family}-stages"))
+        sharded.export(mine, model.config, Path(folder, f"{family}-stages"), group=dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
             patch.setattr("safetensors.torch.save_file", _full)
         with pytest.raises(EnvironmentFault, match="the disk is full"):
-            sharded.export(mine, model.config, Path(folder, "full"))
+            sharded.export(mine, model.config, Path(folder, "full"), group=dist.group.WORLD)
     assert not Path(folder, "full").exists()
 
 

@@ -4,7 +4,6 @@ from gradus.layers.attention import Attention
 from gradus.layers.block import Block
 from gradus.layers.cache import Cache, LayerCache, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
-from gradus.layers.init import truncated_normal_
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
@@ -24,5 +23,5 @@ __all__ = [
     "MixtureOfExperts", "Patches",
     "apply_rotary", "attention_mask", "chunked", "decoder_inputs", "extract", "get_activation", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
-    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "truncated_normal_",
+    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
 ]  # fmt: skip

@@ -75,7 +75,7 @@ def _stages(parallel: Parallel) -> str:
 
 
 def _tree(parallel: Parallel) -> Iterator[str]:
-    root = parallel.pipeline.model if parallel.pipeline else parallel.bare
+    root = parallel.part
     rows = list(_rows(root, parallel))
     names = max(len(left) for left, *rest in rows if rest)
     widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in (1, 2)]
@@ -138,7 +138,7 @@ def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
 
 
 def _totals(parallel: Parallel, config: ModelConfig) -> Iterator[str]:
-    here = [_local(p) for p in (parallel.pipeline.model if parallel.pipeline else parallel.bare).parameters()]
+    here = [_local(p) for p in parallel.part.parameters()]
     whole, elements = models.count(config)["total"], sum(p.numel() for p in here)
     for label, count in (("parameters of the whole", whole), ("on this process", elements)):
         yield f"{label:24} {count:>17,}  {count * here[0].dtype.itemsize:>19,} bytes"

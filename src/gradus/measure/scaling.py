@@ -148,7 +148,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     """Steps of the recipe's training, in one of `here.size` processes that all call this. Collective. Writes
     nothing."""
     session = open_session(recipe, None, here)
-    parallel, traffic = session.lay_out(session.build()), TrafficCount()
+    parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
     every = meeting(recipe.layout)
     source = endless(trainer)

@@ -23,29 +23,42 @@ if TYPE_CHECKING:  # a configuration is read without torch
     import torch
     from torch import nn
 
+    from gradus.models.values import Deferred
+
 __all__ = [
-    "Family", "Stack", "build", "config_of", "convert", "count", "families", "load", "load_weights", "locate",
+    "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
+    "load_weights", "locate",
     "lookup", "register", "save", "to_config_json", "weights",
 ]  # fmt: skip
 
 
-def build(config: schema.ModelConfig, device: str | torch.device = "cpu") -> nn.Module:
-    """Build a model with the initialisation of its paper, drawn from torch's global generator. On "meta" nothing is
-    allocated.
+def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: int | None = None) -> nn.Module:
+    """Build a model with the initialisation of its paper, drawn from `seed` (None: one from torch's global generator).
+    On "meta" nothing is allocated.
 
     Raises UserError where the configuration is not complete, e.g. without vocab_size; TypeError where the family's
     description is not.
     """
     import torch
 
+    if str(device) != "meta":
+        return deferred(config, seed).on(device)
     family = lookup(config.family)
     if config.reads == "text" and config.vocab_size is None:
         raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
-    with torch.device(device):
+    with torch.device("meta"):
         model = family.model(config)
     if lacks := list(family.lacks(model)):
         raise TypeError(f"family {family.name}: {'; '.join(lacks)}")
     return model
+
+
+def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
+    """The same before it has memory. Errors as in `build`."""
+    from gradus.models.values import Deferred, drawn
+
+    model = build(config, "meta")
+    return Deferred(model, drawn(model, seed))
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:
@@ -118,8 +131,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
             if (checkpoint / "config.json").is_file():
                 return checkpoint
         raise UserError(
-            f"{path}: a run without a checkpoint yet. "
-            "Let it reach one (train.checkpoint_every), or give another folder"
+            f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
         )
     holds = weights.some(sorted(p.name for p in path.iterdir())) or "nothing"
     raise UserError(
@@ -256,32 +268,47 @@ def load(
     """
     import torch
 
-    path = locate(name_or_path)
-    stored, tensors = _open(path, weights_too=True)
-    config = _override(stored, overrides, "load")
-    tensors = weights.adapted(stored, config, tensors)
-    model = build(config, device="meta")
-    found, report = weights.match(model, tensors, strict, path)
+    loaded = load_deferred(name_or_path, strict=strict, **overrides)
     if dtype == "auto":
-        dtype = next((tensors[name].read().dtype for name in found), None)
+        known = (name for name in loaded.values if name not in loaded.report.new)
+        dtype = next((loaded.values[name].read().dtype for name in known), None)
     elif isinstance(dtype, str):
         names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
         if dtype not in names:
             raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*names, 'auto'])}")
         dtype = getattr(torch, dtype)
-    dtype = dtype or torch.float32
-    # Only what the file does not fill needs an initialisation.
-    model = build(config).to(dtype) if report.new else weights.materialise(model, dtype)
-    weights.fill(model, found, tensors, path)
-    model.load_report = report
-    return model
+    loaded.model.to(dtype or torch.float32)
+    return loaded.on("cpu")
 
 
-def load_weights(model: nn.Module, name_or_path: str | Path, strict: bool = True) -> weights.LoadReport:
-    """Copy weights into a model that is there already (any device and dtype). Errors as in `load`."""
+def load_deferred(
+    name_or_path: str | Path, *, strict: bool = True, seed: int | None = None, **overrides: Any
+) -> Deferred:
+    """As `load`, before the model has memory. seed: of what is freshly initialised, as in `build`."""
+    from gradus.models.values import Deferred, drawn
+
     path = locate(name_or_path)
     stored, tensors = _open(path, weights_too=True)
-    return weights.from_hf(model, weights.adapted(stored, model.config, tensors), strict, path)
+    config = _override(stored, overrides, "load")
+    tensors = weights.adapted(stored, config, tensors)
+    model = build(config, "meta")
+    found, report = weights.match(model, tensors, strict, path)
+    values = weights.ours(model, found, tensors, path)
+    if report.new:
+        values = drawn(model, seed) | values
+    return Deferred(model, values, report)
+
+
+def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadReport:
+    """Copy weights into a model that is there already (any device and dtype), every tensor. Errors as in `load`."""
+    from gradus.models.values import fill
+
+    path = locate(name_or_path)
+    stored, tensors = _open(path, weights_too=True)
+    tensors = weights.adapted(stored, model.config, tensors)
+    found, report = weights.match(model, tensors, True, path)
+    fill(dict(model.named_parameters()), weights.ours(model, found, tensors, path))
+    return report
 
 
 def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> None:

@@ -3,11 +3,14 @@ second sentence follows the first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward, truncated_normal_
+from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward
+from gradus.layers.init import Draw, ones, truncated_normal, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import bert as weights
 from gradus.recipe.schema import BertConfig
@@ -79,18 +82,17 @@ class Bert(nn.Module):
             self.next_sentence = nn.Linear(config.d_model, 2)
         if config.head == "classification":
             self.classifier = nn.Linear(config.d_model, config.n_classes)
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices and embeddings from a normal of 0.02 cut off at two standard deviations, biases 0 (BERT's published
         code)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                truncated_normal_(module.weight, 0.02)
+                yield module.weight, truncated_normal(0.02)
             if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
+                yield module.weight, ones
             if isinstance(getattr(module, "bias", None), nn.Parameter):
-                nn.init.zeros_(module.bias)
+                yield module.bias, zeros
 
     def hidden(self, ids: Tensor, *, token_types: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """The last hidden states: (batch, seq, d_model).

@@ -36,6 +36,7 @@ class Stack:
 class Family:
     """A family of models, described. Raises TypeError that names everything that is missing.
 
+    model      model.initialisation() yields each parameter and its start (layers.init); of several the last counts.
     attention  causal: a decoder, which continues texts: model.hidden(ids); model.new_cache if it keeps keys and values.
                both: an encoder: model.hidden(ids), of images model.features(images).
                cross: an encoder-decoder: model.encode(source, keep), model.decode(target, memory, keep).
@@ -65,7 +66,8 @@ class Family:
         if self.attention not in methods:
             raise TypeError(f"family {self.name}: attention={self.attention}: it is causal, both or cross")
         rules = ("MODEL_TYPES", "config_from_hf", "config_to_hf", "rules")
-        lacks = [f"{self.model.__name__}.{name}()" for name in methods[self.attention] if not hasattr(self.model, name)]
+        asked = ["initialisation", *methods[self.attention]]
+        lacks = [f"{self.model.__name__}.{name}()" for name in asked if not hasattr(self.model, name)]
         lacks += [f"weights.{name}" for name in rules if not hasattr(self.weights, name)]
         if lacks or not self.stacks:
             raise TypeError(f"family {self.name} lacks {', '.join(lacks) or 'stacks'}")
@@ -92,6 +94,9 @@ class Family:
         left = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(named)]
         if left:
             yield f"stacks: {', '.join(left)} in none: name them in before, norm, heads or beside"
+        started = {id(p) for p, _ in model.initialisation()}
+        if left := [name for name, p in model.named_parameters() if id(p) not in started]:
+            yield f"initialisation: nothing for {', '.join(left)}"
 
 
 _known: dict[str, Family] = {}  # registered, or looked up before

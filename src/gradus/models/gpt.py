@@ -4,9 +4,12 @@ built: all attention is dense."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts, decoder_inputs
+from gradus.layers.init import Draw, normal, ones, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import gpt as weights
 from gradus.recipe.schema import GPTConfig
@@ -51,21 +54,20 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_output:
             self.head.weight = self.token_embedding.weight
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Normal of 0.02, and 0.02 / sqrt(2 n_layers) for the projections that end in the residual stream, of which
         there are two a layer (Radford et al. 2019, section 2.3); biases 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
-                nn.init.normal_(module.weight, std=0.02)
+                yield module.weight, normal(0.02)
             if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
+                yield module.weight, ones
             if isinstance(getattr(module, "bias", None), nn.Parameter):
-                nn.init.zeros_(module.bias)
+                yield module.bias, zeros
         for block in self.blocks:
             for projection in (block.attention.to_out, getattr(block.feedforward, "experts", block.feedforward).down):
-                nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
+                yield projection.weight, normal(0.02 / (2 * self.config.n_layers) ** 0.5)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` tokens a row."""

@@ -5,6 +5,8 @@ section 2.2.1)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from gradus.layers import (
@@ -17,6 +19,7 @@ from gradus.layers import (
     decoder_inputs,
     rotary_table,
 )
+from gradus.layers.init import Draw, normal, ones, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import llama as weights
 from gradus.recipe.schema import LlamaConfig
@@ -60,17 +63,16 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_output:
             self.head.weight = self.token_embedding.weight
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Every matrix from a normal of 0.02, biases 0, norms 1. (The papers do not say; this is Hugging Face's.)"""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
-                nn.init.normal_(module.weight, std=0.02)
+                yield module.weight, normal(0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+                yield module.bias, zeros
             if isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
+                yield module.weight, ones
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` tokens a row."""

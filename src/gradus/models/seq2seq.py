@@ -17,12 +17,14 @@ PyTorch's Linear.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, sinusoidal
+from gradus.layers.init import Draw, ones, xavier_uniform, zeros
 from gradus.models import family
 from gradus.models.weights import seq2seq as weights
 from gradus.recipe.schema import Seq2SeqConfig
@@ -126,18 +128,18 @@ class Seq2Seq(nn.Module):
         self.head = nn.Linear(config.d_model, target_vocab_size, bias=config.output_bias)
         if config.tie_output:
             self.head.weight = self.target_embedding.tokens.weight
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices uniform as of Glorot & Bengio 2010, equation 16 (each of q, k, v by itself); biases 0; norms 1 and
         0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.xavier_uniform_(module.weight)
+                yield module.weight, xavier_uniform
             if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+                yield module.bias, zeros
             if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+                yield module.weight, ones
+                yield module.bias, zeros
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` target tokens a row, and of the memory once it is seen.

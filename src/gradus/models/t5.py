@@ -4,17 +4,20 @@ blocks of a stack. v1.0: ReLU and a head tied to the embeddings; v1.1: gated GEL
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, Cache, FeedForward, GatedFeedForward, LayerCache, relative_buckets
+from gradus.layers.init import Draw, normal, ones
 from gradus.models import family
 from gradus.models.weights import t5 as weights
 from gradus.recipe.schema import T5Config
 
 
 def attention(config: T5Config) -> Attention:
-    """No biases and no division by the root of the head size: the initialisation has it (see `T5.reset_parameters`)."""
+    """No biases and no division by the root of the head size: the initialisation has it (see `T5.initialisation`)."""
     return Attention(
         config.d_model, config.n_heads, head_dim=config.d_head, bias=False, dropout=config.dropout, scale=1.0
     )
@@ -96,24 +99,23 @@ class T5(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_output:
             self.head.weight = self.embedding.weight
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Normal, with the deviations of the paper's code (Mesh TensorFlow): embeddings 1; matrices and an untied head
         fan-in^-0.5, but queries (d_model d_head)^-0.5, as their scores are not scaled; the relative bias
         d_model^-0.5."""
         c = self.config
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
+                yield module.weight, ones
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                yield module.weight, normal(module.in_features**-0.5)
             if isinstance(module, RelativeBias):
-                nn.init.normal_(module.table.weight, std=c.d_model**-0.5)
+                yield module.table.weight, normal(c.d_model**-0.5)
         for module in self.modules():
             if isinstance(module, Attention):
-                nn.init.normal_(module.to_q.weight, std=(c.d_model * c.d_head) ** -0.5)
-        nn.init.normal_(self.embedding.weight)  # after the head: a tied head is the embedding
+                yield module.to_q.weight, normal((c.d_model * c.d_head) ** -0.5)
+        yield self.embedding.weight, normal()  # after the head: a tied head is the embedding
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` target tokens a row, and of the memory once it is seen."""

@@ -10,10 +10,13 @@ added.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, FeedForward, Patches, truncated_normal_
+from gradus.layers import Attention, Block, FeedForward, Patches
+from gradus.layers.init import Draw, ones, truncated_normal, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import vit as weights
 from gradus.recipe.schema import ViTConfig
@@ -50,22 +53,22 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.n_layers))
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.head = nn.Linear(config.d_model, config.n_classes) if config.n_classes else None
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the
         classifier 0 (the classifier as in section 3.2), so that the first scores are all equal."""
         for module in self.modules():
             if isinstance(module, nn.Linear | Patches):
-                truncated_normal_(module.weight, 0.02)
-                nn.init.zeros_(module.bias)
+                yield module.weight, truncated_normal(0.02)
+                yield module.bias, zeros
             if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-        truncated_normal_(self.positions, 0.02)
+                yield module.weight, ones
+                yield module.bias, zeros
+        yield self.positions, truncated_normal(0.02)
         if self.class_token is not None:
-            nn.init.zeros_(self.class_token)
+            yield self.class_token, zeros
         if self.head is not None:
-            nn.init.zeros_(self.head.weight)
+            yield self.head.weight, zeros
 
     def features(self, images: Tensor) -> Tensor:
         """images (batch, n_channels, image_size, image_size) -> states after the final norm (batch, n_tokens, d_model);

@@ -1,5 +1,5 @@
 """Speed and memory techniques, one function each, applied from outside in one order: attention kernel and context →
-experts → tensor → pipeline → checkpointing → compile → shard or replicate.
+experts → tensor → pipeline → checkpointing → compile → shard → memory and values → replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gradus.errors import UserError
 from gradus.layers import Attention, Block, get_kernel
+from gradus.models.values import Values, materialise
 from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
@@ -27,14 +28,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Parallel:
-    """Apply the whole layout, in order. `model` is on its device; it is changed in place. Collective.
+def apply(
+    model: nn.Module, layout: Layout, mesh: Mesh | None = None, *,
+    device: torch.device | None = None, values: Values | None = None,
+) -> Parallel:  # fmt: skip
+    """Apply the whole layout, in order, to `model`, which is changed in place. Collective.
 
-    Without a mesh: one process. Raises AssertionError where model and layout do not fit together; `parallel.check`
-    reports that before.
+    A model on the meta device is given memory on `device`, for this process's part alone, and that part of `values`
+    (None: whatever lies there). Without a mesh: one process. Raises AssertionError where model and layout do not fit
+    together; `parallel.check` reports that before.
     """
     assert not (reasons := list(fits(model.config, layout))), reasons
     mesh = mesh or Mesh.single()
+    device = device or next(model.parameters()).device
     p = Parallel(model, layout, mesh)
     use_kernel(model, layout.attention, layout.chunk)
     if mesh.size("context") > 1:
@@ -54,13 +60,16 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh | None = None) -> Paralle
     if mesh.size("pipeline") > 1:
         from gradus.parallel.pipeline import Pipeline
 
-        p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, next(model.parameters()).device)
+        p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, device)
         model = p.pipeline.model
     use_checkpointing(model, layout.checkpointing)
-    use_compile(model, layout.compile, in_turn=p.pipeline is None)
+    use_compile(model, layout.compile, device, in_turn=p.pipeline is None)
     if mesh.size("shard") > 1:
         use_shard(p, model)
-    elif p.several or layout.replicate == "data_parallel":
+    if next(model.parameters()).is_meta:
+        place = "cpu" if layout.offload else device
+        materialise(model, place, values, *(p.pipeline.views if p.pipeline else ()))
+    if mesh.size("shard") == 1 and (p.several or layout.replicate == "data_parallel"):
         use_replicas(p, model)
     if layout.shard_optimizer and mesh.size("replicate") > 1:
         from gradus.parallel.shard import OptimizerShards
@@ -159,14 +168,14 @@ def _checkpointed(forward, context: dict):
     return recomputing
 
 
-def use_compile(model: nn.Module, mode: str, in_turn: bool = True) -> None:
+def use_compile(model: nn.Module, mode: str, device: torch.device, in_turn: bool = True) -> None:
     """Compile every block, in place: one graph serves all blocks of a kind, and heads and losses stay eager.
 
     in_turn: a micro-batch's backward pass comes before the next one's forward pass (not so in a pipeline).
     """
     if mode == "none":
         return
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = device.type == "cpu"
     if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
         raise UserError(
             f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gradus import models
+from gradus.models import weights
+from gradus.models.values import materialise
 from gradus.parallel import world as worlds
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.replicate import LocalUpdates, Replicas, sum_in_buckets
-from gradus.recipe.schema import Layout
+from gradus.recipe.schema import Layout, ModelConfig
 
 
 @dataclasses.dataclass
@@ -53,6 +56,11 @@ class Parallel:
     @property
     def model(self) -> nn.Module:
         return self.replicas.model
+
+    @property
+    def part(self) -> nn.Module:
+        """The model, or of a pipeline this process's part of it, under the whole model's names."""
+        return self.pipeline.model if self.pipeline else self.bare
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +121,7 @@ class Parallel:
         if self.mesh.size("tensor") > 1 and not self.summed_by_engine:
             from gradus.parallel.tensor import sum_partial_gradients
 
-            sum_partial_gradients(self.pipeline.model if self.pipeline else self.bare)
+            sum_partial_gradients(self.part)
         for own in self.local_parameters:
             own.local.grad = _local_gradient(own.parameter)
         with_grad = [h for h in self.local_parameters if h.local.grad is not None]
@@ -166,21 +174,16 @@ class Parallel:
     def local_parameters(self) -> list[LocalParameter]:
         """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not
         before."""
-        named = self.pipeline.model.named_parameters() if self.pipeline else self.bare.named_parameters()
-        return [self._local(name, p) for name, p in named if p.requires_grad]
+        return [self._local(name, p) for name, p in self.part.named_parameters() if p.requires_grad]
 
     def _local(self, name: str, p: nn.Parameter) -> LocalParameter:
         local, cut = p, ()
         if isinstance(p, DTensor):
             local = nn.Parameter(p.to_local().detach())
             placed = zip(p.device_mesh.mesh_dim_names, p.placements)
-            split = [
-                name for name, placement in placed if not placement.is_replicate() and not placement.is_partial()
-            ]
+            split = [name for name, placement in placed if not placement.is_replicate() and not placement.is_partial()]
             cut = tuple(
-                axis
-                for axis in AXES
-                if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1
+                axis for axis in AXES if any(axis in name.split("_") for name in split) and self.mesh.sizes[axis] > 1
             )
         unsummed = [a for a in (*DATA, "context") if self.mesh.sizes[a] > 1 and a not in self.summed_by_engine]
         if self.is_expert(p):
@@ -208,11 +211,8 @@ class Parallel:
         if plain:
             yield self.bare
             return
-        from gradus import models
-
-        device = self.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            replica = models.build(self.bare.config).to(device, self.local_parameters[0].local.dtype)
+        replica = models.build(self.bare.config, "meta").to(self.local_parameters[0].local.dtype)
+        materialise(replica, self.device, None)
         full = dict(replica.named_parameters())
         with torch.no_grad():
             for name, tensor in self.full_tensors(list(full)):
@@ -220,26 +220,12 @@ class Parallel:
         yield replica.train(self.bare.training)
 
     def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every parameter of the whole model, gathered one at a time. Collective.
+        """(name, whole tensor) of parameters of the whole model, gathered one at a time. Collective.
 
-        names: of the whole model's parameters, in an order that all processes share.
+        names: as the whole model names them first, in an order that all processes share.
         """
-        mine = dict((self.pipeline.model if self.pipeline else self.bare).named_parameters(remove_duplicate=False))
-        group = self.mesh.group("pipeline")
-        for name in names:
-            p = mine.get(name)
-            tensor = p.full_tensor().detach() if isinstance(p, DTensor) else None if p is None else p.detach()
-            if group is not None:  # the first of the stages that have it sends it to the others
-                have: list[Any] = [None] * dist.get_world_size(group)
-                shape_and_dtype = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-                dist.all_gather_object(have, shape_and_dtype, group=group)
-                giver = next(i for i, h in enumerate(have) if h is not None)
-                if tensor is None:
-                    shape, dtype = have[giver]
-                    tensor = torch.empty(shape, dtype=dtype, device=next(iter(mine.values())).device)
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, group=group, group_src=giver)
-            yield name, tensor
+        mine = dict(self.part.named_parameters(remove_duplicate=False))
+        return gathered(mine, self.bare.config, names, self.mesh.group("pipeline"))
 
     # ------------------------------------------------------------ between processes
 
@@ -280,6 +266,32 @@ class Parallel:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), self.around():
             (loss_of(self.model, batch) * 0.0).backward()
         self.zero_grad()
+
+
+@torch.no_grad()
+def gathered(
+    parameters: Mapping[str, Tensor], config: ModelConfig, names: Iterable[str], group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of parameters of a model of this configuration, one at a time. Collective.
+
+    parameters: what this process has, DTensors of which all processes of a mesh have a part, or whole ones.
+    group: the processes that have different parameters; None: all have all.
+    """
+    model = models.build(config, "meta")
+    called, shapes = weights.first_names(model), {name: p.shape for name, p in model.named_parameters()}
+    mine = {called[name]: p for name, p in parameters.items()}
+    holders = worlds.gathered(set(mine), group) if group else [set(mine)]
+    for name in names:
+        has = [name in there for there in holders]
+        tensor, like = mine.get(name), next(iter(mine.values()))
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not all(has):  # the first that has it sends it to the others
+            if tensor is None:
+                tensor = torch.empty(shapes[name], dtype=like.dtype, device=like.device)
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=group, group_src=has.index(True))
+        yield name, tensor.detach()
 
 
 def _local_gradient(p: nn.Parameter) -> Tensor | None:

@@ -237,7 +237,7 @@ class Cutter:
                 _set(view, path, _clone(view.get_submodule(path)))
         return view
 
-    def prune(self, model: nn.Module, own: set[int]) -> None:
+    def prune(self, model: nn.Module, own: set[int], device: torch.device) -> None:
         """Remove, in place, what these blocks do not need. An embedding whose weight is needed for another purpose
         stays, unused: it keeps the weight's name."""
         needed, held = self.parts(own), self.held(model, own)
@@ -252,7 +252,7 @@ class Cutter:
                     continue
                 if isinstance(part, nn.Parameter):
                     delattr(model, name)
-                    placeholder = torch.zeros(1, 1, self.d_model, device=part.device, dtype=part.dtype)
+                    placeholder = torch.zeros(1, 1, self.d_model, device=device, dtype=part.dtype)
                     model.register_buffer(name, placeholder, persistent=False)
                 elif name in stack.beside:
                     _set(model, name, _Skip())
@@ -357,6 +357,7 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device):
+        # the device that the model will be on
         assert layout.pipeline == dist.get_world_size(group), f"{dist.get_world_size(group)} processes"
         assert not (reasons := list(problems(model.config, layout))), reasons
         self.model, self.group, self.layout, self.device = model, group, layout, torch.device(device)
@@ -385,11 +386,12 @@ class Pipeline:
         self.stages: dict[int, Stage] = {}
         for s in mine:
             slot: dict[str, Tensor] = {}
-            cutter.prune(views[s], own[s])
+            cutter.prune(views[s], own[s], device)
             cutter.connect(views[s], self.bounds[s], self.bounds[s + 1], blocks, slot)
             self.stages[s] = Stage(self, s, self.bounds[s], self.bounds[s + 1], views[s], slot)
         if len(mine) > 1:
-            cutter.prune(model, set().union(*(own[s] for s in mine)))
+            cutter.prune(model, set().union(*(own[s] for s in mine)), device)
+        self.views = list(views.values())
         names = {name for name, _ in model.named_parameters()}
         assert names == set().union(*(held[s] for s in mine)), "a part keeps the whole model's names"
 

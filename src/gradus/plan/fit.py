@@ -140,7 +140,7 @@ def parse_size(text: str, key: str = "--memory") -> int:
 
 def step_of(session: Session, folder: Path) -> tuple[Trainer, list[dict[str, Any]]]:
     """(a trainer, this rank's micro-batches of the first epoch's largest step)."""
-    trainer = Trainer(session, session.lay_out(session.build()), folder)
+    trainer = Trainer(session, session.lay_out(), folder)
     return trainer, batches.micro_batches(session.recipe, session.mesh.world.size, task=session.task)
 
 

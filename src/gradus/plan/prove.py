@@ -677,7 +677,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def state_bytes(trainer: Trainer) -> dict[str, int]:
     """What this process holds between two steps."""
-    part = trainer.parallel.pipeline.model if trainer.parallel.pipeline else trainer.parallel.bare
+    part = trainer.parallel.part
     state = [] if trainer.optimizer is None else [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {"weights": sum(_storages([*part.parameters(), *part.buffers()]).values()), "optimizer": sum(_storages(state).values())}
 

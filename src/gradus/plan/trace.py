@@ -753,7 +753,7 @@ def _counts(batches: list[dict]) -> dict[str, int]:
 
 def _tensors(parallel: Parallel) -> Iterator[Tensor]:
     """The plain tensors behind all parameters and buffers that this process holds."""
-    model = parallel.pipeline.model if parallel.pipeline else parallel.bare
+    model = parallel.part
     for p in itertools.chain(model.parameters(), model.buffers()):
         yield p.to_local() if isinstance(p, DTensor) else p
     for h in parallel.local_parameters:

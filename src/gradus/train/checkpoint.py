@@ -224,7 +224,8 @@ class Checkpoints:
             from gradus.train import sharded
 
             parameters = {h.name: h.parameter for h in parallel.local_parameters}
-            sharded.export(parameters, parallel.bare.config, target, tokenizers, fill_more=note)
+            group = parallel.mesh.group("pipeline")
+            sharded.export(parameters, parallel.bare.config, target, tokenizers, group, note)
             if not parallel.mesh.world.first:
                 return
         else:

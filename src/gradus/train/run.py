@@ -94,14 +94,14 @@ def train(
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
-        model = session.build()
+        new = session.deferred(values=start.checkpoint is None)
         _write_folder(folder, session, start, extended is not None)
         if world.first:
             plan.begin(folder)
-            _print_model(session, model, resume is None)
+            _print_model(session, new.report, resume is None)
         per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
         status.at("the laying out of the model")
-        trainer = Trainer(session, session.lay_out(model), folder)
+        trainer = Trainer(session, session.lay_out(new), folder)
         trainer.at = status.at
         if resume:
             status.at("the loading of a checkpoint")
@@ -176,10 +176,10 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         ) from None
 
 
-def _print_model(session: Session, model: torch.nn.Module, new: bool) -> None:
+def _print_model(session: Session, report: LoadReport | None, new: bool) -> None:
     """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
-    if hasattr(model, "load_report"):
-        print(weights_line(session.recipe, model.load_report), flush=True)
+    if report:
+        print(weights_line(session.recipe, report), flush=True)
     if new and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:")
         print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)

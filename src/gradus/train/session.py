@@ -12,6 +12,7 @@ from torch import nn
 from gradus import models, tasks
 from gradus.data.loader import Loader
 from gradus.errors import UserError, did_you_mean
+from gradus.models.values import Deferred
 from gradus.parallel import check
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
@@ -34,26 +35,34 @@ class Session:
     precision: Precision
     mesh: Mesh
 
-    def build(self) -> nn.Module:
-        """The model: the paper's initialisation drawn from the recipe's seed, or `model.init`'s weights; on its device,
-        not yet changed by the layout."""
-        torch.manual_seed(self.recipe.train.seed)
-        config = self.recipe.model
-        if config.init is None:
-            model = models.build(config)
+    def deferred(self, values: bool = True) -> Deferred:
+        """The model before it has memory, with the values it starts from: the paper's initialisation drawn from the
+        recipe's seed, or `model.init`'s weights. values=False: none, since a checkpoint's will be read."""
+        config, seed = self.recipe.model, self.recipe.train.seed
+        if not values:
+            start = Deferred(models.build(config, "meta"), None)
+        elif config.init is None:
+            start = models.deferred(config, seed)
         else:
             fields = {k: v for k, v in config.model_dump().items() if k not in ("family", "preset", "init")}
-            model = models.load(config.init, strict=False, **fields)
-        model.config = model.config.named(getattr(self.recipe.task, "classes", None))
-        return self.precision.cast(model).to(self.device)
+            start = models.load_deferred(config.init, strict=False, seed=seed, **fields)
+        start.model.config = start.model.config.named(getattr(self.recipe.task, "classes", None))
+        self.precision.cast(start.model)
+        return start
 
-    def lay_out(self, model: nn.Module) -> Parallel:
-        """The built model with the layout applied, ready to be trained. Collective.
+    def build(self) -> nn.Module:
+        """The whole model with its values on this process's device, not changed by the layout."""
+        torch.manual_seed(self.recipe.train.seed)  # for dropout
+        return self.deferred().on(self.device)
+
+    def lay_out(self, start: Deferred | None = None) -> Parallel:
+        """The model, this process's part of it, with the layout applied, ready to be trained. Collective.
 
         Dropout is drawn from the recipe's seed where this process is the only one or the first; processes that split
         the matrix products of the same samples draw alike, others differ.
         """
-        parallel = apply(model, self.recipe.layout, self.mesh)
+        start = start or self.deferred()
+        parallel = apply(start.model, self.recipe.layout, self.mesh, device=self.device, values=start.values)
         place = self.mesh.rank("pipeline", "replicate", "expert", "shard", "context")
         torch.manual_seed(self.recipe.train.seed + 1_000_003 * place)
         parallel.bare.train()
@@ -71,9 +80,7 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     with worlds.one_first(world):  # caches of tokens are made once a host
         task = tasks.open_task(recipe, tokenizers)
     if recipe.evaluate.test and "test" not in task.splits:
-        raise UserError(
-            "evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false."
-        )
+        raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
     best, known = recipe.evaluate.best, [f"valid/{metric}" for metric in task.units]
     if best is not None and best not in known:
         raise UserError(f"evaluate.best={best}: no such metric here.{did_you_mean(best, known)}")

@@ -12,16 +12,13 @@ checkpoints of one process too (train.checkpoint).
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -33,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from gradus import files, models, tasks
 from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, not_written
 from gradus.models import weights
+from gradus.models.values import fill, place
 from gradus.models.weights import Stored, checksums
 from gradus.models.weights import sharded as stored_sharded
 from gradus.parallel import world as worlds
+from gradus.parallel.engine import gathered
 from gradus.recipe.schema import ModelConfig
-from gradus.torch_private import local_shape_and_offset
 
 # ---------------------------------------------------------------- names and parts
 
@@ -50,11 +48,7 @@ def stored_names(config: ModelConfig) -> dict[str, str]:
     stored once."""
     described = config.model_dump_json()
     if described not in _NAMES:
-        tensors = models.build(config, device="meta").state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            first.setdefault(id(tensor), name)
-        _NAMES[described] = {name: first[id(tensor)] for name, tensor in tensors.items()}
+        _NAMES[described] = weights.first_names(models.build(config, "meta"))
     return _NAMES[described]
 
 
@@ -71,21 +65,6 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of this process's part in the whole."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
-    assert not any(p.is_partial() for p in tensor.placements), "a sum that is not complete is no state"
-    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset), tuple(shape)
-
-
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part, in its own memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # ---------------------------------------------------------------- between processes
@@ -196,9 +175,7 @@ class Pending:
             there = stored_sharded.read(self.aside)
         except UserError:  # a part is missing in the middle, or all
             there = {}
-        torn = [
-            name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)
-        ]
+        torn = [name for name, about in written.items() if name not in there or there[name].shape != tuple(about.size)]
         if torn:
             raise UserError(
                 f"{self.target.parent}: parts of {weights.some(torn)} did not arrive: "
@@ -273,7 +250,7 @@ def _training(checkpoint: Path, config: ModelConfig) -> dict[str, Stored]:
     names = stored_names(config)
     if not file.is_file():
         return {}
-    return {_key(key, names): stored for key, stored in stored_sharded.read_files([file]).items()}
+    return {_key(key, names): stored for key, stored in weights.read_files([file]).items()}
 
 
 def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
@@ -281,31 +258,9 @@ def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     theirs = weights.read_tensors(folder)
     model = models.build(config, device="meta")
     found, _ = weights.match(model, theirs, True, folder)
-    names, shapes = stored_names(config), {name: tuple(p.shape) for name, p in model.state_dict().items()}
-
-    @functools.lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
-    def split(name: str) -> tuple[Tensor, ...]:
-        parts = found[name].to_ours(theirs[name].read())
-        return parts if isinstance(parts, tuple) else (parts,)
-
-    sources: dict[str, dict[int | None, Callable[[], Tensor]]] = {}
-    for name, rule in found.items():
-        for i, our in enumerate(rule.names):
-            sources.setdefault(names[our], {})[rule.index] = lambda name=name, i=i: split(name)[i]
-    return {f"model.{name}": Stored(shapes[name], partial(_joined, parts)) for name, parts in sources.items()}
+    return {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, folder).items()}
 
 
-def _joined(parts: dict[int | None, Callable[[], Tensor]]) -> Tensor:
-    return parts[None]() if None in parts else torch.stack([parts[i]() for i in sorted(parts)])
-
-
-def _part(stored: Stored, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    if isinstance(stored, stored_sharded.Chunked):
-        return stored.part(offset, shape)
-    return stored.read()[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
-
-
-@torch.no_grad()
 def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors in place from a checkpoint that any number of processes wrote in any layout; each process reads its
     own part.
@@ -320,15 +275,16 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
             f"{checkpoint}: {weights.some(missing)} not in it. "
             "It is of another model or optimizer: resume with the recipe that wrote it."
         )
+    values = {key: stored[_key(key, names)] for key in tensors}
     for key, tensor in tensors.items():
-        source = stored[_key(key, names)]
+        source = values[key]
         if key.startswith("model."):
             weights.refuse_integers(key, source, checkpoint)
         if source.shape != tuple(tensor.shape):
             raise UserError(
                 f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model."
             )
-        _local(tensor).copy_(_part(source, *_place(tensor)))
+    fill(tensors, values)
 
 
 def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -351,7 +307,7 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
                     f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: "
                     "it is of another model."
                 )
-            found[f"{kind}.{name}"] = _part(source, *_place(parameter)) if source.shape else source.read()
+            found[f"{kind}.{name}"] = source.part(*place(parameter)) if source.shape else source.read()
     return found
 
 
@@ -363,13 +319,15 @@ def export(
     group: dist.ProcessGroup | None = None, fill_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:  # fmt: skip
     """Make the folder `target` with config.json, model.safetensors, the tokenizers and what fill_more(folder) adds,
-    from the parts that the processes hold.
+    from the parts that the processes hold, one parameter at a time.
 
-    parameters: what this process has, by its name in the whole model. One parameter at a time is put together, and goes
-    to the first process's host. Collective on the group (None: all; its backend must take tensors on the host).
-    Raises UserError on every process where the first cannot write. A folder that is there already is whole and stays.
+    parameters, group: as `parallel.engine.gathered` takes them. Collective. Raises UserError on every process where the
+    first cannot write. A folder that is there already is whole and stays.
     """
-    parts, error = _gathered(parameters, config, group), None
+    names = stored_names(config)
+    # in the order in which the rules of the family ask for them
+    order = dict.fromkeys(names[our] for rule in weights.rules_of(config.family).rules(config) for our in rule.names)
+    parts, error = gathered(parameters, config, order, group), None
 
     def fill(aside: Path) -> None:
         dtype = next(iter(parameters.values())).dtype
@@ -377,49 +335,14 @@ def export(
         tasks.save_tokenizers(aside, tokenizers)
         fill_more(aside)
 
-    if _first(group):
+    if _first(None):
         try:
             checksums.write_aside(target, fill)
         except UserError as e:
             error = e
     for _ in parts:  # the other processes send theirs, whether the first still wants them or not
         pass
-    _agree(error, group)
-
-
-def _order(config: ModelConfig) -> list[str]:
-    """Parameters in the order in which the rules of the family ask for them."""
-    names = stored_names(config)
-    rules = weights.rules_of(config.family).rules(config)
-    return list(dict.fromkeys(names[our] for rule in rules for our in rule.names))
-
-
-@torch.no_grad()
-def _gathered(
-    parameters: Mapping[str, Tensor], config: ModelConfig, group: dist.ProcessGroup | None
-) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, whole tensor on the host of the first process, else None), one at a time. Collective."""
-    names, order = stored_names(config), _order(config)
-    mine = {names[name]: p for name, p in parameters.items()}
-    shapes = {name: p.shape for name, p in models.build(config, device="meta").named_parameters()}
-    several = dist.is_initialized()
-    rank = dist.get_rank(group) if several else 0
-    none = dist.get_world_size(group) if several else 1
-    owner = torch.tensor([rank if name in mine else none for name in order])
-    if several:
-        dist.all_reduce(owner, dist.ReduceOp.MIN, group=group)
-    absent = [name for name, at in zip(order, owner.tolist()) if at == none]
-    assert not absent, f"no process has {absent}"
-    for name, at in zip(order, owner.tolist()):
-        tensor = mine.get(name)
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if rank == at and rank != 0:
-            dist.send(tensor.detach().contiguous().cpu(), group_dst=0, group=group)
-        elif rank == 0 and rank != at:
-            tensor = torch.empty(shapes[name], dtype=next(iter(mine.values())).dtype)
-            dist.recv(tensor, group_src=at, group=group)
-        yield name, tensor.detach().cpu() if rank == 0 else None
+    _agree(error, None)
 
 
 def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -432,6 +355,7 @@ def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterato
     held: dict[str, Tensor] = {}
     for i, (keys, rule) in enumerate(rules.items()):
         while not all(name in held for name, _ in keys):
-            held.update([next(parts)])
+            name, tensor = next(parts)
+            held[name] = tensor.cpu()
         yield rule.theirs, rule.to_theirs(*(rule.part(held[name]) for name, _ in keys))
         held = {name: tensor for name, tensor in held.items() if last[name] > i}

@@ -21,6 +21,7 @@ Files are written aside and renamed, config.json last: a folder without config.j
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
@@ -36,13 +37,14 @@ from gradus import files, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.models.family import rules_of
 from gradus.models.weights import checksums
+from gradus.models.weights.stored import Stored, read_files
 from gradus.recipe.schema import MODELS
 
 if TYPE_CHECKING:  # a configuration is read without torch
-    import torch
     from torch import Tensor, nn
 
     from gradus.recipe.schema import ModelConfig
+
 
 def identity(tensor: Tensor) -> Tensor:
     return tensor
@@ -80,15 +82,6 @@ class Rule:
 def layer(ours: str, theirs: str) -> list[Rule]:
     """Weight and bias of a layer."""
     return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its shape and type are known, its values are read when `read` is called."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    dtype: str = field(default="float32", kw_only=True)  # as safetensors or PyTorch call it
 
 
 @dataclass
@@ -189,17 +182,7 @@ def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]
 
 def _read_file(file: Path) -> dict[str, Stored]:
     if file.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            handle = safe_open(file, framework="pt")
-            heads = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (no mapping)
-            return {
-                name: Stored(tuple(head.get_shape()), partial(handle.get_tensor, name), dtype=head.get_dtype())
-                for name, head in heads.items()
-            }  # fmt: skip
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{file}: not a whole safetensors file ({e}). Copy or download it again") from None
+        return read_files([file])
     state = unpickle(file)
     return {
         name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype))
@@ -268,25 +251,15 @@ def read_json(file: Path) -> dict:
 # ---------------------------------------------------------------- theirs → ours
 
 
-def from_hf(
-    model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool = True, where: object = "weights"
-) -> LoadReport:
-    """Copy tensors under Hugging Face's names into a built model.
+def match(
+    model: nn.Module, tensors: Mapping[str, Stored], strict: bool, where: object
+) -> tuple[dict[str, Rule], LoadReport]:
+    """Find the rule for each tensor from names, shapes and types alone (the model may be on the meta device).
 
     strict: every tensor of the model must be there, and no others. Otherwise the report says which were not.
     Raises UserError that names the missing, extra and misshapen tensors (misshapen ones always, except those of a head
     when not strict).
     """
-    found, report = match(model, tensors, strict, where)
-    fill(model, found, tensors, where)
-    return report
-
-
-def match(
-    model: nn.Module, tensors: Mapping[str, Tensor | Stored], strict: bool, where: object
-) -> tuple[dict[str, Rule], LoadReport]:
-    """Find the rule for each tensor from names, shapes and types alone (the model may be on the meta device). Raises
-    as `from_hf`."""
     import torch
 
     table = rules_of(model.config.family)
@@ -330,12 +303,10 @@ def match(
         faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
         problems = [f"{what} {some(names)}" for what, names in faults if names]
         hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
-        way_out = "" if hopeless else (
-            ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
-        )
+        way_out = ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
         raise UserError(
             f"{where}: not the {model.config.family} that its configuration describes: "
-            f"{'; '.join(problems)}{way_out}"
+            f"{'; '.join(problems)}{'' if hopeless else way_out}"
         )
     if not found:
         holds = some(list(tensors)) or "nothing"
@@ -361,42 +332,52 @@ def in_head(ours: str) -> bool:
     return ours.split(".")[0] in ("head", "classifier")
 
 
-def fill(model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Tensor | Stored], where: object) -> None:
-    """Copy the tensors that `match` found, one at a time and in the order of the file."""
-    import torch
-
-    ours = model.state_dict(keep_vars=True)
-    filled: dict[tuple[int, int | None], str] = {}
-    with torch.no_grad():
-        for name, rule in found.items():
-            tensor = tensors[name]
-            parts = rule.to_ours(tensor.read() if isinstance(tensor, Stored) else tensor)
-            for our, part in zip(rule.names, parts if isinstance(parts, tuple) else (parts,), strict=True):
-                target, key = rule.part(ours[our]), rule.key(ours[our])
-                if key not in filled:
-                    target.copy_(part)
-                    filled[key] = name
-                elif not torch.equal(target, part.to(target)):
-                    raise UserError(
-                        f"{where}: {name} and {filled[key]} differ, but the model ties them. "
-                        "Load with tie_output=False"
-                    )
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter → its first: a tied one has several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.state_dict(keep_vars=True).items()}
 
 
-def materialise(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give a model on the meta device memory of its own, without values. Tied tensors stay tied (Module.to_empty
-    unties them)."""
-    import torch
-    from torch import nn
+def ours(
+    model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Stored], where: object
+) -> dict[str, Stored]:
+    """The model's parameters by name (a tied one by its first) that `match` found whole, each made from theirs when it
+    is read. Reading raises UserError where tied tensors differ."""
+    mine, first = model.state_dict(keep_vars=True), first_names(model)
 
-    assert not any(True for _ in model.buffers()), "a buffer would be left without values: compute it in forward"
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if id(p) not in made:
-                made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
-            setattr(module, name, made[id(p)])
-    return model
+    @functools.lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
+    def converted(theirs: str) -> tuple[Tensor, ...]:
+        parts = found[theirs].to_ours(tensors[theirs].read())
+        return parts if isinstance(parts, tuple) else (parts,)
+
+    def one(sources: list[tuple[str, int]]) -> Tensor:
+        (source, i), *others = sources
+        tensor = converted(source)[i]
+        for other, j in others:
+            if not converted(other)[j].equal(tensor):
+                raise UserError(
+                    f"{where}: {other} and {source} differ, but the model ties them. Load with tie_output=False"
+                )
+        return tensor
+
+    def made(sources: dict[int | None, list[tuple[str, int]]]) -> Tensor:
+        import torch
+
+        return one(sources[None]) if None in sources else torch.stack([one(sources[i]) for i in sorted(sources)])
+
+    of: dict[str, dict[int | None, list[tuple[str, int]]]] = {}
+    for theirs, rule in found.items():
+        for i, name in enumerate(rule.names):
+            of.setdefault(first[name], {}).setdefault(rule.index, []).append((theirs, i))
+    values = {}
+    for name, sources in of.items():
+        (theirs, _), *more = next(iter(sources.values()))
+        plain = sources.keys() == {None} and not more and found[theirs].to_ours is identity
+        if plain:
+            values[name] = tensors[theirs]
+        elif None in sources or len(sources) == len(mine[name]):
+            values[name] = Stored(tuple(mine[name].shape), partial(made, sources), dtype=tensors[theirs].dtype)
+    return values
 
 
 # ---------------------------------------------------------------- ours → theirs

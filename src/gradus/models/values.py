@@ -1,0 +1,101 @@
+"""A model before it has memory: its modules on the meta device, and beside them the values that its parameters will
+have, each read or drawn when it is asked for. A layout is applied in between, so that a process makes no more than the
+part that it keeps, and one whole parameter beside it at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gradus.layers.init import Draw
+from gradus.models.weights import LoadReport, Stored
+from gradus.torch_private import FakeTensor, local_shape_and_offset, unset_fake_temporarily
+
+Values = Mapping[str, Stored]  # parameters of the whole model by name
+
+
+@dataclass
+class Deferred:
+    """`model` is on the meta device; `report`: of values from a file."""
+
+    model: nn.Module
+    values: Values | None
+    report: LoadReport | None = None
+
+    def on(self, device: str | torch.device) -> nn.Module:
+        """The whole model, with its values, on a device."""
+        materialise(self.model, device, self.values)
+        if self.report:
+            self.model.load_report = self.report
+        return self.model
+
+
+def drawn(model: nn.Module, seed: int | None) -> dict[str, Stored]:
+    """The family's initialisation: each parameter from a generator of its own, seeded with `seed` and its name, so that
+    it is the same whoever draws it, and whatever else is drawn. None: a seed from torch's global generator."""
+    if seed is None:
+        with unset_fake_temporarily():
+            seed = int(torch.randint(2**31, ()))
+    how = {id(p): draw for p, draw in model.initialisation()}
+    return {
+        name: Stored(tuple(p.shape), partial(_draw, how[id(p)], p.shape, f"{seed} {name}"))
+        for name, p in model.named_parameters()
+    }
+
+
+@torch.no_grad()
+def _draw(draw: Draw, shape: tuple[int, ...], key: str) -> Tensor:
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4])  # the generator takes 32 bits
+    draw(whole, torch.Generator().manual_seed(seed))
+    return whole
+
+
+def materialise(model: nn.Module, device: str | torch.device, values: Values | None, *views: nn.Module) -> None:
+    """Give the parameters of a model on the meta device memory and values (None: memory alone). Shared ones stay so.
+
+    views: further modules around some of the same parameters.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for root in (model, *views):
+        for module in root.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                if p.is_meta and p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                setattr(module, name, made.get(p, p))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.to(device)  # FSDP2 takes up the new parameters
+    if values is not None:
+        fill(dict(model.named_parameters()), values)
+
+
+@torch.no_grad()
+def fill(tensors: Mapping[str, Tensor], values: Values) -> None:
+    """Copy values into tensors, plain or DTensors, of any device and dtype: this process's part of each."""
+    for name, tensor in tensors.items():
+        local, (offset, shape) = local_of(tensor), place(tensor)
+        if local.numel() and not isinstance(local, FakeTensor):
+            local.copy_(values[name].part(offset, shape))
+
+
+def place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of this process's part in the whole."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    assert not any(p.is_partial() for p in tensor.placements), "a sum that is not complete is no state"
+    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+@torch.no_grad()
+def local_of(tensor: Tensor) -> Tensor:
+    """This process's part, in its own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
