@@ -137,7 +137,7 @@ def test_chunked_passes_gradcheck():
     q, k, v = (x[:1, :, :5].detach().requires_grad_() for x in tensors(2, dtype=torch.float64))
     bias = torch.randn(1, HEADS, 1, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(1, 1, 5, 5) < 0.8
-    assert torch.autograd.gradcheck(lambda *x: chunked(*x[:3], bias=x[3], mask=mask, causal=True, chunk=2)[0], (q, k, v, bias))
+    assert torch.autograd.gradcheck(lambda *x: chunked(2)(*x[:3], bias=x[3], mask=mask, causal=True)[0], (q, k, v, bias))
 
 
 def test_chunked_drops_the_same_weights_backwards():
@@ -146,7 +146,7 @@ def test_chunked_drops_the_same_weights_backwards():
     v = torch.eye(SEQ).expand(BATCH, 2, SEQ, SEQ).clone().requires_grad_()
     p = 0.3
     torch.manual_seed(5)
-    out, _ = chunked(q, k, v, causal=True, dropout=p, chunk=4)
+    out, _ = chunked(4)(q, k, v, causal=True, dropout=p)
     after = torch.rand(1)
     with torch.no_grad():
         clean = naive(q, k, v, causal=True)[1]
@@ -165,9 +165,9 @@ def test_chunked_drops_the_same_weights_backwards():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
     torch.manual_seed(5)
-    again, _ = chunked(q, k, v, causal=True, dropout=p, chunk=4)
+    again, _ = chunked(4)(q, k, v, causal=True, dropout=p)
     assert torch.equal(again, out) and torch.equal(torch.rand(1), after)
-    assert not torch.equal(chunked(q, k, v, causal=True, dropout=p, chunk=4)[0], out)
+    assert not torch.equal(chunked(4)(q, k, v, causal=True, dropout=p)[0], out)
 
 
 @pytest.mark.parametrize("name", KERNELS)

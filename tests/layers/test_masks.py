@@ -85,7 +85,7 @@ def test_attention_is_that_of_the_dense_mask(name, padded, blocks, monkeypatch):
     assert isinstance(documents, masks.Documents) and dense.shape == (batch, 1, seq, seq)
     wanted, _ = kernels.sdpa(q, k, v, mask=dense, causal=True)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
-    for kernel in (kernels.naive, kernels.chunked):
+    for kernel in (kernels.naive, kernels.chunked()):
         torch.testing.assert_close(kernel(q, k, v, mask=documents, causal=True)[0], wanted, atol=1e-5, rtol=1e-5)
     biased = {"bias": torch.randn(4, seq, seq), "causal": True}  # which goes by the dense mask
     torch.testing.assert_close(kernels.sdpa(q, k, v, mask=documents, **biased), kernels.sdpa(q, k, v, mask=dense, **biased))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -102,29 +101,25 @@ def sdpa(
     return out if blind is None else out.masked_fill(blind, 0.0), None
 
 
-@torch.compiler.disable  # a compiler would unroll the chunks and keep their buffers
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | Documents | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    chunk: int = 256,
-) -> tuple[Tensor, None]:
-    """`chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward pass, which
-    makes each chunk's weights again (and draws its dropout again from the generator's saved state)."""
-    assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-    q, k, v = _autocast(q, k, v)
-    mask = _dense(mask, causal)
-    n_kv_heads = k.shape[1]
-    group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
-    mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
-    out = _Chunked.apply(group, k, v, mask, bias, causal, default_scale(q, scale), dropout, chunk)
-    return out.flatten(1, 2), None
+def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
+    """A kernel of `chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward
+    pass, which makes each chunk's weights again (and draws its dropout again from the generator's saved state)."""
+
+    @torch.compiler.disable  # a compiler would unroll the chunks and keep their buffers
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
+        causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+        q, k, v = _autocast(q, k, v)
+        mask = _dense(mask, causal)
+        n_kv_heads = k.shape[1]
+        group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
+        mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
+        out = _Chunked.apply(group, k, v, mask, bias, (causal, default_scale(q, scale), dropout, chunk))
+        return out.flatten(1, 2), None
+
+    return attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +170,8 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, bias, causal, scale, dropout, chunk):
-        ctx.settings = causal, scale, dropout, chunk
+    def forward(ctx, q, k, v, mask, bias, settings):
+        ctx.settings = causal, scale, dropout, chunk = settings
         ctx.rng_state = rng_state(q.device) if dropout else None
         how = Scores(mask, bias, causal, scale, dropout)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -203,7 +198,7 @@ class _Chunked(torch.autograd.Function):
                 for part in drawn.halves(chunk, k_len, causal):  # P and dS live together
                     saved = tuple(x[..., part.rows, :] for x in (out, lse, grad))
                     dq[..., part.rows, :] = backward_chunk(q, k, v, how, part, saved, (dk, dv, dbias))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None
 
 
 def query_chunks(first: int, last: int, chunk: int, k_len: int, causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -361,7 +356,7 @@ def rng_restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
         restore(now)
 
 
-KERNELS = {"naive": naive, "chunked": chunked, "sdpa": sdpa}
+KERNELS = {"naive": lambda chunk: naive, "chunked": chunked, "sdpa": lambda chunk: sdpa}
 
 
 def get_kernel(name: str, chunk: int = 256) -> Callable:
@@ -369,4 +364,4 @@ def get_kernel(name: str, chunk: int = 256) -> Callable:
     name."""
     if name not in KERNELS:
         raise UserError(f"layout.attention={name}: no such attention kernel.{did_you_mean(name, KERNELS)}")
-    return functools.partial(chunked, chunk=chunk) if name == "chunked" else KERNELS[name]
+    return KERNELS[name](chunk)

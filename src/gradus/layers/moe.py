@@ -92,10 +92,10 @@ def _has_autocast(kind: str) -> bool:
 class ExpertLinear(nn.Module):
     """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out).
 
-    `held(parameter)` is what this process has of it; it may be replaced (parallel.expert).
+    `local(parameter)` is what this process has of it; it may be replaced (parallel.expert).
     """
 
-    held: Callable[[Tensor], Tensor] = staticmethod(lambda parameter: parameter)
+    local: Callable[[Tensor], Tensor] = staticmethod(lambda parameter: parameter)
 
     def __init__(self, n_experts: int, d_in: int, d_out: int, bias: bool):
         super().__init__()
@@ -111,7 +111,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
-        weight, kind = self.held(self.weight), x.device.type
+        weight, kind = self.local(self.weight), x.device.type
         if _has_autocast(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -120,7 +120,7 @@ class ExpertLinear(nn.Module):
             return x
         # (rows,); without output_size it waits for the device
         expert = torch.repeat_interleave(counts, output_size=x.shape[0])
-        return x + self.held(self.bias).to(x.dtype)[expert]
+        return x + self.local(self.bias).to(x.dtype)[expert]
 
 
 class Experts(nn.Module):

@@ -244,7 +244,8 @@ class Context:
             assert self.redundant and of_all_keys, f"mask {tuple(mask.shape)}: not one of all keys"
             keep = mask[:, 0, 0]  # (batch, seq)
         if not self.ring:
-            return self._ulysses(q, k, v, split, segments, keep, causal, scale, dropout), None
+            sequence = _Sequence(split, segments, keep)
+            return self._ulysses(q, k, v, sequence, causal, scale, dropout), None
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
@@ -255,10 +256,10 @@ class Context:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
 
-    def _ulysses(self, q, k, v, split, segments, keep, causal, scale, dropout) -> Tensor:
+    def _ulysses(self, q, k, v, sequence: _Sequence, causal: bool, scale: float | None, dropout: float) -> Tensor:
         """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023,
         section 3.1)."""
-        n = self.n
+        n, (split, segments, keep) = self.n, sequence
         # parts: each (n, batch, heads / n, local, head_dim)
         parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]
         mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens

@@ -48,7 +48,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for mixture in [m for m in model.modules() if isinstance(m, MixtureOfExperts)]:
         assert mixture.n_experts % n == 0, f"{n} does not divide n_experts={mixture.n_experts}"
         for module in [m for m in mixture.experts.modules() if isinstance(m, ExpertLinear)]:
-            module.held = DTensor.to_local
+            module.local = DTensor.to_local
             for name, p in list(module.named_parameters(recurse=False)):
                 local = p.detach().chunk(n)[rank].clone()  # so that the whole one can be freed
                 placed = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)

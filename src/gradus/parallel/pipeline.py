@@ -220,7 +220,7 @@ class Cutter:
                 needed.update(stack.beside)
         return needed
 
-    def held(self, model: nn.Module, own: set[int]) -> set[str]:
+    def parameters_of(self, model: nn.Module, own: set[int]) -> set[str]:
         """Names of the parameters of these blocks and of what they need, each as the whole model names it first."""
         found = [p for part in self.parts(own) for p in _parameters(_get(model, part))]
         for stack, start, stop in self.starts():
@@ -240,7 +240,7 @@ class Cutter:
     def prune(self, model: nn.Module, own: set[int], device: torch.device) -> None:
         """Remove, in place, what these blocks do not need. An embedding whose weight is needed for another purpose
         stays, unused: it keeps the weight's name."""
-        needed, held = self.parts(own), self.held(model, own)
+        needed, names = self.parts(own), self.parameters_of(model, own)
         for stack, start, stop in self.starts():
             blocks = model.get_submodule(stack.blocks)
             for i in range(start, stop):
@@ -261,7 +261,7 @@ class Cutter:
                 else:
                     shape = (part.n_patches, self.d_model) if hasattr(part, "n_patches") else (self.d_model,)
                     zeros = _Zeros(*shape)
-                    tied = {self.names[id(p)] for p in part.parameters()} <= held
+                    tied = {self.names[id(p)] for p in part.parameters()} <= names
                     _set(model, name, _unused(part, zeros) if tied else zeros)
 
     def carried(self, block: int) -> tuple[str, ...]:
@@ -376,7 +376,7 @@ class Pipeline:
         # Rounded up, so that the last stage, which has the head, is never the one with a block more.
         self.bounds = [-(-cutter.n_blocks * s // self.n_stages) for s in range(self.n_stages + 1)]
         own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
-        held = [cutter.held(model, blocks) for blocks in own]
+        names_of = [cutter.parameters_of(model, blocks) for blocks in own]
         self.wire = next(model.parameters()).dtype  # of hidden states between stages
         self.stream = _stream(model, layout)
 
@@ -393,12 +393,13 @@ class Pipeline:
             cutter.prune(model, set().union(*(own[s] for s in mine)), device)
         self.views = list(views.values())
         names = {name for name, _ in model.named_parameters()}
-        assert names == set().union(*(held[s] for s in mine)), "a part keeps the whole model's names"
+        assert names == set().union(*(names_of[s] for s in mine)), "a part keeps the whole model's names"
 
-        first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in held[s]}
+        first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in names_of[s]}
         # each parameter on exactly one process
         self.owned = {name for name, rank in first.items() if rank == self.rank}
-        holders = {name: sorted({self.rank_of[s] for s in range(self.n_stages) if name in held[s]}) for name in first}
+        stages = range(self.n_stages)
+        holders = {name: sorted({self.rank_of[s] for s in stages if name in names_of[s]}) for name in first}
         # in an order that all processes share
         self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
         self.run: _Run | None = None

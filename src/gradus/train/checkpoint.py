@@ -58,15 +58,15 @@ def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
     """What is wrong with a checkpoint on the disk, in words; None: nothing. Each of `size` processes checks its share.
     """
     try:
-        told = checksums.read(checkpoint)
-        if told is None:
+        sums = checksums.read(checkpoint)
+        if sums is None:
             return _damage_without_checksums(checkpoint)
-        if "training.json" not in told:
+        if "training.json" not in sums:
             return f"{checksums.FILE} does not know training.json"
-        return checksums.damage(checkpoint, told, sorted(told)[rank::size])
+        return checksums.damage(checkpoint, sums, sorted(sums)[rank::size])
     except Exception as e:  # a damaged file may raise anything
-        told = (str(e).strip() or type(e).__name__).splitlines()[0]
-        return told.removeprefix(f"{checkpoint}{os.sep}").removeprefix(f"{checkpoint}: ")
+        cause = (str(e).strip() or type(e).__name__).splitlines()[0]
+        return cause.removeprefix(f"{checkpoint}{os.sep}").removeprefix(f"{checkpoint}: ")
 
 
 def _damage_without_checksums(checkpoint: Path) -> str | None:
@@ -125,9 +125,9 @@ class Checkpoints:
                 return path
             damaged[path] = problem
         if damaged:
-            told = some([f"{path.name} ({why})" for path, why in damaged.items()])
+            reasons = some([f"{path.name} ({why})" for path, why in damaged.items()])
             raise UserError(
-                f"{self.folder}: no checkpoint here is whole: {told}. "
+                f"{self.folder}: no checkpoint here is whole: {reasons}. "
                 "Put back a copy of one, or start anew with another log.dir."
             )
         return None
@@ -147,7 +147,7 @@ class Checkpoints:
             "step": step,
             "scaler": precision.state(),
             "layout": parallel.mesh.sizes,
-            "apart": parallel.local_updates is not None,
+            "local_updates": parallel.local_updates is not None,
             "checksums": True,
         }
         target = self.folder / f"step-{step:08d}"
@@ -179,12 +179,13 @@ class Checkpoints:
 
         if self.group is None:
             self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=parallel.layout.timeout))
-        rank, held = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.local_parameters}
-        tensors = {f"model.{name}": p for name, p in held.items() if parallel.counts(name)}
+        rank, parameters = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.local_parameters}
+        tensors = {f"model.{name}": p for name, p in parameters.items() if parallel.counts(name)}
         for key, local in state_tensors(parallel.trained(), optimizer).items():
             name = key.split(".", 1)[1]
             if parallel.counts(name):
-                tensors[f"worker{rank}_{key}" if parallel.local_updates else key] = sharded.like(held[name], local)
+                stored = f"worker{rank}_{key}" if parallel.local_updates else key
+                tensors[stored] = sharded.like(parameters[name], local)
         if parallel.local_updates:
             momenta = zip(parallel.local_parameters, parallel.local_updates.state())
             tensors |= {f"outer.{h.name}": momentum for h, momentum in momenta}
@@ -257,8 +258,8 @@ class Checkpoints:
         link = self.folder / "best"
         for folder in sorted(self.folder.glob("best-step-*")):
             try:
-                told = checksums.read(folder)
-                problem = checksums.damage(folder, told, told) if told is not None else None
+                sums = checksums.read(folder)
+                problem = checksums.damage(folder, sums, sums) if sums is not None else None
             except ValueError:
                 problem = f"{checksums.FILE} is not readable"
             if problem:
@@ -266,7 +267,7 @@ class Checkpoints:
                     link.unlink()
                 print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)
                 continue
-            linked = told is None and link.resolve() == folder.resolve()
+            linked = sums is None and link.resolve() == folder.resolve()
             known_here = linked and folder.name == f"best-step-{known['step'] or 0:08d}"
             if known_here and not (folder / "best.json").exists():
                 write_json(folder / "best.json", known | {"metrics": {known["metric"]: known["value"]}})
@@ -309,29 +310,28 @@ class Checkpoints:
         mesh = parallel.mesh
         state = json.loads((path / "training.json").read_text())
         alike = state.get("layout", dict.fromkeys(mesh.sizes, 1)) == mesh.sizes
-        apart = state.get("apart", False)
-        if apart and not (alike and parallel.local_updates):
+        separate = state.get("local_updates", state.get("apart", False))  # its name until 0.10
+        if separate and not (alike and parallel.local_updates):
             n = math.prod(state["layout"].values())
             raise UserError(
-                f"{path}: {n} workers that train apart wrote it, each with its own optimizer. "
+                f"{path}: {n} workers with local updates wrote it, each with its own optimizer. "
                 f"Resume with {n} and the same layout."
             )
         if mesh.world.first:
             self._clear_left()
-        held = {h.name: h.parameter for h in parallel.local_parameters}
-        sharded.load(path, {f"model.{name}": p for name, p in held.items()})
+        parameters = {h.name: h.parameter for h in parallel.local_parameters}
+        sharded.load(path, {f"model.{name}": p for name, p in parameters.items()})
         stored, rank = sharded.read(path), mesh.world.rank
-        if apart:
+        if separate:
             names = sharded.stored_names(parallel.bare.config)
             worker = f"worker{rank}_"
             kinds = {key.partition(".")[0].removeprefix(worker) for key in stored if key.startswith(worker)}
-            tensors = {
-                f"{kind}.{name}": stored[f"{worker}{kind}.{names[name]}"].read() for kind in kinds for name in held
-            }
+            keys = {f"{kind}.{name}": f"{worker}{kind}.{names[name]}" for kind in kinds for name in parameters}
+            tensors = {key: stored[theirs].read() for key, theirs in keys.items()}
             for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state()):
                 momentum.copy_(stored[f"outer.{names[h.name]}"].read())
         else:
-            tensors = sharded.load_state(path, {name: held[name] for name, _ in parallel.trained()})
+            tensors = sharded.load_state(path, {name: parameters[name] for name, _ in parallel.trained()})
         if parallel.local_updates:
             parallel.local_updates.restart()
         if optimizer is not None:

@@ -115,8 +115,8 @@ class Trainer(Stepper):
 
     def settle(self) -> None:
         """Read the totals of the latest step over all processes, once the device has been waited for. Collective."""
-        if told := self.read_totals():
-            self._know(*told)
+        if totals := self.read_totals():
+            self._know(*totals)
 
     def _know(self, tokens: int, *flags: int) -> None:
         """Take in sums over all processes: the tokens seen, how many got each signal, and how many have a checkpoint's

@@ -49,10 +49,10 @@ class TrafficCount(Hook):
             return []
         step = trainer.progress.step
         of = "one sync" if trainer.parallel.local_updates else "one step"
-        told = {"of": of, "counted": "ring algorithms, this process"}
+        conditions = {"of": of, "counted": "ring algorithms, this process"}
         by_kind = counted.found.items()
-        rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**told, "calls": c.calls}) for kind, c in by_kind]
-        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, told)]
+        rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for kind, c in by_kind]
+        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, conditions)]
 
 
 class Metrics(Hook):
@@ -103,8 +103,8 @@ class Metrics(Hook):
         speed = f"{human(tokens / elapsed)} tokens/s" if by_tokens else f"{human(samples / elapsed)} samples/s"
         if self.flops_per_token and self.peak_flops:
             mfu = self.flops_per_token * tokens / elapsed / self.peak_flops
-            told = {"convention": "model FLOPs, full attention, no recompute"}
-            rows.append(Row("train/mfu", mfu, "of peak", step, told))
+            conditions = {"convention": "model FLOPs, full attention, no recompute"}
+            rows.append(Row("train/mfu", mfu, "of peak", step, conditions))
             speed += f"  MFU {mfu:.1%}"
         for hook in trainer.hooks:
             rows += hook.rows(trainer)

@@ -86,10 +86,10 @@ def _agree(error: UserError | None, group: dist.ProcessGroup | None, value: Any 
 def _not_written(target: Path, error: BaseException) -> UserError:
     # DCP's error holds the failures of every process
     causes = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]
-    told = next((c for c in causes if isinstance(c, UserError)), None)
+    plain = next((c for c in causes if isinstance(c, UserError)), None)
     full = next((c for c in causes if disk_full(c)), None)
-    if told is not None and full is None:
-        return told
+    if plain is not None and full is None:
+        return plain
     last, then = causes[-1], f"{target.name} was not written; earlier checkpoints are whole."
     if full is not None or isinstance(last, OSError | SafetensorError):
         return not_written(target.parent, full or last, f"{then} Free some space, then go on with --resume.")

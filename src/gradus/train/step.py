@@ -109,16 +109,16 @@ class Stepper:
         own = [sum(batch["counts"][kind] for batch in micro_batches) for kind in kinds]
         if parallel.local_updates:
             syncs = flags and parallel.local_updates.due(self.progress.step + 1)
-            told = parallel.all_reduce(flags) if syncs else [0] * len(flags)
-            return Totals(dict(zip(kinds, own)), 0, told)
+            flags_of_all = parallel.all_reduce(flags) if syncs else [0] * len(flags)
+            return Totals(dict(zip(kinds, own)), 0, flags_of_all)
         own.append(sum(batch["n_tokens"] for batch in micro_batches))
         numbers = [*(n * parallel.counts_samples for n in own), *flags]
         if parallel.several and self.device.type == "cuda":
-            sums, (tokens, *told) = self._sums_on_device(numbers, len(kinds))
+            sums, (tokens, *flags_of_all) = self._sums_on_device(numbers, len(kinds))
         else:
             sums = parallel.all_reduce(numbers)
-            tokens, *told = sums[len(kinds) :]
-        return Totals(dict(zip(kinds, sums)), tokens, told)
+            tokens, *flags_of_all = sums[len(kinds) :]
+        return Totals(dict(zip(kinds, sums)), tokens, flags_of_all)
 
     def _sums_on_device(self, numbers: list[int], n_counts: int) -> tuple[Tensor, list[int]]:
         """(the sums over all processes, on the device; those after the first `n_counts`, of the step before)."""
