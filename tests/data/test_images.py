@@ -488,7 +488,7 @@ def test_batches_and_workers_change_no_pixel(tmp_path):
     augment = Augment(ImagesData(crop=1, flip=True, mixup=0.3, cutmix=1.0), 9, train)
 
     def images(**options):
-        loader = Loader(train, Plan(len(train), 0, batch_samples=16), augment.collate, prepare=augment.prepare, seed=1, **options)
+        loader = Loader(train, Plan(len(train), 1, batch_samples=16), augment.collate, prepare=augment.prepare, **options)
         steps = [[augment.apply(m) for m in s.micro_batches] for s in loader.steps(3)]
         return [
             torch.cat([b[k].flatten(1) if k == "images" else b[k] for b in s for k in [key]])
@@ -498,7 +498,7 @@ def test_batches_and_workers_change_no_pixel(tmp_path):
 
     whole = images()
     assert len(whole) == 12 and whole[0].shape == (16, 3 * 9 * 9)
-    for options in ({"micro_batch": 5}, {"micro_batch": 1}, {"workers": 2, "micro_batch": 3}):
+    for options in ({"micro_batch": 5}, {"micro_batch": 1}, {"loading": ImagesData(workers=2), "micro_batch": 3}):
         assert all(torch.equal(a, b) for a, b in zip(images(**options), whole))
 
 

@@ -238,6 +238,6 @@ def _largest(recipe: Recipe, n: int, task: Task) -> list[Batch]:
     elif len(order) > 1 and len(order[-1]) > len(order[0]):
         best = len(order) - 1
     loader = Loader(
-        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=recipe.train.seed, micro_batch=micro, rank=rank, world=world
+        task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=micro, rank=rank, world=world
     )
     return next(loader.steps(0, best)).micro_batches

@@ -64,7 +64,11 @@ class Task:
         raise NotImplementedError
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
-        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        pin = self.recipe.data.pin and device.type == "cuda"
+        return {
+            k: (v.pin_memory() if pin else v).to(device, non_blocking=True) if isinstance(v, Tensor) else v
+            for k, v in batch.items()
+        }
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Kind of target -> loss summed over this batch's targets, fp32 scalar."""
