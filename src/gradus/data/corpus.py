@@ -20,7 +20,7 @@ import numpy as np
 from gradus import files
 from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.readers import Row, expanded, kind_of, named, read_lines, read_rows
+from gradus.data.readers import Row, expanded, first_column, kind_of, named, read_lines, read_rows
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import Tokenizer, train_bpe
 from gradus.errors import UserError
@@ -129,15 +129,6 @@ def _column(path: str | Path, column: str | None) -> Iterator[str]:
             row = row["translation"]
         column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
         yield text_of(path, number, row, column)
-
-
-def first_column(name: str, row: Row, candidates: Sequence[str], what: str) -> str:
-    """The first of the candidates that a row has. Raises UserError where it has none."""
-    for column in candidates:
-        if column in row:
-            return column
-    names, there = ", ".join(candidates), ", ".join(row)[:200]
-    raise UserError(f"{name}: no {what} column ({names}); there are: {there}. Set data.{what}=NAME.")
 
 
 def text_of(path: str | Path, number: int, row: Row, column: str) -> str:

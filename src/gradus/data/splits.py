@@ -38,7 +38,7 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
         how = f"Set data.{split}=NAME (a file beside it), or give a folder"
         raise UserError(f"{path}: one file, so there is no {split} split. {how}.")
     files = visible_files(path)
-    matching = _named([f for f in files if suffix(f) in KINDS], split)
+    matching = named_after([f for f in files if suffix(f) in KINDS], split)
     if len(matching) > 1:
         raise _several(path, split, [f.name for f in matching])
     if not matching and required:
@@ -49,7 +49,7 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
 
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
-    there = hub_splits(name, f"hf:{name}")
+    there = hub_splits(name)
     alias = next((s for s in ((explicit,) if explicit else SPLITS[split]) if s in there), None)
     if alias is None and (required or explicit):
         asked = explicit or split
@@ -65,7 +65,7 @@ def visible_files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.startswith("."))
 
 
-def _named(files: list[Path], split: str) -> list[Path]:
+def named_after(files: list[Path], split: str) -> list[Path]:
     """Files called after a split: exactly (`train.csv`), else as one part of the name
     (`train-00000-of-00001.parquet`)."""
     exact = [f for f in files if f.name.split(".")[0] in SPLITS[split]]
@@ -90,7 +90,7 @@ def find_pairs(
             if match := side.fullmatch(file.name):
                 sides[match[2]][match[1]] = file
         names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in _named([Path(name) for name in names], split)]
+        matching = [n.name for n in named_after([Path(name) for name in names], split)]
         if explicit is not None:
             matching = [name for name in names if name == explicit]
         if len(matching) > 1:

@@ -13,8 +13,8 @@ import numpy as np
 
 from gradus import limits
 from gradus.data.cache import digest, identity
-from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, first_column, text_of
-from gradus.data.readers import class_names, kind_of, no_column, read_rows
+from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, text_of
+from gradus.data.readers import class_names, first_column, kind_of, no_column, read_rows
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, did_you_mean
 
@@ -195,9 +195,9 @@ class LabelledDataset:
         cache: str | Path | None = None,
     ):
         self.name, self.max_len = str(path), max_len
-        declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
         labels: list[int | str] = []
         key = digest("labelled", digest(kind_of(path), identity(path)), *columns)
+        declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
         self.tokens = TokenFile.build(
             self._texts(path, columns, labels), tokenizer, key, name=self.name, cache=cache,
             beside=lambda: _numbered(labels),

@@ -114,8 +114,6 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
         found = _pair(*sides)
     elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
-    elif re.search(r"\.(tar|tar\.gz|tgz)$", path.name):
-        found = _images(path)
     else:
         found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
     for option, column in columns.items():
@@ -162,10 +160,6 @@ def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
 
 def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
     files = visible_files(folder)
-    if (folder / "cifar-10-batches-bin").is_dir() or any(
-        re.fullmatch(r"data_batch_1\.bin|cifar-10-binary\.tar\.gz", f.name) for f in files
-    ):
-        return _images(folder)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
     if next(pictures, None):
         return _images(folder)
