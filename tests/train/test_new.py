@@ -261,7 +261,7 @@ def test_another_number_of_classes_than_the_datas_is_an_error_that_shows_both(tm
     with pytest.raises(UserError) as e:
         open_session(recipe)
     if kind == "numbers" and stated == 2:  # then a row is named
-        assert "train.csv: row 3: label 2 is out of range: 2 classes are 0 to 1 (model.n_classes=2)" in str(e.value)
+        assert "train.csv: row 3: label 2 is not one of the 2 classes (0, 1)" in str(e.value)
     else:
         assert f"model.n_classes={stated}: the data has 3 classes" in str(e.value)
 

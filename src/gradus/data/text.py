@@ -198,7 +198,7 @@ class LabelledDataset:
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} classes{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
-            mend = "Labels are names, or numbers from 0; task.classes may name more"
+            mend = "Labels are names, or numbers from 0; task.classes or model.n_classes may ask for more"
             raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r} is not one of the {there}. {mend}.")
 
     def _texts(
