@@ -227,12 +227,12 @@ def test_word_look_up():
     ours = WordTokenizer.from_texts(["Eiffel Tower is in Paris", "Paris is in France\n"], specials=("<unk>",))
     assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8
     assert ours.encode("Tower in Rome") == [2, 4, 0]
-    with pytest.raises(UserError, match="'Rome' is not in the vocabulary of 1 words, which has no <unk>"):
+    with pytest.raises(UserError, match="'Rome' is not in the vocabulary of 1, which has no <unk>"):
         WordTokenizer(["in"], specials=()).encode("in Rome")
 
 
 def test_unknown_character():
-    with pytest.raises(UserError, match=r"'z' \(U\+007A\) is not in the vocabulary of 3"):
+    with pytest.raises(UserError, match=r"'z' is not in the vocabulary of 3"):
         CharTokenizer("abc").encode("abz")
     assert CharTokenizer("abc", ("<unk>",)).encode("abz") == [1, 2, 0]
 
@@ -253,7 +253,7 @@ def test_word_level_wikitext2_has_the_published_size(shared_data):
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(UserError) as e:
         load(path)
-    text = str(e.value)
+    text = str(e.value).replace(str(path.parent), "")  # whose name is the test's
     assert "\n" not in text and str(path.name) in text and all(word in text for word in words), text
 
 
@@ -296,7 +296,7 @@ def test_truncated(shared_data, tmp_path):
         (tmp_path / other).write_bytes((folder / "gpt2" / other).read_bytes())
         for cut in (300_000, 300_001, 300_005):
             (tmp_path / one).write_bytes((folder / "gpt2" / one).read_bytes()[:cut])
-            refused(tmp_path / one, "truncated")
+            refused(tmp_path / one, "truncated" if one == "vocab.bpe" else "not valid JSON")
     (tmp_path / "vocab.bpe").unlink()
     refused(tmp_path / "encoder.json", "vocab.bpe", "two files")
     whole = (minilm() / "tokenizer.json").read_bytes()

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus.data.tokenizers import Tokenizer, write_config
+from gradus import files
+from gradus.data.tokenizers import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -66,7 +67,7 @@ class SentencePieceTokenizer(Tokenizer):
         for role in ("pad", "bos", "eos", "unk"):
             i = getattr(self, f"{role}_id")
             config[f"{role}_token"] = None if i is None else self.token(i)
-        write_config(folder, config)
+        files.write_json(folder / "tokenizer_config.json", config)
 
 
 class Llama2cTokenizer(SentencePieceTokenizer):
