@@ -79,8 +79,8 @@ class Task:
         raise NotImplementedError
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        """Metrics that follow from the means over a whole split, such as perplexity."""
-        return means
+        """The means over a whole split, and what follows from them, such as perplexity."""
+        return {**means, "perplexity": perplexity(means["loss"])} if "perplexity" in self.units else means
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Sample → the text that the model generates, for one process's part of a split. The parts of `world` processes
@@ -102,6 +102,12 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
     return nn.functional.cross_entropy(
         logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100
     )
+
+
+def loss_and_accuracy(logits: Tensor, targets: Tensor, n: int) -> dict[str, tuple[float | Tensor, int]]:
+    """Both as (sum, count) over n targets that count. logits (targets, classes), targets (targets,)."""
+    right = (logits.argmax(-1) == targets).sum()  # padding is IGNORE, which no class equals
+    return {"loss": (summed_cross_entropy(logits, targets), n), "accuracy": (right, n)}
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:

@@ -19,19 +19,12 @@ from gradus.recipe.schema import ModelConfig, Recipe
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
 
 
-def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with the tokenizer's vocabulary size where it has none.
-
-    Raises UserError where the tokenizer has more tokens than the model.
-    """
-    if model.vocab_size is None:
-        return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. "
-            "Leave it out, or use the model's own tokenizer."
-        )
-    return model
+def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:
+    """The model with a vocabulary of n where it has none. Raises UserError where it has a smaller one."""
+    size = getattr(model, key)
+    if size is not None and size < n:
+        raise UserError(f"model.{key}={size}: the data has {n} tokens. Leave it out, or set {n} or more.")
+    return model.model_copy(update={key: n}) if size is None else model
 
 
 def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tokenizer:
@@ -158,10 +151,7 @@ def open_pairs(
         corpora["train"], corpora["valid"] = (tuple(side.every(10, held) for side in pair) for held in (False, True))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
-        raise UserError(
-            "tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. "
-            "Set tokenizer.shared=true."
-        )
+        raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file, one file for both languages.")
     if given:
         tokenizers = given
     elif shared:
