@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gradus import limits
 from gradus.data.readers import expanded, near
-from gradus.data.sentencepiece import Llama2cTokenizer, SentencePieceTokenizer, whole_model
+from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
 from gradus.data.tokenizers import (
     OURS,
     USUAL,
@@ -239,10 +240,39 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
 
 
 def _read_llama2c(file: Path) -> Tokenizer:
+    """llama2.c's `.bin`: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
+
+    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
+    SentencePiece's BPE: of two pieces that could be merged the one of the higher score is. The file does not say how
+    many tokens it has: one cut exactly between two is told from a whole one only by the longest that it lacks.
+    """
+    data, names, scores, at, longest = file.read_bytes(), ["<unk>", "<s>", "</s>"], [], 4, 0
     try:
-        return Llama2cTokenizer(file.read_bytes())
-    except (RuntimeError, ValueError):
-        raise _Damaged("not a whole llama2.c tokenizer") from None
+        while at < len(data):
+            score, length = struct.unpack_from("<fi", data, at)
+            piece, at = data[at + 8 : at + 8 + length], at + 8 + length
+            if length < 0 or at > len(data):
+                raise ValueError("cut")
+            longest = max(longest, length)
+            names += [piece.decode().replace(" ", "▁")] if len(scores) > 2 else []
+            scores.append(score)
+        whole = struct.unpack_from("<i", data)[0] == longest and (names[3], names[258]) == ("<0x00>", "<0xFF>")
+    except (struct.error, IndexError, ValueError):
+        whole = False
+    if not whole:
+        raise _Damaged("not a whole llama2.c tokenizer")
+    package, vocab = package_tokenizers(), {name: i for i, name in enumerate(names)}
+    order = sorted(names[259:], key=lambda name: -scores[vocab[name]])
+    halves = ((name[:cut], name[cut:]) for name in order for cut in range(1, len(name)))
+    merges = [(a, b) for a, b in halves if a in vocab and b in vocab]
+    rust = package.Tokenizer(package.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    rust.normalizer = package.normalizers.Sequence(
+        [package.normalizers.Prepend("▁"), package.normalizers.Replace(" ", "▁")]
+    )
+    steps = package.decoders
+    rust.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    rust.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {

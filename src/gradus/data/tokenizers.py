@@ -278,6 +278,7 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
+        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))  # is <s> in a text two letters?
         for role in ROLES:
             name = self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None))
             if isinstance(name, dict):  # an AddedToken as JSON
@@ -312,7 +313,7 @@ class FastTokenizer(Tokenizer):
             )
 
     def _content(self) -> bytes:
-        return self.rust.to_str().encode()
+        return self.rust.to_str().encode() + b" split" * self.rust.encode_special_tokens
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
