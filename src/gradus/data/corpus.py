@@ -95,9 +95,7 @@ class Corpus:
             if (at % n == 0) == held:
                 yield text
         if at < n:
-            raise UserError(
-                f"{self.name}: {at} lines are too few to hold out every {n}th for validation. Give a valid split."
-            )
+            raise UserError(f"{self.name}: {at} lines are too few to hold out every {n}th. Give a valid split.")
 
     @functools.cached_property
     def n_characters(self) -> int:
@@ -249,10 +247,8 @@ class TokenFile:
         Raises UserError where there is no text, no end-of-text token, or no room.
         """
         if eos and tokenizer.eos_id is None:
-            raise UserError(
-                "The tokenizer has no end-of-text token, which must stand between documents. "
-                "Use another, such as tokenizer.kind=bpe."
-            )
+            lacks = "The tokenizer has no end-of-text token, which must stand between documents"
+            raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
         return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside), _whole))
@@ -275,17 +271,15 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
         offsets.write(np.zeros(1, "<i8").tobytes())
         for batch in _batches(corpus):
             try:
-                about["n_bytes"] += sum(len(text.encode()) for text in batch)
+                about["n_bytes"] += len("".join(batch).encode())
             except UnicodeEncodeError as e:
-                first, last = about["n_texts"] + 1, about["n_texts"] + len(batch)
-                half = f"half a character in one of them ({e.reason})"
-                raise UserError(f"{corpus.name}: texts {first} to {last}: {half}. Mend it.") from None
+                where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
+                raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Mend it.") from None
             rows = [row + end for row in tokenizer.encode_batch(batch)]
-            lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())).tobytes())
-            offsets.write((np.cumsum(lengths) + about["n_tokens"]).astype("<i8").tobytes())
-            about["n_tokens"] += int(lengths.sum())
-            about["n_texts"] += len(rows)
+            ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
+            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
+            offsets.write(ends.tobytes())
+            about["n_tokens"], about["n_texts"] = int(ends[-1]), about["n_texts"] + len(rows)
             about["n_words"] += sum(len(text.split()) for text in batch)
             about["n_lines"] += sum(text.count("\n") for text in batch)
             if time.monotonic() - shown > 10:

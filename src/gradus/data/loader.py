@@ -49,18 +49,14 @@ class Plan:
         if n == 0:
             raise UserError("the data set is empty: there is no sample to make a batch of")
         if lengths is None and (batch_tokens is not None or bucket):
-            what = "batch.tokens" if batch_tokens is not None else "data.pad=bucket"
-            lacks = "the length of every sample, which this data set does not have"
-            raise UserError(f"{what} needs {lacks}. Use batch.samples, unbucketed")
+            raise UserError("batch.tokens and data.pad=bucket need the length of every sample, which this data lacks")
         self.n, self.seed, self.bucket, self.shuffle = n, seed, bucket, shuffle
         self.batch_samples, self.batch_tokens = batch_samples, batch_tokens
         self.lengths = None if lengths is None else np.asarray(lengths)
         if batch_tokens is not None and self.lengths.max() > batch_tokens:
             i = int(self.lengths.argmax())
-            raise UserError(
-                f"sample {i} has {self.lengths[i]} tokens and fits into no batch of batch.tokens={batch_tokens}. "
-                f"Raise batch.tokens to {self.lengths[i]} or more, or cut the samples with data.max_len"
-            )
+            large = f"sample {i} has {self.lengths[i]} tokens and fits into no batch of batch.tokens={batch_tokens}"
+            raise UserError(f"{large}. Raise it to {self.lengths[i]} or more, or cut the samples with data.max_len")
 
     def epoch(self, e: int) -> list[np.ndarray]:
         """The batches of epoch e: one array of sample indices a step."""
@@ -128,13 +124,11 @@ class Loader:
     world: takes the rank-th contiguous share of every batch. `wait_s` is the time in seconds spent waiting for data so
     far; without workers, that is the time to make it.
 
-    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn). Plain
-    fork would copy the locks of this process's threads (OpenMP, Arrow, tokenizers, CUDA) in whatever state they are,
-    and a worker that then waits for one waits for ever. The price: data set, prepare and collate are pickled, so a
-    large array belongs into a memory map that is reopened by path. Batches return through pipes, not shared memory:
-    neither open files nor a container's small /dev/shm run out. Workers end with this process, however it ends, and
-    when it says so: not by a Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want
-    to finish its step.
+    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn): plain
+    fork would copy the locks of this process's threads in whatever state they are. So data set, prepare and collate are
+    pickled, and a large array belongs into a memory map that is reopened by path. Batches return through pipes, not
+    through a container's small /dev/shm. Workers end with this process, however it ends, and when it says so: not by a
+    Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want to finish its step.
     """
 
     def __init__(
@@ -214,10 +208,9 @@ class Loader:
         except Exception as e:
             if "pickle" not in f"{type(e).__name__} {e}":
                 raise
-            raise UserError(
-                f"data.workers={self.loading.workers}: the data set, prepare and collate travel to workers by pickle, "
-                f"and this fails ({e}). Define them at the top level of a module, or set data.workers=0"
-            ) from None
+            why = f"the data set, prepare and collate travel to workers by pickle, and this fails ({e})"
+            what = f"data.workers={self.loading.workers}: {why}"
+            raise UserError(f"{what}. Define them at the top level of a module, or set data.workers=0") from None
 
 
 class _Fetch(torch.utils.data.Dataset):

@@ -125,7 +125,10 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
         if columns:
             raise no_columns(path, ", ".join(columns))
         return read_lines(path)
-    return named(path, {"jsonl": _jsonl, "csv": _csv, "tsv": _tsv, "parquet": _parquet}[kind](path, columns))
+    if kind == "parquet":
+        return named(path, _parquet(path, columns))
+    rows = {"jsonl": _jsonl, "csv": _csv, "tsv": _tsv}[kind](path)
+    return named(path, (_pick(path, i, row, columns) for i, row in enumerate(rows, 1)))
 
 
 def no_columns(path: str | Path, wanted: str) -> UserError:
@@ -144,38 +147,39 @@ def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None
         raise no_column(path, row, e.args[0], record) from None
 
 
-def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[Row]:
     for row, line in enumerate(filter(str.strip, whole_lines(path)), 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as e:
-            wrong = f"row {row} is not valid JSON ({str(e).split(';')[0]})"
-            raise UserError(f"{path}: {wrong}. Each line must be one JSON object.") from None
+            record, why = None, f"is not valid JSON ({str(e).split(';')[0]})"
+        else:
+            why = f"is a JSON {type(record).__name__}"
         if not isinstance(record, dict):
-            raise UserError(f"{path}: row {row} is a JSON {type(record).__name__}. Each line must be one JSON object.")
-        yield _pick(path, row, record, columns)
+            raise UserError(f"{path}: row {row} {why}. Each line must be one JSON object.")
+        yield record
 
 
-def _table(path: Path, records: Iterator[list[str]], columns: Sequence[str] | None) -> Iterator[Row]:
+def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
     header = next(records, [])
     for row, values in enumerate(records, 1):
         if len(values) != len(header):
             there = f"the header names {len(header)}: {', '.join(header)[:200]}"
             raise UserError(f"{path}: row {row} has {len(values)} fields, but {there}.")
-        yield _pick(path, row, dict(zip(header, values)), columns)
+        yield dict(zip(header, values))
 
 
-def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 128 KiB, is less than many documents
     reader = csv.reader(whole_lines(path, newline=""), strict=True)
     try:
-        yield from _table(path, filter(None, reader), columns)
+        yield from _table(path, filter(None, reader))
     except csv.Error as e:
         raise UserError(f"{path}: not valid CSV at line {reader.line_num} ({e}). Mend the quotes there.") from None
 
 
-def _tsv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
-    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line), columns)
+def _tsv(path: Path) -> Iterator[Row]:
+    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line))
 
 
 @contextlib.contextmanager

@@ -33,17 +33,15 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
             raise UserError(f"data.{split}={explicit}: no such file in {file.parent}.{near(file)}")
         return file
     if path.is_file():
-        if split == "train" or not required:
-            return path if split == "train" else None
-        how = f"Set data.{split}=NAME (a file beside it), or give a folder"
-        raise UserError(f"{path}: one file, so there is no {split} split. {how}.")
+        if split != "train" and required:
+            raise UserError(f"{path}: one file, so no {split} split. Set data.{split}=NAME, a file beside it.")
+        return path if split == "train" else None
     files = visible_files(path)
     matching = named_after([f for f in files if suffix(f) in KINDS], split)
     if len(matching) > 1:
         raise _several(path, split, [f.name for f in matching])
     if not matching and required:
-        there = ", ".join(f.name for f in files[:20]) or "no files"
-        names = ", ".join(f"{alias}.*" for alias in SPLITS[split])
+        there, names = ", ".join(f.name for f in files[:20]) or "no files", ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
     return matching[0] if matching else None
 
@@ -120,12 +118,10 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        for of_each in ("lengths", "labels"):
-            if hasattr(dataset, of_each):
-                setattr(self, of_each, getattr(dataset, of_each)[indices])
-        for of_all in ("classes", "shape", "folder"):
-            if hasattr(dataset, of_all):
-                setattr(self, of_all, getattr(dataset, of_all))
+        for name in ("lengths", "labels", "classes", "shape", "folder"):
+            if hasattr(dataset, name):
+                value = getattr(dataset, name)
+                setattr(self, name, value[indices] if name in ("lengths", "labels") else value)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -143,8 +139,7 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
     for label in np.unique(dataset.labels):
         held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
     if not held.any():
-        why = f"no class has {every} {unit}, so that none can be held out for validation"
-        raise UserError(f"{dataset.name}: {why}. Add a valid split.")
+        raise UserError(f"{dataset.name}: no class has {every} {unit} to hold one out. Add a valid split.")
     return Part(dataset, np.flatnonzero(~held)), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
 
 

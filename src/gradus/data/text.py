@@ -44,10 +44,8 @@ class LMDataset:
         self.documents = pack == "documents"
         n = tokens.n_tokens
         if n < (seq_len + 1 if shuffle_phase else 2):
-            raise UserError(
-                f"The text has {n} tokens, less than a window of {seq_len} + 1. "
-                "Give more text or a smaller model.seq_len or data.max_len."
-            )
+            few = f"The text has {n} tokens, less than a window of {seq_len} + 1"
+            raise UserError(f"{few}. Give more text or a smaller model.seq_len or data.max_len.")
         if shuffle_phase:
             self.n = max(1, n // seq_len - 1)
             self.n_phases = min(seq_len, n - self.n * seq_len)  # the last window of the last phase just fits
@@ -108,10 +106,8 @@ class DocumentsDataset:
 
     def __init__(self, tokens: TokenFile, max_len: int, across: bool = False):
         if max_len < 1:
-            raise UserError(
-                f"data.max_len leaves {max_len} tokens a row beside the special ones. "
-                "Set a larger data.max_len or model.seq_len."
-            )
+            few = f"data.max_len leaves {max_len} tokens a row beside the special ones"
+            raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
         self.tokens = tokens
         offsets = np.asarray(tokens.offsets)
         if across:
