@@ -70,28 +70,20 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def whole_model(data: bytes) -> bool:
-    """Is this a whole ModelProto? A file cut between two pieces still parses, but lacks what comes after them: field 2,
-    how it was trained, and field 3, how text is normalised."""
+    """Is this a whole ModelProto of sentencepiece_model.proto? A file cut between two pieces still parses, but lacks
+    what comes after them: field 2, how it was trained, and field 3, how text is normalised."""
     at, fields = 0, set()
     try:
         while at < len(data):
-            tag, at = _number(data, at)
-            if tag & 7 != 2:  # every field is a message, written with its length
-                return False
-            length, at = _number(data, at)
-            at += length
-            fields.add(tag >> 3)
+            fields.add(data[at])
+            length = 0
+            for place in range(10):  # seven bits a byte, the lowest first
+                byte, at = data[at + 1], at + 1
+                length |= (byte & 127) << 7 * place
+                if byte < 128:
+                    break
+            at += 1 + length
     except IndexError:
         return False
-    return at == len(data) and fields >= {1, 2, 3}
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    """(a number of at most ten bytes, where it ends)."""
-    value = 0
-    for place in range(10):
-        byte = data[at + place]
-        value |= (byte & 127) << 7 * place
-        if byte < 128:
-            return value, at + place + 1
-    raise IndexError
+    # Every field is a message, written with its length: 8 times its number, and 2.
+    return at == len(data) and fields >= {0x0A, 0x12, 0x1A} and all(field & 7 == 2 for field in fields)

@@ -98,13 +98,11 @@ def _config(folder: Path) -> dict[str, Any]:
     extra = config.get("extra_ids") or 0
     if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
-    more = config.pop("additional_special_tokens", None)
-    if more:
-        names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
-        if not all(isinstance(name, str) for name in names):
-            raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
-        config["additional_special_tokens"] = names
-    return config
+    more = config.get("additional_special_tokens") or []
+    names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
+    return config | ({"additional_special_tokens": names} if names else {})
 
 
 def _read_ours(file: Path) -> Tokenizer:
@@ -218,7 +216,7 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
     config = _config(file.parent)
     rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     rust.decoder = package.decoders.ByteLevel()
-    special = [*config.get("additional_special_tokens", []), *(s for names in USUAL.values() for s in names)]
+    special = [*(config.get("additional_special_tokens") or []), *(s for names in USUAL.values() for s in names)]
     rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
     if "unk_token" not in config and "<|endoftext|>" in vocab:
         config["unk_token"] = "<|endoftext|>"

@@ -51,23 +51,16 @@ def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     files = sorted(folder.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{folder}: params.json but no consolidated.*.pth beside it. Copy them here")
-    absent = [name for name in (f"consolidated.{i:02}.pth" for i in range(len(files))) if not (folder / name).is_file()]
-    if absent:
-        raise UserError(
-            f"{folder}: {some(absent)} missing between {files[0].name} and {files[-1].name}. Copy all of its shards"
-        )
+    if absent := sorted({f"consolidated.{i:02}.pth" for i in range(len(files))} - {file.name for file in files}):
+        raise UserError(f"{folder}: {some(absent)} missing beside {files[-1].name}. Copy all of its shards")
     shards = [unpickle(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if shard.keys() != shards[0].keys():
             differing = some(sorted(shard.keys() ^ shards[0].keys()))
             raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {differing}")
     config = _config(params, shards, folder / "params.json")
-    tensors = {}
-    for name in shards[0]:
-        if name != "rope.freqs":
-            stored = _merged(name, [shard[name] for shard in shards], config, folder)
-            tensors[stored[0]] = stored[1]
-    return config, tensors
+    names = [name for name in shards[0] if name != "rope.freqs"]
+    return config, dict(_merged(name, [shard[name] for shard in shards], config, folder) for name in names)
 
 
 def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> LlamaConfig:
@@ -112,8 +105,7 @@ def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) ->
         theirs, dim = LAYER[layer[2]]
         theirs = f"model.layers.{layer[1]}.{theirs}"
     else:
-        known = parts and ["tok_embeddings.weight", *TOP, *LAYER]
-        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, known)}")
+        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, [*TOP, *LAYER])}")
     n_heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}
     heads = n_heads.get(layer[2]) if layer else None
 

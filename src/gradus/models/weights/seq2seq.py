@@ -57,13 +57,9 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", way_out)
     dropout = hf.get("dropout", 0.1)
     others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
-    other = {name: value for name, value in others.items() if value != dropout}
-    if other:
-        given = ", ".join(f"{name}={value}" for name, value in other.items())
-        warnings.warn(
-            f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere",
-            stacklevel=2,
-        )
+    if given := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
+        training = f"in training model.dropout={dropout} holds everywhere"
+        warnings.warn(f"config.json: {given}, but dropout={dropout}: {training}", stacklevel=2)
     same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
     target_vocab_size = hf.get("decoder_vocab_size")
     return Seq2SeqConfig(
@@ -133,10 +129,8 @@ def unknown_to_transformers(config: Seq2SeqConfig) -> str:
             "pre-norm with only some of its embeddings shared; "
             "set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
         )
-    return (
-        "source and target share an embedding that the output does not; "
-        "set model.tie_output=true or model.share_embeddings=false"
-    )
+    alike = "set model.tie_output=true or model.share_embeddings=false"
+    return f"source and target share an embedding that the output does not; {alike}"
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
