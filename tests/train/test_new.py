@@ -308,7 +308,7 @@ def test_every_tenth_pair_is_held_out_with_its_text(tmp_path):
     task = open_task(recipe_of(tmp_path, tmp_path, model=model, data=data, task={"name": "translation"}))
     assert [list(side) for side in task.corpora["valid"]] == [[f"{x} {i}" for i in (10, 20, 30)] for x in ("en", "de")]
     assert len(task.splits["train"]) == 27 and "en 10" not in list(task.corpora["train"][0])
-    assert task.source_tokenizer.decode(task.splits["valid"][1]["source"].tolist()) == "en 20"
+    assert task.tokenizer.decode(task.splits["valid"][1]["source"].tolist()) == "en 20"
 
 
 def test_a_head_of_another_size_starts_afresh_and_it_is_said(tmp_path):

@@ -34,6 +34,10 @@ class Task:
         # place below a checkpoint -> tokenizer ("" the first, "target" the second)
         self.tokenizers: dict[str, Any] = {}
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizers[""]
+
     @staticmethod
     def higher_is_better(metric: str) -> bool:
         return metric in ("accuracy", "next_sentence_accuracy", "exact_match", "bleu")
@@ -41,7 +45,7 @@ class Task:
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
         where they clash."""
-        return model
+        return fit_vocabulary(model, self.tokenizer.vocab_size) if self.tokenizers else model
 
     def resolved(self, recipe: Recipe) -> Recipe:
         """The recipe completed with what only the data knows, so that a run folder can be used without the data."""
@@ -122,6 +126,14 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, in
             raise UserError(f"{text}. Use a BERT vocabulary or tokenizer.kind=bpe.")
     t.around(first, last)
     return first, last
+
+
+def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:
+    """The model with a vocabulary of n where it has none. Raises UserError where it has a smaller one."""
+    size = getattr(model, key)
+    if size is not None and size < n:
+        raise UserError(f"model.{key}={size}: the data has {n} tokens. Leave it out, or set {n} or more.")
+    return model.model_copy(update={key: n}) if size is None else model
 
 
 def perplexity(loss: float) -> float:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.layers import keep_balance
 from gradus.models.decoding import complete, sampler
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Batch, Task, loss_and_accuracy, perplexity, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_running_text
+from gradus.tasks.sources import open_running_text
 
 
 class CausalLM(Task):
@@ -24,7 +24,6 @@ class CausalLM(Task):
         super().__init__(recipe)
         self.seq_len = recipe.data.max_len or recipe.model.seq_len
         self.tokenizers, self.splits, self.sizes = open_running_text(recipe, tokenizers, self.seq_len)
-        self.tokenizer = self.tokenizers[""]
         self.label_smoothing = recipe.task.label_smoothing
         kind = getattr(self.tokenizer, "kind", None)
         self.characters = kind == "char"  # a token is a character
@@ -36,9 +35,6 @@ class CausalLM(Task):
             **({"bits_per_byte": "bits/byte"} if sized else {}),
             **({"word_perplexity": ""} if sized and self.words else {}),
         }
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        return fit_vocabulary(model, self.tokenizer.vocab_size)
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         ids = [s["ids"] for s in samples]

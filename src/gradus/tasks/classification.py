@@ -12,7 +12,7 @@ from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_labelled
+from gradus.tasks.sources import open_labelled
 
 
 class Classification(Task):
@@ -23,7 +23,7 @@ class Classification(Task):
     units = {"loss": "nats/sample", "accuracy": ""}
     classes: list[str]
 
-    def fit_classes(self, model: ModelConfig) -> ModelConfig:
+    def complete(self, model: ModelConfig) -> ModelConfig:
         """Give the model as many outputs as the data has classes. Raises UserError where the recipe has another number,
         or repeats or reorders their names."""
         n, named = len(self.classes), self.recipe.task.classes
@@ -38,7 +38,7 @@ class Classification(Task):
             self.classes = named
         if model.n_classes not in (None, n):
             raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
-        return model.model_copy(update={"n_classes": n})
+        return super().complete(model.model_copy(update={"n_classes": n}))
 
     def resolved(self, recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"task": recipe.task.model_copy(update={"classes": self.classes})})
@@ -85,14 +85,12 @@ class TextClassification(Classification):
         super().__init__(recipe)
         self.max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.tokenizers, self.splits, self.classes = open_labelled(recipe, tokenizers, self.max_len - 2)
-        self.tokenizer = self.tokenizers[""]
         self.cls, self.sep = around(self.tokenizer, "text classification")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         if model.head not in ("none", "classification"):
             raise UserError(f"model.head={model.head}: this task trains model.head=classification.")
-        model = model.model_copy(update={"head": "classification", "pooler": True})
-        return fit_vocabulary(self.fit_classes(model), self.tokenizer.vocab_size)
+        return super().complete(model.model_copy(update={"head": "classification", "pooler": True}))
 
     def row(self, ids: np.ndarray) -> np.ndarray:
         return np.concatenate(([self.cls], ids[: self.max_len - 2], [self.sep]))
@@ -135,7 +133,7 @@ class ImageClassification(Classification):
         channels = self.splits["train"][0]["image"].shape[0]
         if model.n_channels != channels:
             raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set that.")
-        return self.fit_classes(model)
+        return super().complete(model)
 
     def resolved(self, recipe: Recipe) -> Recipe:
         data = recipe.data.model_copy(update={"mean": self.augment.mean, "std": self.augment.std})

@@ -12,7 +12,7 @@ from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_documents
+from gradus.tasks.sources import open_documents
 
 
 class _Placed:
@@ -40,7 +40,6 @@ class MaskedLM(Task):
         max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.next_sentence = recipe.task.next_sentence
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, max_len - (3 if self.next_sentence else 2))
-        self.tokenizer = self.tokenizers[""]
         self.cls, self.sep = around(self.tokenizer, "masked language modelling", mask=self.tokenizer.mask_id)
         if not self.next_sentence:
             self.units = Task.units
@@ -61,7 +60,7 @@ class MaskedLM(Task):
             raise UserError(
                 f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence."
             )
-        return fit_vocabulary(model, self.tokenizer.vocab_size)
+        return super().complete(model)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         ids, split = sample["ids"], len(sample["ids"])

@@ -14,17 +14,9 @@ from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, Pairs
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import Recipe
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
-
-
-def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:
-    """The model with a vocabulary of n where it has none. Raises UserError where it has a smaller one."""
-    size = getattr(model, key)
-    if size is not None and size < n:
-        raise UserError(f"model.{key}={size}: the data has {n} tokens. Leave it out, or set {n} or more.")
-    return model.model_copy(update={key: n}) if size is None else model
 
 
 def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tokenizer:

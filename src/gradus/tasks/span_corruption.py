@@ -9,8 +9,8 @@ from torch import nn
 
 from gradus.errors import UserError
 from gradus.models.decoding import complete
-from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.sources import fit_vocabulary, open_documents
+from gradus.recipe.schema import Recipe
+from gradus.tasks.sources import open_documents
 from gradus.tasks.translation import SequenceToSequence
 
 
@@ -40,7 +40,7 @@ class SpanCorruption(SequenceToSequence):
         super().__init__(recipe)
         room = (recipe.data.max_len or recipe.model.seq_len) - 1
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, room)
-        self.tokenizer = t = self.tokenizers[""]
+        t = self.tokenizer
         if t.eos_id is None or t.pad_id is None:
             need = "span corruption needs padding and end tokens"
             raise UserError(f"tokenizer: {need}. Use a T5 SentencePiece model or tokenizer.kind=bpe.")
@@ -48,9 +48,6 @@ class SpanCorruption(SequenceToSequence):
         if recipe.task.mean_span < 1:
             raise UserError(f"task.mean_span={recipe.task.mean_span}: a span has at least one token. T5 used 3.")
         self.pad_id = t.pad_id
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        return fit_vocabulary(model, self.tokenizer.vocab_size)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         ids, end = sample["ids"].astype(np.int64), np.array([self.tokenizer.eos_id])

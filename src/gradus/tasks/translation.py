@@ -14,8 +14,8 @@ from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
 from gradus.models.decoding import complete
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, loss_and_accuracy, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_pairs
+from gradus.tasks.base import Batch, Task, fit_vocabulary, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.sources import open_pairs
 
 
 class SequenceToSequence(Task):
@@ -128,10 +128,9 @@ class Translation(SequenceToSequence):
         seq_len, longest = recipe.data.max_len or recipe.model.seq_len, recipe.model.longest
         self.room = min(seq_len, longest or seq_len) - 1
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
-        self.source_tokenizer = self.tokenizers[""]
-        self.target_tokenizer = self.tokenizers.get("target", self.source_tokenizer)
+        self.target_tokenizer = self.tokenizers.get("target", self.tokenizer)
         self.label_smoothing = recipe.task.label_smoothing
-        self.pad_id = self.source_tokenizer.pad_id or 0
+        self.pad_id = self.tokenizer.pad_id or 0
         t = self.target_tokenizer
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
@@ -140,7 +139,7 @@ class Translation(SequenceToSequence):
             lacks = "tokenizer: it has no end-of-sequence token, which translation needs"
             raise UserError(f"{lacks}. Use tokenizer.kind=bpe or another file.")
         self.end = np.array([self.eos_id])
-        source_eos = self.source_tokenizer.eos_id
+        source_eos = self.tokenizer.eos_id
         self.source_end = np.array([source_eos if source_eos is not None else self.eos_id])
         self.start = np.array([self.start_id])
 
@@ -148,7 +147,7 @@ class Translation(SequenceToSequence):
         separate = "target" in self.tokenizers
         if separate and getattr(model, "share_embeddings", False):
             raise UserError("tokenizer.shared=false needs model.share_embeddings=false: each language has its own.")
-        sizes = self.source_tokenizer.vocab_size, self.target_tokenizer.vocab_size
+        sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
         return _fit_vocabularies(model, *sizes, separate)
 
     def sequences(self, sample):
@@ -168,7 +167,7 @@ class Translation(SequenceToSequence):
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
         """Greedy translations of texts."""
-        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.source_tokenizer.encode_batch(texts)]
+        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.tokenizer.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
