@@ -229,10 +229,15 @@ def hub_split(path: str | Path) -> Any:
     none."""
     name, _, split = str(path).removeprefix("hf:").partition("#")
     splits, split = hub_splits(name), split or "train"
-    for alias in (split, *next((names for names in SPLITS.values() if split in names), ())):
-        if alias in splits:
-            return splits[alias]
-    raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
+    if (found := alias_in(splits, split)) is None:
+        raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
+    return splits[found]
+
+
+def alias_in(splits: Iterable[str], split: str) -> str | None:
+    """The name that a split has among these: itself, else one of the same meaning (validation for valid)."""
+    alike = next((names for names in SPLITS.values() if split in names), ())
+    return next((name for name in (split, *alike) if name in splits), None)
 
 
 def _hub_rows(path: str | Path, columns: Sequence[str] | None) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradus.data.corpus import Corpus
-from gradus.data.readers import KINDS, SPLITS, expanded, hub_splits, is_hub, near, suffix
+from gradus.data.readers import KINDS, SPLITS, alias_in, expanded, hub_splits, is_hub, near, suffix
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
@@ -48,7 +48,7 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
     there = hub_splits(name)
-    alias = next((s for s in ((explicit,) if explicit else SPLITS[split]) if s in there), None)
+    alias = alias_in(there, explicit or split)
     if alias is None and (required or explicit):
         asked = explicit or split
         raise UserError(f"hf:{name}: no split {asked!r}; there are: {', '.join(there)}. Set data.{split}=NAME.")

@@ -24,10 +24,9 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError
 
-FILES = (  # looked for in a folder, in this order
-    *(OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json"),
-    *("spiece.model", "tokenizer.model", "tokenizer.bin"),
-)
+# looked for in a folder, in this order
+FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
+         "tokenizer.bin")  # fmt: skip
 KINDS = (
     "tokenizer.json, vocab.txt, encoder.json + vocab.bpe, vocab.json + merges.txt, "
     "a SentencePiece .model or a llama2.c .bin"

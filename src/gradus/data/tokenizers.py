@@ -138,10 +138,6 @@ class TableTokenizer(Tokenizer):
     def _content(self) -> bytes:
         return json.dumps(self._state()).encode()
 
-    def _rust(self):
-        """The same tokenizer as a `tokenizers.Tokenizer`, for other engines."""
-        raise NotImplementedError
-
     def save(self, folder: str | Path) -> None:
         """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
         names = {f"{role}_token": self._name(role) for role in ROLES}

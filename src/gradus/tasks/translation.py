@@ -22,7 +22,6 @@ class SequenceToSequence(Task):
     """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section
     3.1)."""
 
-    best = "loss"
     pad_id = 0
     label_smoothing = 0.0
 
@@ -131,17 +130,15 @@ class Translation(SequenceToSequence):
         self.target_tokenizer = self.tokenizers.get("target", self.tokenizer)
         self.label_smoothing = recipe.task.label_smoothing
         self.pad_id = self.tokenizer.pad_id or 0
-        t = self.target_tokenizer
+        t, source_eos = self.target_tokenizer, self.tokenizer.eos_id
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
-        padding = models.lookup(recipe.model.family).decoder_start == "padding"
-        self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         if self.eos_id is None:
             lacks = "tokenizer: it has no end-of-sequence token, which translation needs"
             raise UserError(f"{lacks}. Use tokenizer.kind=bpe or another file.")
-        self.end = np.array([self.eos_id])
-        source_eos = self.tokenizer.eos_id
-        self.source_end = np.array([source_eos if source_eos is not None else self.eos_id])
-        self.start = np.array([self.start_id])
+        padding = models.lookup(recipe.model.family).decoder_start == "padding"
+        self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
+        ends = (self.start_id, self.eos_id, self.eos_id if source_eos is None else source_eos)
+        self.start, self.end, self.source_end = (np.array([i]) for i in ends)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         separate = "target" in self.tokenizers
