@@ -36,8 +36,8 @@ def open_images(
     folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), or `hf:NAME`. Where there
     is no valid split, a fixed tenth of the training images of every class becomes it. Images of several sizes are
     scaled as they are decoded: the shorter side to image_size, and the centre cut out; without image_size they are an
-    error. names: of the classes, where the data name none; where class folders are all among
-    them, they are numbered in this order.
+    error. names: of the classes, where the data name none; where class folders are all among them, they are numbered in
+    this order.
 
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
     range; with file and row.
