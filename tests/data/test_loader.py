@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from gradus.data.loader import Loader, Plan, sample_rng
 from gradus.errors import UserError
+from gradus.recipe.schema import DataConfig
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get this process's path
 from loader_parts import Epochal, MyUserError, Ragged, bad_collate, collate, draw
@@ -108,7 +109,7 @@ def rows(steps):
 def loader(n=50, **options):
     data = Ragged(n)
     plan = Plan(n, 3, batch_tokens=40, lengths=data.lengths, bucket=True)
-    return Loader(data, plan, collate, prepare=draw, seed=3, **options)
+    return Loader(data, plan, collate, prepare=draw, **options)
 
 
 @few
@@ -160,7 +161,7 @@ def test_workers_change_nothing_and_survive_epochs():
     expected = {e: rows(loader(micro_batch=3).steps(e)) for e in range(3)}
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    background = loader(micro_batch=3, workers=2)
+    background = loader(micro_batch=3, loading=DataConfig(workers=2))
     pids = []
     for epoch in (0, 1):
         steps = list(background.steps(epoch))
@@ -174,7 +175,7 @@ def test_workers_change_nothing_and_survive_epochs():
         next(abandoned)
     assert rows(background.steps(0, start=len(expected[0]))) == []
     background.close()
-    passing = loader(micro_batch=3, workers=1, persistent=False)
+    passing = loader(micro_batch=3, loading=DataConfig(workers=1, persistent=False))
     assert rows(passing.steps(0)) == expected[0] and rows(passing.steps(1)) == expected[1]
     assert torch.equal(torch.get_rng_state(), before)  # dropout, which draws from it, is not disturbed
 
@@ -182,7 +183,7 @@ def test_workers_change_nothing_and_survive_epochs():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_name_the_data_set_and_the_sample(workers):
     def load(data, collate=collate):
-        return list(Loader(data, Plan(len(data), 0, batch_samples=4, shuffle=False), collate, workers=workers, micro_batch=2).steps(0))
+        return list(Loader(data, Plan(len(data), 0, batch_samples=4, shuffle=False), collate, loading=DataConfig(workers=workers), micro_batch=2).steps(0))
 
     with pytest.raises(RuntimeError) as caught:
         load(Ragged(9, bad=6))
@@ -198,7 +199,7 @@ def test_errors_name_the_data_set_and_the_sample(workers):
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_what_cannot_be_sent_to_workers_is_said():
     with pytest.raises(UserError, match=r"data\.workers=1: .* by pickle"):
-        list(Loader(Ragged(4), Plan(4, 0, batch_samples=2), lambda samples: collate(samples), workers=1).steps(0))
+        list(Loader(Ragged(4), Plan(4, 0, batch_samples=2), lambda samples: collate(samples), loading=DataConfig(workers=1)).steps(0))
 
 
 def test_waiting_is_counted_and_working_is_not():
@@ -211,12 +212,13 @@ def test_waiting_is_counted_and_working_is_not():
 SCRIPT = """
 import os, signal, sys, time
 from gradus.data.loader import Loader, Plan
+from gradus.recipe.schema import DataConfig
 from loader_parts import Ragged, collate
 if __name__ == "__main__":
     told = []
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda n, frame: told.append(n))
-    loader = Loader(Ragged(4000, seconds=0.002), Plan(4000, 0, batch_samples=4), collate, workers=2)
+    loader = Loader(Ragged(4000, seconds=0.002), Plan(4000, 0, batch_samples=4), collate, loading=DataConfig(workers=2))
     pids = set()
     for step in loader.steps(0):
         pids |= set(step.micro_batches[0]["pid"].tolist())

@@ -137,8 +137,8 @@ def test_llama2c_small_vocabulary(shared_data):
     assert ours.vocab_size == 512 and ours.decode(ours.encode(text)) == text
     assert ours.token(13) == "<0x0A>" and ours.decode([13]) == "\n"
     once = ours.encode("Once")
-    assert ours.decode([ours.bos_id, *once, 13, *once, ours.eos_id]) == "Once\n Once"  # a space is dropped after <s> only
-    assert ours.decode([*once, ours.bos_id, *once]) == "OnceOnce"
+    assert ours.decode([ours.bos_id, *once, 13, *once, ours.eos_id]) == "Once\n Once"
+    assert ours.decode([*once, ours.bos_id, *once]) == "Once Once"  # as SentencePiece has it
 
 
 @pytest.mark.shared_data
@@ -167,7 +167,7 @@ def test_saved_and_read_back(shared_data, texts, tmp_path, name):
     again = load(tmp_path)
     assert again.fingerprint == ours.fingerprint and again.encode_batch(ODD) == ours.encode_batch(ODD)
     assert pickle.loads(pickle.dumps(ours)).encode_batch(ODD) == ours.encode_batch(ODD)
-    if name in ("bert-base-cased", "gpt2"):
+    if name in ("bert-base-cased", "gpt2", "llama2/tokenizer.bin"):
         assert ids_of(AutoTokenizer.from_pretrained(tmp_path), texts) == ours.encode_batch(texts)
 
 
@@ -227,12 +227,12 @@ def test_word_look_up():
     ours = WordTokenizer.from_texts(["Eiffel Tower is in Paris", "Paris is in France\n"], specials=("<unk>",))
     assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8
     assert ours.encode("Tower in Rome") == [2, 4, 0]
-    with pytest.raises(UserError, match="'Rome' is not in the vocabulary of 1 words, which has no <unk>"):
+    with pytest.raises(UserError, match="'Rome' is not in the vocabulary of 1, which has no <unk>"):
         WordTokenizer(["in"], specials=()).encode("in Rome")
 
 
 def test_unknown_character():
-    with pytest.raises(UserError, match=r"'z' \(U\+007A\) is not in the vocabulary of 3"):
+    with pytest.raises(UserError, match=r"'z' is not in the vocabulary of 3"):
         CharTokenizer("abc").encode("abz")
     assert CharTokenizer("abc", ("<unk>",)).encode("abz") == [1, 2, 0]
 
@@ -253,7 +253,7 @@ def test_word_level_wikitext2_has_the_published_size(shared_data):
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(UserError) as e:
         load(path)
-    text = str(e.value)
+    text = str(e.value).replace(str(path.parent), "")  # whose name is the test's
     assert "\n" not in text and str(path.name) in text and all(word in text for word in words), text
 
 
@@ -296,7 +296,7 @@ def test_truncated(shared_data, tmp_path):
         (tmp_path / other).write_bytes((folder / "gpt2" / other).read_bytes())
         for cut in (300_000, 300_001, 300_005):
             (tmp_path / one).write_bytes((folder / "gpt2" / one).read_bytes()[:cut])
-            refused(tmp_path / one, "truncated")
+            refused(tmp_path / one, "truncated" if one == "vocab.bpe" else "not valid JSON")
     (tmp_path / "vocab.bpe").unlink()
     refused(tmp_path / "encoder.json", "vocab.bpe", "two files")
     whole = (minilm() / "tokenizer.json").read_bytes()

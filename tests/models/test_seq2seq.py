@@ -207,7 +207,7 @@ def test_a_file_re_saved_by_transformers_loads(fields, tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"scale_embedding": False}, "scale_embedding=false"),
+        ({"scale_embedding": False}, "scale_embedding=False"),
         ({"activation_function": "tanh"}, "activation_function=tanh"),
         ({"decoder_ffn_dim": 32}, "decoder_ffn_dim=32"),
         ({"decoder_attention_heads": 4}, "decoder_attention_heads=4"),

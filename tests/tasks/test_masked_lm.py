@@ -35,7 +35,7 @@ def opened(tmp_path, train: str = "train", n: int = 24, *more: str):
 def evaluated(task, rank: int = 0, world: int = 1, size: int = 4) -> list[dict]:
     data = task.splits["valid"]
     plan = Plan(len(data), 0, batch_samples=size, shuffle=False)
-    loader = Loader(data, plan, lambda samples: {"samples": samples}, prepare=task.prepare_evaluation, seed=0, rank=rank, world=world)
+    loader = Loader(data, plan, lambda samples: {"samples": samples}, prepare=task.prepare_evaluation, rank=rank, world=world)
     return [sample for step in loader.steps(0) for batch in step.micro_batches for sample in batch["samples"]]
 
 

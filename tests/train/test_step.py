@@ -312,7 +312,7 @@ def pairs(tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["model.share_embeddings=false", "model.target_vocab_size=3"], "model.target_vocab_size=3: the tokenizer has"),
+        (["model.share_embeddings=false", "model.target_vocab_size=3"], "model.target_vocab_size=3: the data has 13 tokens"),
         (["evaluate.best=valid/bleu", "evaluate.decode=false"], "evaluate.best=valid/bleu: no such metric here"),
         (
             ["tokenizer.kind=file", "tokenizer.path=.", "tokenizer.shared=false", "model.share_embeddings=false"],

@@ -40,9 +40,7 @@ def pad_sequences(
     lengths = np.array([len(s) for s in sequences])
     longest = int(lengths.max())
     if to is not None and longest > to:
-        raise UserError(
-            f"a sequence has {longest} tokens, more than the {to} allowed. Lower data.max_len or raise model.seq_len"
-        )
+        raise UserError(f"a sequence has {longest} tokens, more than the {to} allowed. Lower data.max_len.")
     keep = np.arange(longest if to is None else to) < lengths[:, None]  # (batch, longest)
     ids = np.full(keep.shape, pad_id, dtype=np.int64)
     ids[keep] = np.concatenate(sequences)

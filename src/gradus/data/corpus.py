@@ -20,7 +20,7 @@ import numpy as np
 from gradus import files
 from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.readers import Row, expanded, kind_of, named, read_lines, read_rows
+from gradus.data.readers import Row, expanded, first_column, kind_of, named, read_lines, read_rows
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import Tokenizer, train_bpe
 from gradus.errors import UserError
@@ -78,17 +78,16 @@ class Corpus:
 
     def split(self, fraction: float) -> tuple[Corpus, Corpus]:
         """All but the last `fraction` of the characters, and the rest. A document belongs to where it begins."""
-        first = self._made(self._part, (fraction, False), (fraction, False), f"first {1 - fraction:.0%}")
-        return first, self._made(self._part, (fraction, True), (fraction, True), f"last {fraction:.0%}")
+        first = self._made(f"first {1 - fraction:.0%}", self._part, fraction, False)
+        return first, self._made(f"last {fraction:.0%}", self._part, fraction, True)
 
     def every(self, n: int, held: bool) -> Corpus:
         """Every n-th text (held), or all others."""
-        share = f"every {n}th" if held else f"without every {n}th"
-        return self._made(self._every, (n, held), ("every", n, held), share)
+        return self._made(f"every {n}th" if held else f"without every {n}th", self._every, n, held)
 
-    def _made(self, make: Callable, arguments: tuple, key: tuple, share: str) -> Corpus:
-        make = functools.partial(make, *arguments)
-        return dataclasses.replace(self, make=make, key=digest(self.key, *key), name=f"{self.name} ({share})")
+    def _made(self, share: str, make: Callable, *arguments: Any) -> Corpus:
+        key, name = digest(self.key, make.__name__, *arguments), f"{self.name} ({share})"
+        return dataclasses.replace(self, make=functools.partial(make, *arguments), key=key, name=name)
 
     def _every(self, n: int, held: bool) -> Iterator[str]:
         at = 0
@@ -96,9 +95,7 @@ class Corpus:
             if (at % n == 0) == held:
                 yield text
         if at < n:
-            raise UserError(
-                f"{self.name}: {at} lines are too few to hold out every {n}th for validation. Give a valid split."
-            )
+            raise UserError(f"{self.name}: {at} lines are too few to hold out every {n}th. Give a valid split.")
 
     @functools.cached_property
     def n_characters(self) -> int:
@@ -129,15 +126,6 @@ def _column(path: str | Path, column: str | None) -> Iterator[str]:
             row = row["translation"]
         column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
         yield text_of(path, number, row, column)
-
-
-def first_column(name: str, row: Row, candidates: Sequence[str], what: str) -> str:
-    """The first of the candidates that a row has. Raises UserError where it has none."""
-    for column in candidates:
-        if column in row:
-            return column
-    names, there = ", ".join(candidates), ", ".join(row)[:200]
-    raise UserError(f"{name}: no {what} column ({names}); there are: {there}. Set data.{what}=NAME.")
 
 
 def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
@@ -248,30 +236,22 @@ class TokenFile:
         return np.diff(self.offsets)
 
     @classmethod
-    def of(cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None) -> TokenFile:
-        """`build` of a corpus."""
-        return cls.build(corpus, tokenizer, corpus.key, eos, name=corpus.name, cache=cache)
-
-    @classmethod
-    def build(
-        cls, texts: Iterable[str], tokenizer: Tokenizer, key: str, eos: bool = False, *, name: str = "text",
-        cache: str | Path | None = None, beside: Callable[[], dict[str, Any]] = dict,
+    def of(
+        cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None,
+        beside: Callable[[], dict[str, Any]] = dict,
     ) -> TokenFile:  # fmt: skip
-        """Tokenise texts in a stream into the cache, or open what is there under (key, tokenizer, eos): then `texts` is
-        not touched.
+        """Tokenise texts in a stream into the cache, or open what is there under (their key, tokenizer, eos): then they
+        are not read.
 
-        key: a hash of the texts' content (`identity`, `Corpus.key`). eos: an end-of-text token after each text. beside:
-        called after the last text for more to keep in `about`. Raises UserError where there is no text, no end-of-text
-        token, or no room.
+        eos: an end-of-text token after each text. beside: called after the last text for more to keep in `about`.
+        Raises UserError where there is no text, no end-of-text token, or no room.
         """
         if eos and tokenizer.eos_id is None:
-            raise UserError(
-                "The tokenizer has no end-of-text token, which must stand between documents. "
-                "Use another, such as tokenizer.kind=bpe."
-            )
-        folder = files.cache_dir(cache) / "tokens" / digest(1, key, tokenizer.fingerprint, eos)
+            lacks = "The tokenizer has no end-of-text token, which must stand between documents"
+            raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
+        folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
-        return cls(keep(folder, lambda aside: _write(aside, texts, tokenizer, end, name, beside), _whole))
+        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside), _whole))
 
 
 def _whole(folder: Path) -> bool:
@@ -283,33 +263,31 @@ def _whole(folder: Path) -> bool:
         return False
 
 
-def _write(
-    folder: Path, texts: Iterable[str], tokenizer: Tokenizer, end: list[int], name: str, beside: Callable
-) -> None:
+def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], beside: Callable) -> None:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
-    progress = _progress(name)
+    shown = time.monotonic()
     with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
         offsets.write(np.zeros(1, "<i8").tobytes())
-        for batch in _batches(texts):
+        for batch in _batches(corpus):
             try:
-                about["n_bytes"] += sum(len(text.encode()) for text in batch)
+                about["n_bytes"] += len("".join(batch).encode())
             except UnicodeEncodeError as e:
-                first, last = about["n_texts"] + 1, about["n_texts"] + len(batch)
-                half = f"half a character in one of them ({e.reason})"
-                raise UserError(f"{name}: texts {first} to {last}: {half}. Mend it.") from None
+                where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
+                raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Mend it.") from None
             rows = [row + end for row in tokenizer.encode_batch(batch)]
-            lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype, int(lengths.sum())).tobytes())
-            offsets.write((np.cumsum(lengths) + about["n_tokens"]).astype("<i8").tobytes())
-            about["n_tokens"] += int(lengths.sum())
-            about["n_texts"] += len(rows)
+            ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
+            ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
+            offsets.write(ends.tobytes())
+            about["n_tokens"], about["n_texts"] = int(ends[-1]), about["n_texts"] + len(rows)
             about["n_words"] += sum(len(text.split()) for text in batch)
             about["n_lines"] += sum(text.count("\n") for text in batch)
-            progress(about)
-    progress(about, last=True)
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
+                print(f"tokenising {corpus.name}: {done}", file=sys.stderr, flush=True)
     if about["n_tokens"] == 0:
-        raise UserError(f"{name}: empty: there is not one token in it.")
+        raise UserError(f"{corpus.name}: empty: there is not one token in it.")
     about |= {"dtype": dtype, **beside()}
     (folder / "about.json").write_text(json.dumps(about))
 
@@ -325,20 +303,3 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _progress(name: str) -> Callable[..., None]:
-    """Shows a line on stderr every 2 s (30 s where there is no terminal), from the third second on, and at the end."""
-    began, due = time.perf_counter(), 3.0
-    every, before, after = (2.0, "\r", "") if sys.stderr.isatty() else (30.0, "", "\n")
-
-    def show(about: dict[str, int], last: bool = False) -> None:
-        nonlocal due
-        spent = time.perf_counter() - began
-        if spent >= due or (last and due > 3.0):
-            due, end = spent + every, "\n" if last else after
-            done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
-            speed = f"{about['n_tokens'] / spent / 1e6:.2f} M tokens/s"
-            print(f"{before}tokenising {name}: {done}, {speed}", end=end, file=sys.stderr, flush=True)
-
-    return show

@@ -6,26 +6,25 @@ A data set here is map-style: `dataset[i]` is {"image": uint8 array (channels, h
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradus import files, limits
-from gradus.data.cache import keep
-from gradus.data.image_sources import Source, find_sources, no_columns
+from gradus.data.cache import digest, keep
+from gradus.data.image_sources import Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import check_number
 from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData
 
-DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
-FORMAT = 1  # of the cache
+FORMAT = 2  # of the cache
 
 
 def open_images(
@@ -34,19 +33,17 @@ def open_images(
     """The splits of a data set: `train`, `valid`, and `test` where the data has one.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
-    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), cifar-10-binary.tar.gz or
-    the folder unpacked from it, or `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of
-    every class becomes it. Images of several sizes are decoded each time they are asked for: their shorter side is
-    scaled to image_size, and the centre cut out; without image_size they are an error. names: of the classes, where
-    the data name none; where class folders are all among them, they are numbered in this order.
+    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), or `hf:NAME`. Where there
+    is no valid split, a fixed tenth of the training images of every class becomes it. Images of several sizes are
+    scaled as they are decoded: the shorter side to image_size, and the centre cut out; without image_size they are an
+    error. names: of the classes, where the data name none; where class folders are all among them, they are numbered in
+    this order.
 
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
     range; with file and row.
     """
     if config.source == "digits":
-        if config.path is not None:
-            raise UserError(f"data.path={config.path} has no effect with data.source=digits. Leave one of them out")
-        no_columns(config, "digits")
+        no_effect(config, ("path", "image", "label"), "data.source=digits")
         splits = _digits()
     else:
         splits = {}
@@ -54,9 +51,7 @@ def open_images(
             splits[split] = _open(source, image_size, splits["train"].classes if splits else None, names)
         for split in splits.values():
             shape, train = split.shape, splits["train"].shape
-            if shape[0] != train[0]:
-                raise UserError(f"{split.name}: {shape[0]} channels, but the training images have {train[0]}")
-            if shape != train and image_size is None:
+            if shape[0] != train[0] or (shape != train and image_size is None):
                 raise UserError(f"{split.name}: images of {_size(shape)}, but the training images are {_size(train)}")
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
@@ -75,17 +70,22 @@ def _digits() -> dict[str, Any]:
 
 
 class ArrayImages:
-    """Images in one array (n, channels, height, width), in memory or mapped from `folder`/images.npy."""
+    """Images in one array (n, channels, height, width), in memory or mapped from `folder`/images.npy. scaled: in the
+    files they have several sizes."""
 
     def __init__(
-        self, name: str, images: np.ndarray | None, labels: np.ndarray, classes: list[str], folder: Path | None = None
-    ):
+        self, name: str, images: np.ndarray | None, labels: np.ndarray, classes: list[str],
+        folder: Path | None = None, scaled: bool = False,
+    ):  # fmt: skip
+        self.scaled = scaled
         self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
-        self.images = self._mapped() if images is None else images
+        if images is not None:
+            self.images = images
 
-    def _mapped(self) -> np.ndarray:
-        mapped = np.load(self.folder / "images.npy", mmap_mode="r")
-        return np.asarray(mapped)  # a plain view: np.memmap itself is slow to index
+    @functools.cached_property
+    def images(self) -> np.ndarray:
+        # a plain view: np.memmap itself is slow to index
+        return np.asarray(np.load(self.folder / "images.npy", mmap_mode="r"))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -98,49 +98,7 @@ class ArrayImages:
         return {"image": self.images[i], "label": int(self.labels[i])}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | ({"images": None} if self.folder is not None else {})  # a worker maps the file itself
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.images is None:
-            self.images = self._mapped()
-
-
-@dataclasses.dataclass
-class LazyImages:
-    """Images decoded when asked for."""
-
-    name: str
-    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
-    where: Callable[[int], str]  # what messages call image i
-    labels: np.ndarray
-    classes: list[str]
-    shape: tuple[int, int, int]  # (n_channels, image_size, image_size), of all
-    folder: Path
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        n_channels, _, image_size = self.shape
-        image = read_image(self.encoded[i], self.where(i), n_channels, image_size)
-        return {"image": image, "label": int(self.labels[i])}
-
-
-class EncodedFile:
-    """The files of many images in one: `folder`/encoded.bin, of which the i-th is bytes offsets[i] to offsets[i +
-    1]."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.offsets = np.load(folder / "offsets.npy")
-        self.data = np.memmap(folder / "encoded.bin", mode="r")
-
-    def __getitem__(self, i: int) -> bytes:
-        return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes()
-
-    def __reduce__(self):
-        return EncodedFile, (self.folder,)
+        return {k: v for k, v in self.__dict__.items() if k != "images" or self.folder is None}  # a worker maps anew
 
 
 def read_image(
@@ -181,7 +139,7 @@ def read_image(
 
 
 def _size(shape: Sequence[int]) -> str:
-    return f"{shape[-1]}x{shape[-2]}"  # width x height, as pictures are spoken of
+    return f"{shape[-1]}x{shape[-2]} and {shape[0]} channels"  # width x height, as pictures are spoken of
 
 
 # ---------------------------------------------------------------- decoding once
@@ -189,85 +147,69 @@ def _size(shape: Sequence[int]) -> str:
 
 def _open(
     source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
-) -> ArrayImages | LazyImages:
+) -> ArrayImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
-    folder = files.cache_dir() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
-    whole = lambda folder: (folder / "about.json").exists()  # noqa: E731
-    keep(folder, lambda aside: _decode(source, aside), whole, "GRADUS_CACHE")
-    about = json.loads((folder / "about.json").read_text())
-    labels = np.load(folder / "labels.npy")
-    classes = _classes(source, labels, classes, names)
-    if about["decoded"]:
-        return ArrayImages(source.name, None, labels, classes, folder)
-    if image_size is None:
-        if about["other"] is None:
-            most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
-            raise UserError(
-                f"{source.name}: more than {most} when decoded; its images have to be scaled to an image_size"
-            )
+    folder, about = _decoded(source)
+    if scaled := about["other"] is not None:
         i, size, first = about["other"]
-        wrong = f"an image of the wrong size, {size}; the first is {first}"
-        raise UserError(f"{source.where(i)}: {wrong}. Bring all images to one size")
-    shape = (about["n_channels"], image_size, image_size)
-    encoded = source.paths or EncodedFile(folder)
-    return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder)
+        if image_size is None:
+            raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Bring all to one size")
+        folder, _ = _decoded(source, about["n_channels"], image_size)
+    labels = np.load(folder / "labels.npy")
+    return ArrayImages(source.name, None, labels, _classes(source, labels, classes, names), folder, scaled)
+
+
+def _decoded(source: Source, *scale: int) -> tuple[Path, dict[str, Any]]:
+    """The folder of the cache that `_decode` fills, and its about.json."""
+    folder = files.cache_dir() / "images" / digest(FORMAT, source.key(), *scale)
+    about = folder / "about.json"
+    keep(folder, lambda aside: _decode(source, aside, *scale), lambda _: about.exists(), "GRADUS_CACHE")
+    return folder, json.loads(about.read_text())
 
 
 def _classes(
     source: Source, labels: np.ndarray, classes: list[str] | None, names: Sequence[str] | None
 ) -> list[str]:
     """The training split's, or this one's where it is that. Raises UserError for a label that is none of them."""
-    if source.classes is None:
+    own = source.classes
+    if own is None and classes is None:
         i = int(labels.argmax())
         check_number(source.where(i), int(labels[i]))
-    own = source.classes or list(names or (str(c) for c in range(int(labels.max()) + 1)))
-    if classes is not None and source.classes is not None and own != classes:
+        own = list(names or map(str, range(int(labels[i]) + 1)))
+    if classes and own and own != classes:
         theirs, ours = ", ".join(own[:5]), ", ".join(classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
-    classes = own if classes is None else classes
+    classes = classes or own
     wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
     if len(wrong):
         n = len(classes)
-        there = f"but there are {n} classes: 0 to {n - 1}"
-        raise UserError(f"{source.where(wrong[0])}: label {labels[wrong[0]]}, {there}")
+        raise UserError(f"{source.where(wrong[0])}: label {labels[wrong[0]]}, but there are {n} classes: 0 to {n - 1}")
     return classes
 
 
-def _decode(source: Source, folder: Path) -> None:
-    """labels.npy, about.json, and: images.npy when all have one size; else the encoded files in one, if they are
-    rows."""
+def _decode(source: Source, folder: Path, n_channels: int | None = None, image_size: int | None = None) -> None:
+    """labels.npy, about.json, and images.npy when all have one size, or are scaled to one. about.json says otherwise
+    which is the first of `other` size."""
     labels = source.labels()
     if len(labels) == 0:
         raise UserError(f"{source.name}: holds no images")
     np.save(folder / "labels.npy", labels)
-    n_channels, shape, other, decoded = None, None, None, False
+    shape, other = None, None
     with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is then an error, not a death
         for i, data in enumerate(source.rows()):
-            image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
+            image = read_image(data, source.where(i), n_channels, image_size)
             if shape is None:
                 n_channels, shape = image.shape[0], image.shape
-                if len(labels) * image.size > DECODED_LIMIT:
-                    break
                 header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
                 np.lib.format.write_array_header_1_0(file, header)
             if image.shape != shape:
                 other = (i, _size(image.shape), _size(shape))
                 break
             file.write(image.tobytes())
-        else:
-            decoded = True
-    if not decoded:
+    if other:
         (folder / "images.npy").unlink()
-        if source.paths is None:
-            offsets = [0]
-            with open(folder / "encoded.bin", "wb") as file:
-                for data in source.rows():
-                    content = data if isinstance(data, bytes) else Path(data).read_bytes()
-                    offsets.append(offsets[-1] + file.write(content))
-            np.save(folder / "offsets.npy", np.array(offsets))
-    about = {"decoded": decoded, "n_channels": n_channels, "other": other}
-    (folder / "about.json").write_text(json.dumps(about))
+    (folder / "about.json").write_text(json.dumps({"n_channels": n_channels, "other": other}))
 
 
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
@@ -280,9 +222,9 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
         if memo.exists():
             stats = json.loads(memo.read_text())
             return stats["mean"], stats["std"]
-    counts: Any = 0
-    for images in _chunks(dataset):
-        counts = counts + np.stack([np.bincount(c.ravel(), minlength=256) for c in images.swapaxes(0, 1)])
+    counts = np.zeros((dataset.shape[0], 256), np.int64)
+    for i in range(len(dataset)):
+        counts += [np.bincount(channel.ravel(), minlength=256) for channel in dataset[i]["image"]]
     values = np.arange(256) / 255
     mean = counts @ values / counts.sum(1)  # (channels,)
     std = np.sqrt((counts * (values - mean[:, None]) ** 2).sum(1) / counts.sum(1))
@@ -293,14 +235,3 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     if memo is not None:
         files.write_json(memo, stats)
     return stats["mean"], stats["std"]
-
-
-def _chunks(dataset: Any, size: int = 1024) -> Iterator[np.ndarray]:
-    """(some, channels, height, width) arrays that together are the data set."""
-    array, indices = dataset, np.arange(len(dataset))
-    while isinstance(array, Part):
-        array, indices = array.dataset, array.indices[indices]
-    if isinstance(array, ArrayImages):
-        yield from (array.images[indices[lo : lo + size]] for lo in range(0, len(indices), size))
-    else:
-        yield from (array[int(i)]["image"][None] for i in indices)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
+from gradus.recipe.schema import DataConfig
 
 POOL = 50  # batches whose samples are sorted by length together: little padding, and still a random order
 
@@ -48,18 +49,14 @@ class Plan:
         if n == 0:
             raise UserError("the data set is empty: there is no sample to make a batch of")
         if lengths is None and (batch_tokens is not None or bucket):
-            what = "batch.tokens" if batch_tokens is not None else "data.pad=bucket"
-            lacks = "the length of every sample, which this data set does not have"
-            raise UserError(f"{what} needs {lacks}. Use batch.samples, unbucketed")
+            raise UserError("batch.tokens and data.pad=bucket need the length of every sample, which this data lacks")
         self.n, self.seed, self.bucket, self.shuffle = n, seed, bucket, shuffle
         self.batch_samples, self.batch_tokens = batch_samples, batch_tokens
         self.lengths = None if lengths is None else np.asarray(lengths)
         if batch_tokens is not None and self.lengths.max() > batch_tokens:
             i = int(self.lengths.argmax())
-            raise UserError(
-                f"sample {i} has {self.lengths[i]} tokens and fits into no batch of batch.tokens={batch_tokens}. "
-                f"Raise batch.tokens to {self.lengths[i]} or more, or cut the samples with data.max_len"
-            )
+            large = f"sample {i} has {self.lengths[i]} tokens and fits into no batch of batch.tokens={batch_tokens}"
+            raise UserError(f"{large}. Raise it to {self.lengths[i]} or more, or cut the samples with data.max_len")
 
     def epoch(self, e: int) -> list[np.ndarray]:
         """The batches of epoch e: one array of sample indices a step."""
@@ -118,38 +115,34 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 class Loader:
-    """Brings the samples of a plan: item → prepare → collate, in this process (workers=0) or in background workers.
+    """Brings the samples of a plan: item → prepare → collate, in this process or in background workers.
 
     dataset: map-style; `dataset[i]`, or `dataset.item(i, epoch)` if it has a true `epoch_aware`. prepare(sample, rng):
-    all that is random about a sample, from a generator of (seed, epoch, index). collate(samples): a pure function to a
-    dict of tensors. micro_batch: samples a forward pass (None: the whole share). prefetch: steps ahead, per worker.
-    persistent: workers outlive an epoch. pin: page-locked memory, where there is a GPU. rank of world: takes the
-    rank-th contiguous share of every batch. `wait_s` is the time in seconds spent waiting for data so far; without
-    workers, that is the time to make it.
+    all that is random about a sample, from a generator of (the plan's seed, epoch, index). collate(samples): a pure
+    function to a dict of tensors. micro_batch: samples a forward pass (None: the whole share). loading: a recipe's
+    `data`: how many workers, how many steps they are ahead, whether they outlive an epoch (None: no workers). rank of
+    world: takes the rank-th contiguous share of every batch. `wait_s` is the time in seconds spent waiting for data so
+    far; without workers, that is the time to make it.
 
-    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn). Plain
-    fork would copy the locks of this process's threads (OpenMP, Arrow, tokenizers, CUDA) in whatever state they are,
-    and a worker that then waits for one waits for ever. The price: data set, prepare and collate are pickled, so a
-    large array belongs into a memory map that is reopened by path. Batches return through pipes, not shared memory:
-    neither open files nor a container's small /dev/shm run out. Workers end with this process, however it ends, and
-    when it says so: not by a Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want
-    to finish its step.
+    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn): plain
+    fork would copy the locks of this process's threads in whatever state they are. So data set, prepare and collate are
+    pickled, and a large array belongs into a memory map that is reopened by path. Batches return through pipes, not
+    through a container's small /dev/shm. Workers end with this process, however it ends, and when it says so: not by a
+    Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want to finish its step.
     """
 
     def __init__(
         self, dataset: Any, plan: Plan, collate: Callable[[list[dict]], dict[str, torch.Tensor]], *,
-        prepare: Callable[[dict, np.random.Generator], dict] | None = None, seed: int = 0,
-        micro_batch: int | None = None, workers: int = 0, prefetch: int = 2, persistent: bool = True,
-        pin: bool = False, rank: int = 0, world: int = 1,
+        prepare: Callable[[dict, np.random.Generator], dict] | None = None, micro_batch: int | None = None,
+        loading: DataConfig | None = None, rank: int = 0, world: int = 1,
     ):  # fmt: skip
         assert len(dataset) == plan.n, f"the plan is for {plan.n} samples, the data set has {len(dataset)}"
-        assert 0 <= rank < world and workers >= 0 and prefetch >= 1 and (micro_batch is None or micro_batch >= 1)
-        self.dataset, self.plan, self.rank, self.world = dataset, plan, rank, world
-        self.pin = pin and torch.cuda.is_available()
+        assert 0 <= rank < world and (micro_batch is None or micro_batch >= 1)
+        self.plan, self.rank, self.world = plan, rank, world
+        self.loading = loading if loading and loading.workers else None
         self.wait_s = 0.0
-        self._fetch = _Fetch(dataset, prepare, collate, seed, micro_batch)
+        self._fetch = _Fetch(dataset, prepare, collate, plan.seed, micro_batch)
         self._keys: list = []  # what to fetch next; set anew before each iteration, so that the workers can stay
-        self._workers, self._prefetch, self._persistent = workers, prefetch, persistent
         self._background: torch.utils.data.DataLoader | None = None
         self._turn = 0
 
@@ -169,9 +162,12 @@ class Loader:
         for _, step, indices, *_ in keys:
             assert turn == self._turn, "another iteration of this loader has begun: the workers serve one at a time"
             result = next(results)
-            if isinstance(result, _Failure):
-                raise result.error()
-            micro_batches = [{name: self._tensor(value) for name, value in batch.items()} for batch in result]
+            if isinstance(result, Exception):
+                raise result
+            micro_batches = [
+                {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
+                for batch in result
+            ]
             self.wait_s += time.perf_counter() - began
             yield Step(epoch, step, indices, micro_batches, len(batches[step]))
             began = time.perf_counter()
@@ -187,13 +183,8 @@ class Loader:
         self._turn += 1
         self._background = None
 
-    def _tensor(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-        return value.pin_memory() if self.pin and isinstance(value, torch.Tensor) else value
-
     def _results(self, keys: list) -> Iterator:
-        if self._workers == 0:
+        if self.loading is None:
             return map(self._fetch.__getitem__, keys)
         if not keys:
             return iter(())
@@ -204,9 +195,9 @@ class Loader:
                 self._fetch,
                 batch_size=None,
                 sampler=self._keys,
-                num_workers=self._workers,
-                prefetch_factor=self._prefetch,
-                persistent_workers=self._persistent,
+                num_workers=self.loading.workers,
+                prefetch_factor=self.loading.prefetch,
+                persistent_workers=self.loading.persistent,
                 collate_fn=_same,
                 worker_init_fn=_guard,
                 multiprocessing_context=_context(),
@@ -217,14 +208,14 @@ class Loader:
         except Exception as e:
             if "pickle" not in f"{type(e).__name__} {e}":
                 raise
-            raise UserError(
-                f"data.workers={self._workers}: the data set, prepare and collate travel to the workers by pickle, "
-                f"and this fails ({e}). Define them at the top level of a module, or set data.workers=0"
-            ) from None
+            why = f"the data set, prepare and collate travel to workers by pickle, and this fails ({e})"
+            what = f"data.workers={self.loading.workers}: {why}"
+            raise UserError(f"{what}. Define them at the top level of a module, or set data.workers=0") from None
 
 
 class _Fetch(torch.utils.data.Dataset):
-    """(epoch, step, indices) → micro-batches as numpy arrays, or the failure to make them."""
+    """(epoch, step, indices) → micro-batches as numpy arrays, or the failure to make them: as a value, for a raised one
+    would arrive from a worker with its traceback for a message."""
 
     def __init__(self, dataset, prepare, collate, seed, micro_batch):
         self.dataset, self.prepare, self.collate = dataset, prepare, collate
@@ -234,7 +225,7 @@ class _Fetch(torch.utils.data.Dataset):
         sample = self.dataset.item(index, epoch) if getattr(self.dataset, "epoch_aware", False) else self.dataset[index]
         return sample if self.prepare is None else self.prepare(sample, sample_rng(self.seed, epoch, index))
 
-    def __getitem__(self, key) -> list[dict[str, Any]] | _Failure:
+    def __getitem__(self, key) -> list[dict[str, Any]] | Exception:
         epoch, step, indices, count, spare = key
         size = self.micro_batch or max(1, len(indices))
         batches, at = [], ""
@@ -250,30 +241,14 @@ class _Fetch(torch.utils.data.Dataset):
                     batch |= {"idle": True, "counts": dict.fromkeys(batch.get("counts", {}), 0), "n_tokens": 0}
                 batches.append({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         except UserError as e:
-            return _Failure(str(e), None, errno.EIO if exit_code(e) == FAULT else None)
+            return (EnvironmentFault if exit_code(e) == FAULT else UserError)(str(e))
         except Exception as e:
             name = getattr(self.dataset, "name", type(self.dataset).__name__)
-            fault = getattr(e, "errno", None) or errno.EIO if is_fault(e) else None
-            message = f"{name}, {at} (epoch {epoch}, step {step}): {type(e).__name__}: {e}"
-            return _Failure(message, traceback.format_exc(), fault)
+            text = f"{name}, {at} (epoch {epoch}, step {step}): {type(e).__name__}: {e}"
+            error = OSError(getattr(e, "errno", None) or errno.EIO, text) if is_fault(e) else RuntimeError(text)
+            error.add_note(traceback.format_exc())
+            return error
         return batches
-
-
-@dataclasses.dataclass
-class _Failure:
-    """An exception on its way out of a worker. Sent as a value: a raised one would arrive with its traceback for a
-    message."""
-
-    message: str
-    trace: str | None  # None: a UserError
-    fault: int | None  # of the machine: the system's number of the error
-
-    def error(self) -> Exception:
-        if self.trace is None:
-            return (UserError if self.fault is None else EnvironmentFault)(self.message)
-        error = RuntimeError(self.message) if self.fault is None else OSError(self.fault, self.message)
-        error.add_note(self.trace)
-        return error
 
 
 def _same(batch):

@@ -125,7 +125,10 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
         if columns:
             raise no_columns(path, ", ".join(columns))
         return read_lines(path)
-    return named(path, {"jsonl": _jsonl, "csv": _csv, "tsv": _tsv, "parquet": _parquet}[kind](path, columns))
+    if kind == "parquet":
+        return named(path, _parquet(path, columns))
+    rows = {"jsonl": _jsonl, "csv": _csv, "tsv": _tsv}[kind](path)
+    return named(path, (_pick(path, i, row, columns) for i, row in enumerate(rows, 1)))
 
 
 def no_columns(path: str | Path, wanted: str) -> UserError:
@@ -144,41 +147,43 @@ def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None
         raise no_column(path, row, e.args[0], record) from None
 
 
-def _jsonl(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[Row]:
     for row, line in enumerate(filter(str.strip, whole_lines(path)), 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as e:
-            wrong = f"row {row} is not valid JSON ({str(e).split(';')[0]})"
-            raise UserError(f"{path}: {wrong}. Each line must be one JSON object.") from None
+            record, why = None, f"is not valid JSON ({str(e).split(';')[0]})"
+        else:
+            why = f"is a JSON {type(record).__name__}"
         if not isinstance(record, dict):
-            raise UserError(f"{path}: row {row} is a JSON {type(record).__name__}. Each line must be one JSON object.")
-        yield _pick(path, row, record, columns)
+            raise UserError(f"{path}: row {row} {why}. Each line must be one JSON object.")
+        yield record
 
 
-def _table(path: Path, records: Iterator[list[str]], columns: Sequence[str] | None) -> Iterator[Row]:
+def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
     header = next(records, [])
     for row, values in enumerate(records, 1):
         if len(values) != len(header):
             there = f"the header names {len(header)}: {', '.join(header)[:200]}"
             raise UserError(f"{path}: row {row} has {len(values)} fields, but {there}.")
-        yield _pick(path, row, dict(zip(header, values)), columns)
+        yield dict(zip(header, values))
 
 
-def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 128 KiB, is less than many documents
     reader = csv.reader(whole_lines(path, newline=""), strict=True)
     try:
-        yield from _table(path, filter(None, reader), columns)
+        yield from _table(path, filter(None, reader))
     except csv.Error as e:
         raise UserError(f"{path}: not valid CSV at line {reader.line_num} ({e}). Mend the quotes there.") from None
 
 
-def _tsv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
-    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line), columns)
+def _tsv(path: Path) -> Iterator[Row]:
+    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line))
 
 
-def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
     pq = need("pyarrow.parquet", "hf", "A Parquet file", DataError)
     arrow = need("pyarrow", "hf", "A Parquet file")
     with contextlib.ExitStack() as stack:
@@ -187,13 +192,17 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
             packed, file = file, stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(packed, file)
         try:
-            table = pq.ParquetFile(file)
-            _need_columns(path, columns, table.schema_arrow.names)
-            for batch in table.iter_batches(batch_size=1024, columns=list(columns) if columns else None):
-                yield from batch.to_pylist()
-        except arrow.ArrowException as e:
+            yield pq.ParquetFile(file)
+        except (OSError, arrow.ArrowException) as e:
             why = str(e).splitlines()[0]
             raise UserError(f"{path}: not a whole Parquet file ({why}). Get the file again.") from None
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    with _parquet_file(path) as table:
+        _need_columns(path, columns, table.schema_arrow.names)
+        for batch in table.iter_batches(batch_size=256, columns=list(columns) if columns else None):
+            yield from batch.to_pylist()
 
 
 def _need_columns(path: str | Path, columns: Sequence[str] | None, there: Sequence[str]) -> None:
@@ -210,52 +219,61 @@ def is_hub(path: str | Path) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def hub_splits(name: str, where: str) -> dict[str, Any]:
+def hub_splits(name: str) -> dict[str, Any]:
     """`hub.data_set`, loaded once."""
-    return hub.data_set(name, where)
+    return hub.data_set(name, f"hf:{name}")
 
 
 def hub_split(path: str | Path) -> Any:
     """The table of `hf:NAME[:CONFIG][#SPLIT]`; without a split the training one. Raises UserError where there is
     none."""
     name, _, split = str(path).removeprefix("hf:").partition("#")
-    splits, split = hub_splits(name, f"hf:{name}"), split or "train"
-    for alias in (split, *next((names for names in SPLITS.values() if split in names), ())):
-        if alias in splits:
-            return splits[alias]
-    raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
+    splits, split = hub_splits(name), split or "train"
+    if (found := alias_in(splits, split)) is None:
+        raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
+    return splits[found]
+
+
+def alias_in(splits: Iterable[str], split: str) -> str | None:
+    """The name that a split has among these: itself, else one of the same meaning (validation for valid)."""
+    alike = next((names for names in SPLITS.values() if split in names), ())
+    return next((name for name in (split, *alike) if name in splits), None)
 
 
 def _hub_rows(path: str | Path, columns: Sequence[str] | None) -> Iterator[Row]:
     table = hub_split(path)
     _need_columns(path, columns, table.column_names)
-    for batch in (table.select_columns(list(columns)) if columns else table).iter(1000):
-        yield from (dict(zip(batch, values)) for values in zip(*batch.values()))
+    for batch in (table.select_columns(list(columns)) if columns else table).with_format("arrow").iter(256):
+        yield from batch.to_pylist()
+
+
+def table_of(path: str | Path) -> tuple[dict[str, list[str] | None], int]:
+    """({column: what Hugging Face's features call its numbers, None where they say nothing}, rows) of a Parquet file or
+    a data set."""
+    if is_hub(path):
+        table = hub_split(path)
+        return {name: getattr(feature, "names", None) for name, feature in table.features.items()}, len(table)
+    with _parquet_file(expanded(path)) as table:
+        schema = table.schema_arrow
+        try:
+            features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+            return {name: features.get(name, {}).get("names") for name in schema.names}, table.metadata.num_rows
+        except (ValueError, KeyError, TypeError, AttributeError):  # not written by `datasets`
+            return dict.fromkeys(schema.names), table.metadata.num_rows
 
 
 def class_names(path: str | Path, columns: Sequence[str]) -> list[str] | None:
-    """What Hugging Face's features call the numbers in the first of these columns that a Parquet file or a data set
-    has.
-
-    None where they say nothing.
-    """
-    if is_hub(path):
-        features = {name: getattr(feature, "names", None) for name, feature in hub_split(path).features.items()}
-    elif Path(path).suffix == ".parquet":
-        pq, arrow = (need(f"pyarrow{part}", "hf", "A Parquet file") for part in (".parquet", ""))
-        try:
-            features = features_in(pq.read_schema(expanded(path)).metadata)
-        except (OSError, arrow.ArrowException):
-            return None  # told where the rows are read
-    else:
+    """What `table_of` says of the first of these columns that there is; None for other kinds of files."""
+    if not is_hub(path) and Path(path).suffix != ".parquet":
         return None
-    return features.get(next((c for c in columns if c in features), None))
+    names = table_of(path)[0]
+    return names.get(next((c for c in columns if c in names), None))
 
 
-def features_in(metadata: dict[bytes, bytes] | None) -> dict[str, list[str] | None]:
-    """Column → names of its classes, of what `datasets` writes into a Parquet file."""
-    try:
-        features = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-        return {name: feature.get("names") for name, feature in features.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
+def first_column(name: str, row: Iterable[str], candidates: Sequence[str], what: str) -> str:
+    """The first of the candidates that a row has. Raises UserError where it has none."""
+    for column in candidates:
+        if column in row:
+            return column
+    names, there = ", ".join(candidates), ", ".join(row)[:200]
+    raise UserError(f"{name}: no {what} column ({names}); there are: {there}. Set data.{what}=NAME.")

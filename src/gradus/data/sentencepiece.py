@@ -1,14 +1,14 @@
-"""SentencePiece's models, and llama2.c's files, which hold the pieces of one."""
+"""SentencePiece's models."""
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus.data.tokenizers import Tokenizer, write_config
+from gradus import files
+from gradus.data.tokenizers import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -66,111 +66,24 @@ class SentencePieceTokenizer(Tokenizer):
         for role in ("pad", "bos", "eos", "unk"):
             i = getattr(self, f"{role}_id")
             config[f"{role}_token"] = None if i is None else self.token(i)
-        write_config(folder, config)
-
-
-class Llama2cTokenizer(SentencePieceTokenizer):
-    """The `.bin` of llama2.c: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
-
-    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
-    SentencePiece's BPE, which is run on them. The file does not say how many tokens it has: one cut exactly between two
-    is told from a whole one only by the longest that it lacks. Raises ValueError for a file that is not whole.
-    """
-
-    def __init__(self, data: bytes):
-        self.data = data
-        self.pieces: list[bytes] = []
-        scores: list[float] = []
-        try:
-            (longest,) = struct.unpack_from("<i", data)
-            at = 4
-            while at < len(data):
-                score, length = struct.unpack_from("<fi", data, at)
-                at += 8 + length
-                if length < 0 or at > len(data):
-                    raise ValueError("truncated")
-                self.pieces.append(data[at - length : at])
-                scores.append(score)
-            whole = max(map(len, self.pieces)) == longest
-            if not whole or (self.pieces[3], self.pieces[258]) != (b"<0x00>", b"<0xFF>"):
-                raise ValueError("not whole")
-        except (struct.error, IndexError) as e:
-            raise ValueError("truncated") from e
-        super().__init__(_model_of(self.pieces, scores))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        parts, first = [], True  # the first piece, at the start or after <s>, has a space that the text has not
-        for i in ids:
-            if 2 < i < self.vocab_size:
-                part = bytes([i - 3]) if i < 259 else self.pieces[i]
-                parts.append(part.removeprefix(b" ") if first else part)
-            first = i == self.bos_id or (first and i <= 2)
-        return b"".join(parts).decode("utf-8", errors="replace")
-
-    def token(self, i: int) -> str:
-        if not 0 <= i < self.vocab_size:
-            return f"<{i}>"
-        return self.pieces[i].decode("utf-8", errors="replace").strip("\n") or "\n"
-
-    def _content(self) -> bytes:
-        return self.data
-
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.bin (llama2.c's own form; Hugging Face has none for it)."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.bin").write_bytes(self.data)
-
-
-# ---------------------------------------------------------------- ModelProto, of sentencepiece_model.proto
-
-UNKNOWN, CONTROL, BYTE, NORMAL = 2, 3, 6, 1  # kinds of pieces
-
-
-def _model_of(pieces: list[bytes], scores: list[float]) -> bytes:
-    """The model of BPE with byte fallback that has these pieces. A space in a piece is ▁ there."""
-    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
-    parts = []
-    for i, (piece, score) in enumerate(zip([b"<unk>", b"<s>", b"</s>", *pieces[3:]], scores)):
-        text = piece.decode().replace(" ", "▁").encode()
-        kind = kinds[i] if i < len(kinds) else NORMAL
-        parts.append(_message(1, _message(1, text) + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])))
-    trainer = b"\x18\x02" + b"\x98\x02\x01"  # model_type: BPE; byte_fallback
-    normalizer = _message(1, b"identity") + b"\x20\x00"  # remove_extra_whitespaces: no
-    return b"".join(parts) + _message(2, trainer) + _message(3, normalizer)
-
-
-def _message(field: int, content: bytes) -> bytes:
-    length, size = bytearray(), len(content)
-    while size > 127:
-        length.append(size & 127 | 128)
-        size >>= 7
-    return bytes([field << 3 | 2, *length, size]) + content
+        files.write_json(folder / "tokenizer_config.json", config)
 
 
 def whole_model(data: bytes) -> bool:
-    """Is this a whole ModelProto? A file cut between two pieces still parses, but lacks what comes after them: field 2,
-    how it was trained, and field 3, how text is normalised."""
+    """Is this a whole ModelProto of sentencepiece_model.proto? A file cut between two pieces still parses, but lacks
+    what comes after them: field 2, how it was trained, and field 3, how text is normalised."""
     at, fields = 0, set()
     try:
         while at < len(data):
-            tag, at = _number(data, at)
-            if tag & 7 != 2:  # every field is a message, written with its length
-                return False
-            length, at = _number(data, at)
-            at += length
-            fields.add(tag >> 3)
+            fields.add(data[at])
+            length = 0
+            for place in range(10):  # seven bits a byte, the lowest first
+                byte, at = data[at + 1], at + 1
+                length |= (byte & 127) << 7 * place
+                if byte < 128:
+                    break
+            at += 1 + length
     except IndexError:
         return False
-    return at == len(data) and fields >= {1, 2, 3}
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    """(a number of at most ten bytes, where it ends)."""
-    value = 0
-    for place in range(10):
-        byte = data[at + place]
-        value |= (byte & 127) << 7 * place
-        if byte < 128:
-            return value, at + place + 1
-    raise IndexError
+    # Every field is a message, written with its length: 8 times its number, and 2.
+    return at == len(data) and fields >= {0x0A, 0x12, 0x1A} and all(field & 7 == 2 for field in fields)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradus.data.corpus import Corpus
-from gradus.data.readers import KINDS, SPLITS, expanded, hub_splits, is_hub, near, suffix
+from gradus.data.readers import KINDS, SPLITS, alias_in, expanded, hub_splits, is_hub, near, suffix
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
@@ -33,24 +33,22 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
             raise UserError(f"data.{split}={explicit}: no such file in {file.parent}.{near(file)}")
         return file
     if path.is_file():
-        if split == "train" or not required:
-            return path if split == "train" else None
-        how = f"Set data.{split}=NAME (a file beside it), or give a folder"
-        raise UserError(f"{path}: one file, so there is no {split} split. {how}.")
+        if split != "train" and required:
+            raise UserError(f"{path}: one file, so no {split} split. Set data.{split}=NAME, a file beside it.")
+        return path if split == "train" else None
     files = visible_files(path)
-    matching = _named([f for f in files if suffix(f) in KINDS], split)
+    matching = named_after([f for f in files if suffix(f) in KINDS], split)
     if len(matching) > 1:
         raise _several(path, split, [f.name for f in matching])
     if not matching and required:
-        there = ", ".join(f.name for f in files[:20]) or "no files"
-        names = ", ".join(f"{alias}.*" for alias in SPLITS[split])
+        there, names = ", ".join(f.name for f in files[:20]) or "no files", ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
     return matching[0] if matching else None
 
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
-    there = hub_splits(name, f"hf:{name}")
-    alias = next((s for s in ((explicit,) if explicit else SPLITS[split]) if s in there), None)
+    there = hub_splits(name)
+    alias = alias_in(there, explicit or split)
     if alias is None and (required or explicit):
         asked = explicit or split
         raise UserError(f"hf:{name}: no split {asked!r}; there are: {', '.join(there)}. Set data.{split}=NAME.")
@@ -65,7 +63,7 @@ def visible_files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.startswith("."))
 
 
-def _named(files: list[Path], split: str) -> list[Path]:
+def named_after(files: list[Path], split: str) -> list[Path]:
     """Files called after a split: exactly (`train.csv`), else as one part of the name
     (`train-00000-of-00001.parquet`)."""
     exact = [f for f in files if f.name.split(".")[0] in SPLITS[split]]
@@ -90,7 +88,7 @@ def find_pairs(
             if match := side.fullmatch(file.name):
                 sides[match[2]][match[1]] = file
         names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in _named([Path(name) for name in names], split)]
+        matching = [n.name for n in named_after([Path(name) for name in names], split)]
         if explicit is not None:
             matching = [name for name in names if name == explicit]
         if len(matching) > 1:
@@ -120,12 +118,10 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        for of_each in ("lengths", "labels"):
-            if hasattr(dataset, of_each):
-                setattr(self, of_each, getattr(dataset, of_each)[indices])
-        for of_all in ("classes", "shape", "folder"):
-            if hasattr(dataset, of_all):
-                setattr(self, of_all, getattr(dataset, of_all))
+        for name in ("lengths", "labels", "classes", "shape", "folder"):
+            if hasattr(dataset, name):
+                value = getattr(dataset, name)
+                setattr(self, name, value[indices] if name in ("lengths", "labels") else value)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -143,8 +139,7 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
     for label in np.unique(dataset.labels):
         held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
     if not held.any():
-        why = f"no class has {every} {unit}, so that none can be held out for validation"
-        raise UserError(f"{dataset.name}: {why}. Add a valid split.")
+        raise UserError(f"{dataset.name}: no class has {every} {unit} to hold one out. Add a valid split.")
     return Part(dataset, np.flatnonzero(~held)), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
 
 

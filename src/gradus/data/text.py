@@ -13,10 +13,10 @@ import numpy as np
 
 from gradus import limits
 from gradus.data.cache import digest, identity
-from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, first_column, text_of
-from gradus.data.readers import class_names, kind_of, no_column, read_rows
+from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, text_of
+from gradus.data.readers import class_names, first_column, kind_of, no_column, no_columns, read_rows
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError
 
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 
@@ -44,10 +44,8 @@ class LMDataset:
         self.documents = pack == "documents"
         n = tokens.n_tokens
         if n < (seq_len + 1 if shuffle_phase else 2):
-            raise UserError(
-                f"The text has {n} tokens, less than a window of {seq_len} + 1. "
-                "Give more text or a smaller model.seq_len or data.max_len."
-            )
+            few = f"The text has {n} tokens, less than a window of {seq_len} + 1"
+            raise UserError(f"{few}. Give more text or a smaller model.seq_len or data.max_len.")
         if shuffle_phase:
             self.n = max(1, n // seq_len - 1)
             self.n_phases = min(seq_len, n - self.n * seq_len)  # the last window of the last phase just fits
@@ -108,10 +106,8 @@ class DocumentsDataset:
 
     def __init__(self, tokens: TokenFile, max_len: int, across: bool = False):
         if max_len < 1:
-            raise UserError(
-                f"data.max_len leaves {max_len} tokens a row beside the special ones. "
-                "Set a larger data.max_len or model.seq_len."
-            )
+            few = f"data.max_len leaves {max_len} tokens a row beside the special ones"
+            raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
         self.tokens = tokens
         offsets = np.asarray(tokens.offsets)
         if across:
@@ -139,29 +135,20 @@ class DocumentsDataset:
 class PairsDataset:
     """Parallel text: item i is {"source": (n,) int64, "target": (m,) int64}, each of at most max_len tokens.
 
-    `lengths`: (n,) source and target tokens together; `source_lengths`, `target_lengths`.
-    Raises UserError where the two sides have not equally many lines.
+    `lengths`: (n,) source and target tokens together. Raises UserError where the two sides have not equally many lines.
     """
 
     def __init__(
-        self,
-        source: Corpus,
-        target: Corpus,
-        tokenizer: Tokenizer,
-        target_tokenizer: Tokenizer | None = None,
-        max_len: int | None = None,
-        cache: str | Path | None = None,
-    ):
+        self, source: Corpus, target: Corpus, tokenizer: Tokenizer, target_tokenizer: Tokenizer | None = None,
+        max_len: int = sys.maxsize, cache: str | Path | None = None,
+    ):  # fmt: skip
         self.max_len = max_len
         self.source = TokenFile.of(source, tokenizer, cache=cache)
         self.target = TokenFile.of(target, target_tokenizer or tokenizer, cache=cache)
         if len(self.source) != len(self.target):
             both = f"{source.name} has {len(self.source)} lines, {target.name} has {len(self.target)}"
             raise UserError(f"{both}: parallel text needs a line for each line.")
-        most = np.iinfo(np.int64).max if max_len is None else max_len
-        self.source_lengths = np.minimum(self.source.lengths(), most)
-        self.target_lengths = np.minimum(self.target.lengths(), most)
-        self.lengths = self.source_lengths + self.target_lengths
+        self.lengths = sum(np.minimum(side.lengths(), max_len) for side in (self.source, self.target))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -184,31 +171,31 @@ class LabelledDataset:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Tokenizer,
-        max_len: int,
-        columns: tuple[str | None, str | None] = (None, None),
-        like: LabelledDataset | None = None,
-        names: Sequence[str] | None = None,
-        n_classes: int | None = None,
-        cache: str | Path | None = None,
-    ):
+        self, path: str | Path, tokenizer: Tokenizer, max_len: int,
+        columns: tuple[str | None, str | None] = (None, None), like: LabelledDataset | None = None,
+        names: Sequence[str] | None = None, n_classes: int | None = None, cache: str | Path | None = None,
+    ):  # fmt: skip
         self.name, self.max_len = str(path), max_len
-        declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
         labels: list[int | str] = []
-        key = digest("labelled", digest(kind_of(path), identity(path)), *columns)
-        self.tokens = TokenFile.build(
-            self._texts(path, columns, labels), tokenizer, key, name=self.name, cache=cache,
-            beside=lambda: _numbered(labels),
-        )  # fmt: skip
-        own, numbers = self.tokens.about.pop("classes"), np.array(self.tokens.about.pop("labels"), dtype=np.int64)
+        key = digest("labelled", digest(kind_of(path), identity(path)), *columns, "labels as they are")
+        texts = Corpus(lambda: self._texts(path, columns, labels), key, self.name, True)
+        self.tokens = TokenFile.of(texts, tokenizer, cache=cache, beside=lambda: {"labels": labels})
+        labels = self.tokens.about.pop("labels")
         if like is not None:
             self.classes, self.by_name = like.classes, like.by_name
         else:
-            self.classes, self.by_name = _classes(own, declared or names, numbers, n_classes), own is not None
-        self.labels = self._labels(own, numbers, like, n_classes)
+            declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
+            self.by_name = isinstance(labels[0], str)
+            self.classes = self._classes(labels, declared or names, n_classes)
+        place: dict[int | str, int] = {name: i for i, name in enumerate(self.classes)}
+        place |= {} if self.by_name else {i: i for i in range(len(self.classes))}
+        self.labels = np.array([place.get(str(x) if self.by_name else x, -1) for x in labels], dtype=np.int64)
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
+        if (self.labels < 0).any():
+            i, n = int(np.argmax(self.labels < 0)), len(self.classes)
+            there = f"{n} classes{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
+            mend = "Labels are names, or numbers from 0; task.classes or model.n_classes may ask for more"
+            raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r} is not one of the {there}. {mend}.")
 
     def _texts(
         self, path: str | Path, columns: tuple[str | None, str | None], labels: list[int | str]
@@ -217,8 +204,7 @@ class LabelledDataset:
         text, label = columns
         for number, row in enumerate(read_rows(path, columns if all(columns) else None), 1):
             if isinstance(row, str):
-                kinds = "Use .jsonl, .csv, .tsv or .parquet with a text and a label column"
-                raise UserError(f"{self.name}: a text file has no labels. {kinds}.")
+                raise no_columns(path, "label")
             text = text or first_column(self.name, row, TEXT_COLUMNS, "text")
             label = label or first_column(self.name, row, LABEL_COLUMNS, "label")
             if label not in row:
@@ -226,35 +212,15 @@ class LabelledDataset:
             labels.append(_label(f"{self.name}: row {number}", row[label], labels))
             yield text_of(self.name, number, row, text)
 
-    def _labels(
-        self, own: list[str] | None, numbers: np.ndarray, like: LabelledDataset | None, n_classes: int | None
-    ) -> np.ndarray:
-        """(n,) places among the classes. own: the names that `numbers` number; None where the data hold numbers."""
-        if own is None and not self.by_name:
-            values, rows = numbers, np.arange(len(numbers))
-            places = np.where(numbers < len(self.classes), numbers, -1)
-        else:
-            values, rows = np.unique(numbers, return_inverse=True) if own is None else (own, numbers)
-            place = {c: i for i, c in enumerate(self.classes)}
-            places = np.array([place.get(str(value), -1) for value in values], dtype=np.int64)[rows]
-        wrong = np.flatnonzero(places < 0)
-        if len(wrong):
-            why = self._no_class(values[rows[wrong[0]]], like, n_classes)
-            raise UserError(f"{self.name}: row {wrong[0] + 1}: {why}")
-        return places
-
-    def _no_class(self, value: int | str, like: LabelledDataset | None, n_classes: int | None) -> str:
-        if like is not None and (self.by_name or isinstance(value, str)):
-            meant = did_you_mean(str(value), self.classes)
-            return f"label {str(value)!r} is not one of the classes of {like.name}.{meant}"
-        n = len(self.classes)
-        if not n:
-            return f"label {value} is out of range: labels count from 0. Mend the row, or write names."
-        wrong = f"label {value} is out of range: {n} classes are 0 to {n - 1}"
-        if n == n_classes:
-            return f"{wrong} (model.n_classes={n_classes}). Mend the row, or leave model.n_classes out."
-        there = f", as in {like.name}" if like is not None else ""
-        return f"{wrong}{there}. Mend the row, or name all classes in task.classes."
+    def _classes(
+        self, labels: list[int | str], names: Sequence[str] | None, n_classes: int | None
+    ) -> list[str]:
+        """Of a training split."""
+        if self.by_name:
+            return list(names) if names and set(labels) <= set(names) else sorted(set(labels))
+        highest = max(labels)
+        check_number(f"{self.name}: row {labels.index(highest) + 1}", highest)
+        return list(names or map(str, range(min(highest + 1, n_classes or sys.maxsize))))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -263,47 +229,24 @@ class LabelledDataset:
         return {"ids": self.tokens.text(i)[: self.max_len], "label": int(self.labels[i])}
 
 
-def _numbered(labels: list[int | str]) -> dict[str, Any]:
-    """What is kept beside the tokens: the names in sorted order and their numbers, or the numbers alone."""
-    if not isinstance(labels[0], str):
-        return {"classes": None, "labels": labels}
-    names = sorted(set(labels))
-    place = {name: i for i, name in enumerate(names)}
-    return {"classes": names, "labels": [place[label] for label in labels]}
-
-
-def _classes(
-    own: list[str] | None, names: Sequence[str] | None, numbers: np.ndarray, n_classes: int | None
-) -> list[str]:
-    """Of a training split."""
-    if own is None:
-        n = min(int(numbers.max()) + 1, n_classes or sys.maxsize)
-        return list(names) if names else [str(i) for i in range(n)]
-    return list(names) if names and set(own) <= set(names) else own
-
-
 def _label(where: str, value: Any, before: list[int | str]) -> int | str:
     """A label as a whole number or a name, of the kind of those before it."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int):
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         value = int(value)  # True is 1
-    elif not isinstance(value, str) or not value.strip():
+    text = str(value).strip() if isinstance(value, int | str) else ""
+    if not text:
         raise UserError(f"{where}: label {value!r} is neither a whole number nor a name.")
-    elif re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", value):  # longer ones are no numbers to Python
-        value = int(value)
     if before and isinstance(before[0], str):
-        return str(value).strip()
-    if isinstance(value, int):
-        check_number(where, value)
-    elif before:
+        return text
+    if re.fullmatch(r"[+-]?\d{1,4000}", text):  # longer ones are no numbers to Python
+        return int(text)
+    if before:
         raise UserError(f"{where}: label {value!r} is not a whole number, as those of the rows before are.")
-    return value.strip() if isinstance(value, str) else value
+    return text
 
 
 def check_number(where: str, label: int) -> None:
     """Raises UserError for a label that no number of classes explains."""
-    if abs(label) >= limits.CLASSES:
-        shown = str(label) if abs(label) < 10**30 else f"{str(label)[:30]}..."
+    if label >= limits.CLASSES:
         gaps = f"classes are numbered from 0, without gaps, up to {limits.CLASSES - 1:,}"
-        raise UserError(f"{where}: label {shown} is out of range: {gaps}. Number them so, or write names.")
+        raise UserError(f"{where}: label {str(label)[:30]} is out of range: {gaps}. Number them so, or write names.")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gradus import limits
 from gradus.data.readers import expanded, near
-from gradus.data.sentencepiece import Llama2cTokenizer, SentencePieceTokenizer, whole_model
+from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
 from gradus.data.tokenizers import (
     OURS,
     USUAL,
@@ -21,12 +22,11 @@ from gradus.data.tokenizers import (
     WordTokenizer,
     package_tokenizers,
 )
-from gradus.errors import DataError, UserError, did_you_mean
+from gradus.errors import DataError, UserError
 
-FILES = (  # looked for in a folder, in this order
-    *(OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json"),
-    *("spiece.model", "tokenizer.model", "tokenizer.bin"),
-)
+# looked for in a folder, in this order
+FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
+         "tokenizer.bin")  # fmt: skip
 KINDS = (
     "tokenizer.json, vocab.txt, encoder.json + vocab.bpe, vocab.json + merges.txt, "
     "a SentencePiece .model or a llama2.c .bin"
@@ -43,11 +43,19 @@ def load(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"{path}: no such file or folder to read a tokenizer from.{near(path)}")
     file = _find(path) if path.is_dir() else path
-    read = _reader(file)
+    read = READERS.get(file.name, READERS.get(file.suffix))
+    if read is None or file.name == "tokenizer_config.json":
+        raise UserError(f"{file}: not a kind of tokenizer that is known. Give a folder, or {KINDS}.")
     try:
         return read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
         raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
+    except _Damaged as e:
+        raise UserError(f"{file}: truncated, corrupt or of another kind ({e}). Get the file again.") from None
+
+
+class _Damaged(Exception):
+    """What is wrong with a file of a tokenizer, in a few words."""
 
 
 def _find(folder: Path) -> Path:
@@ -58,24 +66,8 @@ def _find(folder: Path) -> Path:
     others = [p for p in files if p.suffix == ".model" or (p.suffix == ".bin" and p.name.startswith("tok"))]
     if len(others) == 1:
         return others[0]
-    if others:
-        raise UserError(f"{folder}: several tokenizers ({', '.join(p.name for p in others)}). Name the one to use.")
     there = ", ".join(p.name for p in files[:10]) or "nothing"
-    raise UserError(f"{folder}: no tokenizer in this folder, only {there}. A tokenizer is {KINDS}.")
-
-
-def _reader(file: Path) -> Callable[[Path], Tokenizer]:
-    name = file.name
-    if name == OURS:
-        return _read_ours
-    if name in ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"):
-        return _read_byte_bpe
-    if name == "tokenizer_config.json":
-        raise UserError(f"{file}: this names a tokenizer's settings, not its tokens. Give the folder.")
-    readers = {".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece, ".bin": _read_llama2c}
-    if file.suffix not in readers:
-        raise UserError(f"{file}: not a kind of tokenizer that is known. Use {KINDS}.")
-    return readers[file.suffix]
+    raise UserError(f"{folder}: no tokenizer in this folder, or several, only {there}. A tokenizer is {KINDS}.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -83,20 +75,17 @@ def _first_line(error: BaseException) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = limits.read_json(file, limits.TOKENIZER_FILE)
-    except UserError as e:
-        raise UserError(f"{e} Truncated or corrupt: get the file again.") from None
+    content = limits.read_json(file, limits.TOKENIZER_FILE)
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not an object. Use {KINDS}.")
     return content
 
 
-def _text(file: Path, otherwise: str) -> str:
+def _text(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError:
-        raise UserError(f"{file}: not text, so {otherwise}") from None
+        raise _Damaged(f"{file.name} is not text") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -108,13 +97,11 @@ def _config(folder: Path) -> dict[str, Any]:
     extra = config.get("extra_ids") or 0
     if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
-    more = config.pop("additional_special_tokens", None)
-    if more:
-        names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
-        if not all(isinstance(name, str) for name in names):
-            raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
-        config["additional_special_tokens"] = names
-    return config
+    more = config.get("additional_special_tokens") or []
+    names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
+    return config | ({"additional_special_tokens": names} if names else {})
 
 
 def _read_ours(file: Path) -> Tokenizer:
@@ -130,56 +117,39 @@ def _read_ours(file: Path) -> Tokenizer:
             return WordTokenizer(tokens, state["lowercase"], specials)
         if state["kind"] == "byte":
             return ByteTokenizer(specials)
-        meant = did_you_mean(state["kind"], ("char", "word", "byte"))
-        raise UserError(f"{file}: kind {state['kind']!r} is not known.{meant}")
+        raise TypeError(f"kind {state['kind']!r}")
     except (KeyError, TypeError) as e:
-        wrong = f"{e} is missing or of the wrong type"
-        raise UserError(f"{file}: {wrong}: not a file that Gradus wrote. Get the file again.") from None
+        raise _Damaged(f"{e} is missing or of the wrong type") from None
 
 
 def _read_json(file: Path) -> Tokenizer:
     state = _json(file)
     if "model" not in state:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
-    _numbers_one_could_mean(state, file)
+    _numbers_one_could_mean(state)
     content = json.dumps(state | {"truncation": None, "padding": None})
-    rust = _guarded(
-        lambda: package_tokenizers().Tokenizer.from_str(content), f"{file}: not a readable tokenizer.json"
-    )
-    tokenizer = FastTokenizer(rust, _config(file.parent), file.parent)
-    _guarded(
-        lambda: tokenizer.decode(tokenizer.encode("A word, 1 more.")), f"{file}: a tokenizer that cannot encode a text"
-    )
-    return tokenizer
-
-
-def _guarded(call: Callable[[], Any], wrong: str) -> Any:
-    """Of the package, which raises plain Exception, and where it panics a BaseException of its own."""
     try:
-        return call()
-    except BaseException as e:
-        if isinstance(e, KeyboardInterrupt | SystemExit):
-            raise
-        raise UserError(f"{wrong} ({_first_line(e)}). Get the file again.") from None
+        rust = package_tokenizers().Tokenizer.from_str(content)
+        rust.decode(rust.encode("A word, 1 more.").ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
+        raise _Damaged(f"not a readable tokenizer.json: {_first_line(e)}") from None
+    return FastTokenizer(rust, _config(file.parent), file.parent)
 
 
-def _numbers_one_could_mean(state: Any, file: Path) -> None:
-    """Raises UserError for an id, or any other number, that the package would reserve memory for without looking."""
+def _numbers_one_could_mean(state: Any) -> None:
+    """Raises _Damaged for an id, or any other number, that the package would reserve memory for without looking."""
     left = [state]
     while left:
         node = left.pop()
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            wrong = None
             if isinstance(value, dict | list):
                 left.append(value)
             elif isinstance(value, int) and abs(value) > limits.TOKEN_IDS:
-                wrong = f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so no id of a token"
-            elif key == "precompiled_charsmap" and not _whole_charsmap(value):
-                wrong = "precompiled_charsmap: not a whole one"
-            elif key == "length" and value == 0:
-                wrong = "a pre_tokenizer of length 0"
-            if wrong:
-                raise UserError(f"{file}: {wrong}. Get the file again.")
+                raise _Damaged(f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so no id of a token")
+            elif (key == "precompiled_charsmap" and not _whole_charsmap(value)) or (key == "length" and value == 0):
+                raise _Damaged(f"{key}: {value!r:.60}")
 
 
 def _whole_charsmap(text: Any) -> bool:
@@ -197,12 +167,10 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
     with upper-case pieces is cased."""
     package, special = package_tokenizers(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    lines = _text(file, f"not a WordPiece vocabulary. Use {KINDS}.").split("\n")
+    lines = _text(file)
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
     if missing := ", ".join(s for s in special if s not in vocab):
-        raise UserError(
-            f"{file}: no {missing} in it, so not a whole WordPiece vocabulary (one piece a line). Use {KINDS}."
-        )
+        raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
     config = _config(file.parent)
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
@@ -232,45 +200,36 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
     for one, other in ((table, rules), (rules, table)):
         if not one.is_file():
             raise UserError(f"{other}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
-    vocab, merges = _json(table), _merges(rules)
+    vocab = _json(table)
+    merges = [tuple(line.split(" ")) for line in _text(rules) if line and not line.startswith("#version")]
     wrong = next((i for i, m in enumerate(merges) if len(m) != 2 or m[0] + m[1] not in vocab), None)
     if wrong is not None:
-        merge = f"merge {wrong + 1} ({' '.join(merges[wrong])!r})"
-        raise UserError(f"{rules}: {merge} is not one of {table.name}: truncated, or of another tokenizer.")
+        raise _Damaged(f"merge {wrong + 1} of {rules.name}, {' '.join(merges[wrong])!r}, is not one of {table.name}")
     longer = sum(len(token) > 1 for token in vocab)
     if len(merges) < 0.9 * longer - 100:  # every longer token comes from a merge; a hundred or so are special
-        few = f"{len(merges)} merges for the {longer} longer tokens of {table.name}"
-        raise UserError(f"{rules}: {few}: truncated. Get the file again.")
+        raise _Damaged(f"{len(merges)} merges in {rules.name} for the {longer} longer tokens of {table.name}")
     try:
         rust = package.Tokenizer(package.models.BPE(vocab, merges))
     except Exception as e:
-        raise UserError(f"{table}: not a vocabulary of byte-level BPE ({_first_line(e)}).") from None
+        raise _Damaged(f"not a vocabulary of byte-level BPE: {_first_line(e)}") from None
     config = _config(file.parent)
     rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     rust.decoder = package.decoders.ByteLevel()
-    special = [*config.get("additional_special_tokens", []), *(s for names in USUAL.values() for s in names)]
+    special = [*(config.get("additional_special_tokens") or []), *(s for names in USUAL.values() for s in names)]
     rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
     if "unk_token" not in config and "<|endoftext|>" in vocab:
         config["unk_token"] = "<|endoftext|>"
     return FastTokenizer(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
 
 
-def _merges(rules: Path) -> list[tuple[str, ...]]:
-    text = _text(rules, "not a list of merges. Get the file again.")
-    lines = text.replace("\r\n", "\n").split("\n")
-    return [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-
-
 def _read_sentencepiece(file: Path) -> Tokenizer:
     data = file.read_bytes()
     if not whole_model(data):
-        what = "not a whole SentencePiece model (truncated, corrupt or of another kind)"
-        raise UserError(f"{file}: {what}. Get the file again.")
+        raise _Damaged("not a whole SentencePiece model")
     try:
         tokenizer = SentencePieceTokenizer(data)
     except (RuntimeError, ValueError) as e:
-        why = _first_line(e)
-        raise UserError(f"{file}: not a readable SentencePiece model ({why}). Get the file again.") from None
+        raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
     # T5's files (padding 0, end 1, no begin) do not hold the 100 sentinels that its tokenizer puts after the pieces.
     like_t5 = (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, None)
     extra_ids = _config(file.parent).get("extra_ids", 100 if like_t5 else 0)
@@ -278,8 +237,42 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
 
 
 def _read_llama2c(file: Path) -> Tokenizer:
+    """llama2.c's `.bin`: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
+
+    Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
+    SentencePiece's BPE: of two pieces that could be merged the one of the higher score is. The file does not say how
+    many tokens it has: one cut exactly between two is told from a whole one only by the longest that it lacks.
+    """
+    data, names, scores, at, longest = file.read_bytes(), ["<unk>", "<s>", "</s>"], [], 4, 0
     try:
-        return Llama2cTokenizer(file.read_bytes())
-    except (RuntimeError, ValueError):
-        what = "not a whole llama2.c tokenizer (truncated, or of another kind)"
-        raise UserError(f"{file}: {what}. Get the file again.") from None
+        while at < len(data):
+            score, length = struct.unpack_from("<fi", data, at)
+            piece, at = data[at + 8 : at + 8 + length], at + 8 + length
+            if length < 0 or at > len(data):
+                raise ValueError("cut")
+            longest = max(longest, length)
+            names += [piece.decode().replace(" ", "▁")] if len(scores) > 2 else []
+            scores.append(score)
+        whole = struct.unpack_from("<i", data)[0] == longest and (names[3], names[258]) == ("<0x00>", "<0xFF>")
+    except (struct.error, IndexError, ValueError):
+        whole = False
+    if not whole:
+        raise _Damaged("not a whole llama2.c tokenizer")
+    package, vocab = package_tokenizers(), {name: i for i, name in enumerate(names)}
+    order = sorted(names[259:], key=lambda name: -scores[vocab[name]])
+    halves = ((name[:cut], name[cut:]) for name in order for cut in range(1, len(name)))
+    merges = [(a, b) for a, b in halves if a in vocab and b in vocab]
+    rust = package.Tokenizer(package.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    rust.normalizer = package.normalizers.Sequence(
+        [package.normalizers.Prepend("▁"), package.normalizers.Replace(" ", "▁")]
+    )
+    steps = package.decoders
+    rust.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    rust.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
+
+
+READERS: dict[str, Callable[[Path], Tokenizer]] = {
+    OURS: _read_ours, ".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece,
+    ".bin": _read_llama2c, **dict.fromkeys(("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"), _read_byte_bpe),
+}  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradus import files
 from gradus.errors import UserError, did_you_mean
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
@@ -88,12 +90,15 @@ class Tokenizer:
 
 
 class TableTokenizer(Tokenizer):
-    """A look-up from token to id. `specials` come first, or after the 256 bytes."""
+    """A look-up from token to id. `specials` come first, or after the 256 bytes. Without `<unk>` among them, what is
+    not in the vocabulary is an error."""
 
     kind: str
     joined_by = ""
 
     def __init__(self, tokens: list[str], specials: Sequence[str]):
+        if len(tokens) == len(specials):
+            raise UserError(f"tokenizer: no {self.kind} in the text to read the vocabulary off. Give a longer text.")
         self.tokens, self.specials = tokens, tuple(specials)
         self.vocab_size = len(tokens)
         self.table = {token: i for i, token in enumerate(tokens)}
@@ -103,16 +108,18 @@ class TableTokenizer(Tokenizer):
         self.cls_id, self.sep_id = self.bos_id, self.eos_id  # as RoBERTa has it
         self.special_ids = frozenset(self.table[s] for s in self.specials)
 
-    def _look_up(self, parts: Sequence[str]) -> list[int]:
-        if self.unk_id is not None:
-            return [self.table.get(part, self.unk_id) for part in parts]
-        try:
-            return list(map(self.table.__getitem__, parts))
-        except KeyError as e:
-            raise self._unknown(e.args[0]) from None
+    def parts(self, text: str) -> Sequence[str]:
+        """What a text is made of."""
+        return text
 
-    def _unknown(self, part: str) -> UserError:
-        raise NotImplementedError
+    def encode(self, text: str) -> list[int]:
+        if self.unk_id is not None:
+            return [self.table.get(part, self.unk_id) for part in self.parts(text)]
+        try:
+            return list(map(self.table.__getitem__, self.parts(text)))
+        except KeyError as e:
+            lacks = f"The {self.kind} {e.args[0]!r} is not in the vocabulary of {self.vocab_size}, which has no <unk>"
+            raise UserError(f"{lacks}. Use one that knows every text (tokenizer.kind=byte or bpe).") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         known = (i for i in ids if 0 <= i < self.vocab_size and i not in self.special_ids)
@@ -131,16 +138,11 @@ class TableTokenizer(Tokenizer):
     def _content(self) -> bytes:
         return json.dumps(self._state()).encode()
 
-    def _rust(self):
-        """The same tokenizer as a `tokenizers.Tokenizer`, for other engines."""
-        raise NotImplementedError
-
     def save(self, folder: str | Path) -> None:
         """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
-        FastTokenizer(self._rust(), {f"{role}_token": self._name(role) for role in ROLES}).save(folder)
+        names = {f"{role}_token": self._name(role) for role in ROLES}
+        FastTokenizer(self._rust(), names).save(folder)
+        (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
 
     def _name(self, role: str) -> str | None:
         i = getattr(self, f"{role}_id")
@@ -148,8 +150,7 @@ class TableTokenizer(Tokenizer):
 
 
 class CharTokenizer(TableTokenizer):
-    """One token a character. Without `<unk>` among the specials, a character that is not in the vocabulary is an
-    error."""
+    """One token a character."""
 
     kind = "char"
 
@@ -159,21 +160,7 @@ class CharTokenizer(TableTokenizer):
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> CharTokenizer:
         """The sorted characters of `texts`. Raises UserError where there are none."""
-        characters: set[str] = set()
-        for text in texts:
-            characters.update(text)
-        if not characters:
-            raise UserError("tokenizer: the text to read the characters off is empty. Give a text that is not.")
-        return cls(sorted(characters))
-
-    def encode(self, text: str) -> list[int]:
-        return self._look_up(text)
-
-    def _unknown(self, part: str) -> UserError:
-        return UserError(
-            f"The character {part!r} (U+{ord(part):04X}) is not in the vocabulary of {self.vocab_size} characters. "
-            "Leave it out, or use a tokenizer that knows every text (tokenizer.kind=byte or bpe)."
-        )
+        return cls(sorted(set(itertools.chain.from_iterable(texts))))
 
     def _rust(self):
         package = package_tokenizers()
@@ -197,18 +184,11 @@ class WordTokenizer(TableTokenizer):
         cls, texts: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS
     ) -> WordTokenizer:
         """The words of `texts` in the order of their first use. Raises UserError where there are none."""
-        words = dict.fromkeys(specials)
-        for text in texts:
-            words.update(dict.fromkeys(_words(text, lowercase)))
-        if len(words) == len(specials):
-            raise UserError("tokenizer: the text to read the words off is empty. Give a text that is not.")
-        return cls(list(words)[len(specials) :], lowercase, specials)
+        words = (word for text in texts for word in re.findall(r"\n|\S+", text.lower() if lowercase else text))
+        return cls(list(dict.fromkeys((*specials, *words)))[len(specials) :], lowercase, specials)
 
-    def encode(self, text: str) -> list[int]:
-        return self._look_up(_words(text, self.lowercase))
-
-    def _unknown(self, part: str) -> UserError:
-        return UserError(f"The word {part!r} is not in the vocabulary of {self.vocab_size} words, which has no <unk>.")
+    def parts(self, text: str) -> list[str]:
+        return re.findall(r"\n|\S+", text.lower() if self.lowercase else text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return re.sub(r" ?\n ?", "\n", super().decode(ids))
@@ -223,10 +203,6 @@ class WordTokenizer(TableTokenizer):
         if self.lowercase:
             rust.normalizer = package.normalizers.Lowercase()
         return rust
-
-
-def _words(text: str, lowercase: bool) -> list[str]:
-    return re.findall(r"\n|\S+", text.lower() if lowercase else text)
 
 
 class ByteTokenizer(TableTokenizer):
@@ -245,19 +221,15 @@ class ByteTokenizer(TableTokenizer):
 
     def _rust(self):
         package = package_tokenizers()
-        letters = {letter: i for i, letter in enumerate((*byte_letters(), *self.specials))}
-        rust = package.Tokenizer(package.models.BPE(letters, []))
+        # The visible letter of each byte (Radford et al. 2019, section 2.2): itself, or the next one from U+0100 on.
+        alphabet = set(package.pre_tokenizers.ByteLevel.alphabet())
+        others = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+        letters = [chr(b) if chr(b) in alphabet else next(others) for b in range(256)]
+        vocab = {letter: i for i, letter in enumerate((*letters, *self.specials))}
+        rust = package.Tokenizer(package.models.BPE(vocab, []))
         rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         rust.decoder = package.decoders.ByteLevel()
         return rust
-
-
-def byte_letters() -> list[str]:
-    """The visible letter that byte-level BPE writes for each byte (Radford et al. 2019, section 2.2): printable Latin-1
-    letters stand for themselves, the others for U+0100 and up."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 # ---------------------------------------------------------------- Hugging Face tokenizers
@@ -271,15 +243,12 @@ def package_tokenizers():
     key, before_fork = "TOKENIZERS_PARALLELISM", []
 
     def before() -> None:
-        before_fork.append(os.environ.get(key))
+        before_fork.append({key: os.environ[key]} if key in os.environ else {})
         os.environ[key] = "false"
 
     def after() -> None:
-        value = before_fork.pop()
-        if value is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = value
+        del os.environ[key]
+        os.environ.update(before_fork.pop())
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=before, after_in_parent=after)
@@ -305,17 +274,15 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
+        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))  # is <s> in a text two letters?
         for role in ROLES:
-            usual = next((n for n in USUAL[role] if n in special), None)
-            name = self.config.get(f"{role}_token", usual)
+            name = self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None))
             if isinstance(name, dict):  # an AddedToken as JSON
                 name = name.get("content")
-            if not isinstance(name, str | None):
-                raise UserError(f"{where}: {role}_token {name!r:.60} is not text.")
-            if name is not None and name not in vocab:
-                meant = did_you_mean(name, special)
-                raise UserError(f"{where}: {role}_token {name!r} is not in the vocabulary.{meant}")
-            setattr(self, f"{role}_id", None if name is None else vocab[name])
+            if name is not None and (not isinstance(name, str) or name not in vocab):
+                meant = did_you_mean(str(name)[:60], special)
+                raise UserError(f"{where}: {role}_token {name!r:.60} is not in the vocabulary.{meant}")
+            setattr(self, f"{role}_id", vocab.get(name))
             self.config[f"{role}_token"] = name
 
     def encode(self, text: str) -> list[int]:
@@ -342,7 +309,7 @@ class FastTokenizer(Tokenizer):
             )
 
     def _content(self) -> bytes:
-        return self.rust.to_str().encode()
+        return self.rust.to_str().encode() + b" split" * self.rust.encode_special_tokens
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
@@ -350,12 +317,7 @@ class FastTokenizer(Tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         self.rust.save(str(folder / "tokenizer.json"))
         said = {k: v for k, v in self.config.items() if v is not None}
-        write_config(folder, {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
-
-
-def write_config(folder: Path, config: dict[str, Any]) -> None:
-    text = json.dumps(config, indent=2, ensure_ascii=False)
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
 
 
 def train_bpe(
@@ -371,10 +333,7 @@ def train_bpe(
     names = [*SPECIALS, *(s for s in specials if s not in SPECIALS)]
     least = 256 + len(names)
     if vocab_size < least:
-        raise UserError(
-            f"tokenizer.vocab_size={vocab_size} is less than the {least} of bytes and special tokens. "
-            f"Use {least} or more."
-        )
+        raise UserError(f"tokenizer.vocab_size={vocab_size} is less than the {least} of bytes and special tokens.")
     rust = package.Tokenizer(package.models.BPE())
     if lowercase:
         rust.normalizer = package.normalizers.Lowercase()
@@ -386,8 +345,5 @@ def train_bpe(
     )
     rust.train_from_iterator(texts, trainer)
     if rust.get_vocab_size() <= least:
-        raise UserError(
-            "tokenizer: the text to train on is empty or too small for a single merge. "
-            "Give more text, or use tokenizer.kind=byte."
-        )
+        raise UserError("tokenizer: the text to train on is empty or too small for a merge. Use tokenizer.kind=byte.")
     return FastTokenizer(rust, {f"{role}_token": name for role, name in zip(ROLES, (*SPECIALS, "<s>", "</s>"))})

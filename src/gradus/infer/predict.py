@@ -393,7 +393,7 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     elif isinstance(task, Translation):
         texts = [
             [
-                task.source_tokenizer.decode(data[i]["source"].tolist()),
+                task.tokenizer.decode(data[i]["source"].tolist()),
                 task.target_tokenizer.decode(data[i]["target"].tolist()),
             ]
             for i in chosen

@@ -105,17 +105,17 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None, target_len:
     elif config.name == "masked_lm":
         task = _blank(MaskedLM, recipe)
         task.next_sentence = config.next_sentence
-        task.tokenizer, task.cls, task.sep = vocabulary, vocabulary.cls_id, vocabulary.sep_id
+        task.cls, task.sep = vocabulary.cls_id, vocabulary.sep_id
         room = length - (3 if config.next_sentence else 2)
         make = lambda i: {"ids": ids(i, room), "split": "train", "at": i}  # noqa: E731
     elif config.name == "classification":
         task = _blank(TextClassification, recipe)
         task.max_len, task.classes = length, [str(i) for i in range(model.n_classes)]
-        task.tokenizer, task.cls, task.sep = vocabulary, vocabulary.cls_id, vocabulary.sep_id
+        task.cls, task.sep = vocabulary.cls_id, vocabulary.sep_id
         make = lambda i: {"ids": ids(i, length - 2), "label": i % model.n_classes}  # noqa: E731
     elif config.name == "span_corruption":
         task = _blank(SpanCorruption, recipe)
-        task.tokenizer, task.pad_id = vocabulary, vocabulary.pad_id
+        task.pad_id = vocabulary.pad_id
         make = lambda i: {"ids": ids(i, length - 1)}  # noqa: E731
     else:
         task = _blank(Copy if config.name == "copy" else Translation, recipe)
@@ -238,6 +238,6 @@ def _largest(recipe: Recipe, n: int, task: Task) -> list[Batch]:
     elif len(order) > 1 and len(order[-1]) > len(order[0]):
         best = len(order) - 1
     loader = Loader(
-        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=recipe.train.seed, micro_batch=micro, rank=rank, world=world
+        task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=micro, rank=rank, world=world
     )
     return next(loader.steps(0, best)).micro_batches

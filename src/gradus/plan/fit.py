@@ -196,9 +196,8 @@ def loader_speed(session: Session, seconds: float = LOADED) -> float:
     r, task = session.recipe, session.task
     plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
     loader = Loader(
-        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed, micro_batch=r.layout.micro_batch,
-        workers=r.data.workers, prefetch=r.data.prefetch, persistent=r.data.persistent,
-    )  # fmt: skip
+        task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, loading=r.data
+    )
     ahead = 1 + r.data.workers * r.data.prefetch
     try:
         began, samples = time.perf_counter(), 0

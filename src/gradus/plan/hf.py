@@ -144,7 +144,7 @@ def _family(family: str, hf: dict) -> tuple[ModelConfig, int | None]:
 
 
 def _gpt2(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
-    from gradus.models.weights.gpt import ACTIVATIONS
+    from gradus.models.weights.fields import ACTIVATIONS
 
     _soft(hf, "activation_function", "gelu_new", notes, tuple(ACTIVATIONS))
     for field in ("embd_pdrop", "attn_pdrop"):
@@ -181,7 +181,7 @@ def _opt(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
 
 
 def _bert(hf: dict, notes: list[str]) -> tuple[ModelConfig, int | None]:
-    from gradus.models.weights.bert import ACTIVATIONS
+    from gradus.models.weights.fields import ACTIVATIONS
 
     seq_len = None
     if hf["model_type"] != "bert":  # RoBERTa: BERT with two more positions, which are never looked up

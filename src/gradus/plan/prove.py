@@ -113,7 +113,7 @@ def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None,
     while at >= (length := len(plan.epoch(epoch))):
         epoch, at = epoch + 1, at - length
     loader = Loader(
-        task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed, micro_batch=r.layout.micro_batch,
+        task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch,
         rank=mesh.rank(*DATA), world=mesh.size(*DATA),
     )  # fmt: skip
     return number, next(loader.steps(epoch, at)).micro_batches

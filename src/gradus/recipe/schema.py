@@ -420,8 +420,7 @@ class PairsData(TextConfig):
 
 
 class ImagesData(DataConfig):
-    """Images with a label: `digits` (scikit-learn's), parquet, class folders, the official CIFAR-10 archives, or
-    `hf:NAME`."""
+    """Images with a label: `digits` (scikit-learn's), parquet, class folders, or `hf:NAME`."""
 
     kind: Literal["images"] = "images"
     path: str | None = None  # a folder, a file, or hf:NAME for a Hugging Face data set

@@ -34,6 +34,10 @@ class Task:
         # place below a checkpoint -> tokenizer ("" the first, "target" the second)
         self.tokenizers: dict[str, Any] = {}
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizers[""]
+
     @staticmethod
     def higher_is_better(metric: str) -> bool:
         return metric in ("accuracy", "next_sentence_accuracy", "exact_match", "bleu")
@@ -41,7 +45,7 @@ class Task:
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
         where they clash."""
-        return model
+        return fit_vocabulary(model, self.tokenizer.vocab_size) if self.tokenizers else model
 
     def resolved(self, recipe: Recipe) -> Recipe:
         """The recipe completed with what only the data knows, so that a run folder can be used without the data."""
@@ -64,7 +68,11 @@ class Task:
         raise NotImplementedError
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
-        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        pin = self.recipe.data.pin and device.type == "cuda"
+        return {
+            k: (v.pin_memory() if pin else v).to(device, non_blocking=True) if isinstance(v, Tensor) else v
+            for k, v in batch.items()
+        }
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Kind of target -> loss summed over this batch's targets, fp32 scalar."""
@@ -75,8 +83,8 @@ class Task:
         raise NotImplementedError
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        """Metrics that follow from the means over a whole split, such as perplexity."""
-        return means
+        """The means over a whole split, and what follows from them, such as perplexity."""
+        return {**means, "perplexity": perplexity(means["loss"])} if "perplexity" in self.units else means
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Sample → the text that the model generates, for one process's part of a split. The parts of `world` processes
@@ -100,6 +108,12 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
     )
 
 
+def loss_and_accuracy(logits: Tensor, targets: Tensor, n: int) -> dict[str, tuple[float | Tensor, int]]:
+    """Both as (sum, count) over n targets that count. logits (targets, classes), targets (targets,)."""
+    right = (logits.argmax(-1) == targets).sum()  # padding is IGNORE, which no class equals
+    return {"loss": (summed_cross_entropy(logits, targets), n), "accuracy": (right, n)}
+
+
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
     """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer lacks
     one of these, a padding token, or one of `more` (name → id), which `what` needs."""
@@ -112,6 +126,14 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, in
             raise UserError(f"{text}. Use a BERT vocabulary or tokenizer.kind=bpe.")
     t.around(first, last)
     return first, last
+
+
+def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:
+    """The model with a vocabulary of n where it has none. Raises UserError where it has a smaller one."""
+    size = getattr(model, key)
+    if size is not None and size < n:
+        raise UserError(f"model.{key}={size}: the data has {n} tokens. Leave it out, or set {n} or more.")
+    return model.model_copy(update={key: n}) if size is None else model
 
 
 def perplexity(loss: float) -> float:

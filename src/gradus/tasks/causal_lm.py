@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradus.data.collate import IGNORE
+from gradus.data.collate import IGNORE, pad_sequences
 from gradus.layers import keep_balance
 from gradus.models.decoding import complete, sampler
-from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_running_text
+from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Batch, Task, loss_and_accuracy, perplexity, summed_cross_entropy
+from gradus.tasks.sources import open_running_text
 
 
 class CausalLM(Task):
@@ -24,7 +24,6 @@ class CausalLM(Task):
         super().__init__(recipe)
         self.seq_len = recipe.data.max_len or recipe.model.seq_len
         self.tokenizers, self.splits, self.sizes = open_running_text(recipe, tokenizers, self.seq_len)
-        self.tokenizer = self.tokenizers[""]
         self.label_smoothing = recipe.task.label_smoothing
         kind = getattr(self.tokenizer, "kind", None)
         self.characters = kind == "char"  # a token is a character
@@ -37,30 +36,19 @@ class CausalLM(Task):
             **({"word_perplexity": ""} if sized and self.words else {}),
         }
 
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        return fit_vocabulary(model, self.tokenizer)
-
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        longest = max(len(s["ids"]) for s in samples) - 1
-        n = len(samples)
-        ids, labels = np.zeros((n, longest), np.int64), np.full((n, longest), IGNORE, np.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["ids"]) - 1
-            ids[row, :length] = sample["ids"][:-1]
-            labels[row, :length] = sample["ids"][1:]
-        batch: Batch = {"ids": torch.from_numpy(ids)}
+        ids = [s["ids"] for s in samples]
+        targets, batch = [row[1:] for row in ids], {"ids": pad_sequences([row[:-1] for row in ids], 0)[0]}
         if "segments" in samples[0]:  # packed documents: no attention and no prediction across their borders
-            segments, positions = np.full((n, longest), -1, np.int64), np.zeros((n, longest), np.int64)
-            for row, sample in enumerate(samples):
-                length = len(sample["ids"]) - 1
-                segments[row, :length], positions[row, :length] = sample["segments"][:-1], sample["positions"][:-1]
-                labels[row, :length][sample["segments"][1:] != sample["segments"][:-1]] = IGNORE
-            batch |= {"segments": torch.from_numpy(segments), "positions": torch.from_numpy(positions)}
-        counts = {"tokens": int((labels != IGNORE).sum())}
+            inside = [s["segments"][1:] == s["segments"][:-1] for s in samples]
+            targets = [np.where(same, row, IGNORE) for same, row in zip(inside, targets)]
+            for key, padding in (("segments", -1), ("positions", 0)):
+                batch[key], _ = pad_sequences([s[key][:-1] for s in samples], padding)
+        batch["labels"], _ = pad_sequences(targets, IGNORE)
+        counts = {"tokens": int((batch["labels"] != IGNORE).sum())}
         if getattr(self.recipe.model, "n_experts", None) is not None:
-            counts["balance"] = n
-        n_tokens = sum(len(s["ids"]) - 1 for s in samples)
-        return {**batch, "labels": torch.from_numpy(labels), "counts": counts, "n_tokens": n_tokens}
+            counts["balance"] = len(samples)
+        return {**batch, "counts": counts, "n_tokens": sum(len(row) - 1 for row in ids)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
@@ -75,14 +63,12 @@ class CausalLM(Task):
         return sums
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        logits, labels = self._logits(model, batch), batch["labels"].flatten()
-        n = batch["counts"]["tokens"]
-        return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": ((logits.argmax(-1) == labels).sum(), n)}
+        return loss_and_accuracy(self._logits(model, batch), batch["labels"].flatten(), batch["counts"]["tokens"])
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """Add perplexity per token, for a character tokenizer also bits per character; where the text's size is known,
         bits per byte and perplexity per word, which do not depend on the tokenizer."""
-        out = {**means, "perplexity": perplexity(means["loss"])}
+        out = super().metrics(means, split)
         if self.characters:
             out["bits_per_character"] = means["loss"] / math.log(2)
         size = self.sizes.get(split)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_labelled
+from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.sources import open_labelled
 
 
 class Classification(Task):
@@ -23,29 +23,22 @@ class Classification(Task):
     units = {"loss": "nats/sample", "accuracy": ""}
     classes: list[str]
 
-    def fit_classes(self, model: ModelConfig) -> ModelConfig:
+    def complete(self, model: ModelConfig) -> ModelConfig:
         """Give the model as many outputs as the data has classes. Raises UserError where the recipe has another number,
         or repeats or reorders their names."""
         n, named = len(self.classes), self.recipe.task.classes
         shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
         if named is not None:
-            if len(named) != n:
-                raise UserError(f"task.classes names {len(named)} classes; the data has {n}: {shown}.")
-            if len(set(named)) != n:
-                twice = next(c for c in named if named.count(c) > 1)
-                raise UserError(f"task.classes: {twice} stands there twice. Give each class its own name.")
-            if set(named) == set(self.classes) and named != self.classes:
+            others = set(named) != set(self.classes)  # names in place of the data's, else the data's in their order
+            if len(set(named)) != len(named) or len(named) != n or not (others or named == self.classes):
                 raise UserError(
-                    f"task.classes={', '.join(named[:10])}: the data says another order: {shown}. "
-                    "Leave task.classes out."
+                    f"task.classes={', '.join(named[:10])}: {len(named)} names; the data has {n} classes: {shown}. "
+                    "Name each once, in this order, or leave task.classes out."
                 )
             self.classes = named
         if model.n_classes not in (None, n):
-            raise UserError(
-                f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. "
-                f"Leave it out or set model.n_classes={n}."
-            )
-        return model.model_copy(update={"n_classes": n})
+            raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
+        return super().complete(model.model_copy(update={"n_classes": n}))
 
     def resolved(self, recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"task": recipe.task.model_copy(update={"classes": self.classes})})
@@ -66,9 +59,23 @@ class Classification(Task):
         return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        logits, labels = self.logits(model, batch), batch["labels"]
-        right = (logits.argmax(-1) == labels).sum()
-        return {"loss": (summed_cross_entropy(logits, labels), len(labels)), "accuracy": (right, len(labels))}
+        return loss_and_accuracy(self.logits(model, batch), batch["labels"], len(batch["labels"]))
+
+    def shown(self, sample: dict[str, Any]) -> str:
+        """A sample as a line of `examples` ends."""
+        return ""
+
+    def examples(self, model: nn.Module, n: int) -> list[str]:
+        data, weight = self.splits["valid"], next(model.parameters())
+        chosen = [data[i * len(data) // n] for i in range(min(n, len(data)))]
+        batch = self.to_device(self.collate(chosen), weight.device)
+        if "images" in batch:
+            batch["images"] = batch["images"].to(weight.dtype)  # pure_bf16 and pure_fp16 take no other
+        p = self.logits(model, batch).float().softmax(-1)
+        return [
+            f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[s['label']]}){self.shown(s)}"
+            for s, row in zip(chosen, p)
+        ]
 
 
 class TextClassification(Classification):
@@ -78,14 +85,12 @@ class TextClassification(Classification):
         super().__init__(recipe)
         self.max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.tokenizers, self.splits, self.classes = open_labelled(recipe, tokenizers, self.max_len - 2)
-        self.tokenizer = self.tokenizers[""]
         self.cls, self.sep = around(self.tokenizer, "text classification")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         if model.head not in ("none", "classification"):
             raise UserError(f"model.head={model.head}: this task trains model.head=classification.")
-        model = model.model_copy(update={"head": "classification", "pooler": True})
-        return fit_vocabulary(self.fit_classes(model), self.tokenizer)
+        return super().complete(model.model_copy(update={"head": "classification", "pooler": True}))
 
     def row(self, ids: np.ndarray) -> np.ndarray:
         return np.concatenate(([self.cls], ids[: self.max_len - 2], [self.sep]))
@@ -104,17 +109,8 @@ class TextClassification(Classification):
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["ids"], keep=batch.get("keep"))
 
-    def examples(self, model: nn.Module, n: int) -> list[str]:
-        lines, data = [], self.splits["valid"]
-        device = next(model.parameters()).device
-        for i in range(min(n, len(data))):
-            i = i * len(data) // n
-            batch = self.to_device(self.collate([data[i]]), device)
-            p = self.logits(model, batch).float().softmax(-1)[0]
-            text = self.tokenizer.decode(data[i]["ids"][:40].tolist())
-            truth = self.classes[int(data[i]["label"])]
-            lines.append(f"{self.classes[int(p.argmax())]} {p.max():.3f} (is {truth})  {text}")
-        return lines
+    def shown(self, sample: dict[str, Any]) -> str:
+        return f"  {self.tokenizer.decode(sample['ids'][:40].tolist())}"
 
 
 class ImageClassification(Classification):
@@ -136,10 +132,8 @@ class ImageClassification(Classification):
     def complete(self, model: ModelConfig) -> ModelConfig:
         channels = self.splits["train"][0]["image"].shape[0]
         if model.n_channels != channels:
-            raise UserError(
-                f"model.n_channels={model.n_channels}: the images have {channels}. Set model.n_channels={channels}."
-            )
-        return self.fit_classes(model)
+            raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set that.")
+        return super().complete(model)
 
     def resolved(self, recipe: Recipe) -> Recipe:
         data = recipe.data.model_copy(update={"mean": self.augment.mean, "std": self.augment.std})
@@ -154,14 +148,3 @@ class ImageClassification(Classification):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["images"])
-
-    def examples(self, model: nn.Module, n: int) -> list[str]:
-        data, device = self.splits["valid"], next(model.parameters()).device
-        chosen = [i * len(data) // n for i in range(min(n, len(data)))]
-        batch = self.to_device(self.collate([data[i] for i in chosen]), device)
-        batch["images"] = batch["images"].to(next(model.parameters()).dtype)  # pure_bf16 and pure_fp16 take no other
-        p = self.logits(model, batch).float().softmax(-1)
-        return [
-            f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[int(data[i]['label'])]})"
-            for i, row in zip(chosen, p)
-        ]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around, perplexity, summed_cross_entropy
-from gradus.tasks.sources import fit_vocabulary, open_documents
+from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.sources import open_documents
 
 
 class _Placed:
@@ -40,7 +40,6 @@ class MaskedLM(Task):
         max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.next_sentence = recipe.task.next_sentence
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, max_len - (3 if self.next_sentence else 2))
-        self.tokenizer = self.tokenizers[""]
         self.cls, self.sep = around(self.tokenizer, "masked language modelling", mask=self.tokenizer.mask_id)
         if not self.next_sentence:
             self.units = Task.units
@@ -49,8 +48,7 @@ class MaskedLM(Task):
             if len(data) < 2:
                 raise UserError(
                     f"task.next_sentence=true: the {split} split has {len(data)} row of text, and a wrong second part "
-                    "comes from another row of the same split. Give more text, a larger data.limit or a smaller "
-                    "data.max_len, or set task.next_sentence=false."
+                    "is another row's. Give more text, a larger data.limit or task.next_sentence=false."
                 )
             self.splits[split] = _Placed(data, split)
 
@@ -62,7 +60,7 @@ class MaskedLM(Task):
             raise UserError(
                 f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence."
             )
-        return fit_vocabulary(model, self.tokenizer)
+        return super().complete(model)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         ids, split = sample["ids"], len(sample["ids"])
@@ -117,15 +115,10 @@ class MaskedLM(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         logits, follows = self._forward(model, batch)
-        n = len(batch["targets"])
-        right = (logits.argmax(-1) == batch["targets"]).sum()
-        found = {"loss": (summed_cross_entropy(logits, batch["targets"]), n), "accuracy": (right, n)}
+        found = loss_and_accuracy(logits, batch["targets"], len(batch["targets"]))
         if self.next_sentence:
             found["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
         return found
-
-    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        return {**means, "perplexity": perplexity(means["loss"])}
 
     def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:
         """For every masked place of ids (without [CLS] and [SEP]): the k likeliest tokens with their probabilities."""

@@ -14,24 +14,9 @@ from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, Pairs
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import Recipe
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
-
-
-def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with the tokenizer's vocabulary size where it has none.
-
-    Raises UserError where the tokenizer has more tokens than the model.
-    """
-    if model.vocab_size is None:
-        return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens. "
-            "Leave it out, or use the model's own tokenizer."
-        )
-    return model
 
 
 def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tokenizer:
@@ -158,10 +143,7 @@ def open_pairs(
         corpora["train"], corpora["valid"] = (tuple(side.every(10, held) for side in pair) for held in (False, True))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
-        raise UserError(
-            "tokenizer.shared=false has no effect with tokenizer.kind=file: one file serves both languages. "
-            "Set tokenizer.shared=true."
-        )
+        raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file, one file for both languages.")
     if given:
         tokenizers = given
     elif shared:

@@ -9,8 +9,8 @@ from torch import nn
 
 from gradus.errors import UserError
 from gradus.models.decoding import complete
-from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.sources import fit_vocabulary, open_documents
+from gradus.recipe.schema import Recipe
+from gradus.tasks.sources import open_documents
 from gradus.tasks.translation import SequenceToSequence
 
 
@@ -40,32 +40,24 @@ class SpanCorruption(SequenceToSequence):
         super().__init__(recipe)
         room = (recipe.data.max_len or recipe.model.seq_len) - 1
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, room)
-        self.tokenizer = t = self.tokenizers[""]
+        t = self.tokenizer
         if t.eos_id is None or t.pad_id is None:
-            raise UserError(
-                "tokenizer: span corruption needs padding and end tokens. "
-                "Use a T5 SentencePiece model or tokenizer.kind=bpe."
-            )
+            need = "span corruption needs padding and end tokens"
+            raise UserError(f"tokenizer: {need}. Use a T5 SentencePiece model or tokenizer.kind=bpe.")
         t.sentinel(0)  # raises where there are none
         if recipe.task.mean_span < 1:
-            raise UserError(
-                f"task.mean_span={recipe.task.mean_span}: a span has at least one token. Set 1 or more; T5 used 3."
-            )
+            raise UserError(f"task.mean_span={recipe.task.mean_span}: a span has at least one token. T5 used 3.")
         self.pad_id = t.pad_id
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        return fit_vocabulary(model, self.tokenizer)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         ids, end = sample["ids"].astype(np.int64), np.array([self.tokenizer.eos_id])
         if len(ids) < 2:
             return {"source": np.concatenate((ids, end)), "target": end}
         noise = noise_spans(len(ids), self.recipe.task.noise_rate, self.recipe.task.mean_span, rng)
-        starts = np.flatnonzero(noise & ~np.concatenate(([False], noise[:-1])))  # (n_spans,)
+        borders = np.flatnonzero(np.diff(noise, prepend=False, append=False))  # where each span starts and stops
         source, target, at = [], [], 0
-        for i, start in enumerate(starts):
-            stop = start + int(np.argmin(np.concatenate((noise[start:], [False]))))
-            sentinel = np.array([self.tokenizer.sentinel(i)])
+        for i, (start, stop) in enumerate(borders.reshape(-1, 2)):
+            sentinel = [self.tokenizer.sentinel(i)]
             source += [ids[at:start], sentinel]
             target += [sentinel, ids[start:stop]]
             at = stop

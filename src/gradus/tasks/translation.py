@@ -14,14 +14,14 @@ from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
 from gradus.models.decoding import complete
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, perplexity, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, fit_vocabulary, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.sources import open_pairs
 
 
 class SequenceToSequence(Task):
     """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section
     3.1)."""
 
-    best = "loss"
     pad_id = 0
     label_smoothing = 0.0
 
@@ -35,27 +35,30 @@ class SequenceToSequence(Task):
         source, keep = pad_sequences(sources, self.pad_id, to)  # (batch, source), True where real
         target, _ = pad_sequences(targets_in, self.pad_id, to)  # (batch, target)
         labels, _ = pad_sequences(targets_out, IGNORE, to)  # (batch, target)
-        n = sum(len(t) for t in targets_out)
-        n_source = sum(len(s) for s in sources)
-        batch = {"source": source, "target": target, "labels": labels, "counts": {"tokens": n}}
-        batch["n_tokens"] = n_source + n
+        n, n_source = (sum(map(len, rows)) for rows in (targets_out, sources))
+        batch = {"source": source, "target": target, "labels": labels}
+        batch |= {"counts": {"tokens": n}, "n_tokens": n_source + n}
         if n_source != source.numel():
             batch["keep"] = keep
         return batch
 
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep"))
+        return logits.flatten(0, 1)  # (batch · target, vocab)
+
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep"))  # (batch, target, vocab)
-        return {"tokens": summed_cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), self.label_smoothing)}
+        labels = batch["labels"].flatten()
+        return {"tokens": summed_cross_entropy(self._logits(model, batch), labels, self.label_smoothing)}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep")).flatten(0, 1)
-        labels = batch["labels"].flatten()
-        n = batch["counts"]["tokens"]
-        right = (logits.argmax(-1) == labels).sum()  # padding is IGNORE, which no token equals
-        return {"loss": (summed_cross_entropy(logits, labels), n), "accuracy": (right, n)}
+        return loss_and_accuracy(self._logits(model, batch), batch["labels"].flatten(), batch["counts"]["tokens"])
 
-    def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
-        return {**means, "perplexity": perplexity(means["loss"])}
+
+def _fit_vocabularies(model: ModelConfig, source: int, target: int, separate: bool) -> ModelConfig:
+    """As `fit_vocabulary`, both of a model; a target vocabulary is given to it where it is `separate`."""
+    if getattr(model, "target_vocab_size", None) is not None or (separate and hasattr(model, "target_vocab_size")):
+        model = fit_vocabulary(model, target, "target_vocab_size")
+    return fit_vocabulary(model, source)
 
 
 class Copy(SequenceToSequence):
@@ -76,21 +79,9 @@ class Copy(SequenceToSequence):
         }
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        for key in ("vocab_size", "target_vocab_size"):
-            size = getattr(model, key, None)
-            if size is not None and size < self.task.n_symbols:
-                raise UserError(
-                    f"model.{key}={size}: the task has {self.task.n_symbols} symbols. "
-                    f"Leave it out or set it to {self.task.n_symbols}."
-                )
-        if model.vocab_size is None:
-            model = model.model_copy(update={"vocab_size": self.task.n_symbols})
         if self.task.length > model.seq_len:
-            raise UserError(
-                f"task.length={self.task.length} is more than model.seq_len={model.seq_len}. "
-                f"Set model.seq_len={self.task.length}."
-            )
-        return model
+            raise UserError(f"model.seq_len={model.seq_len} is less than task.length={self.task.length}. Raise it.")
+        return _fit_vocabularies(model, self.task.n_symbols, self.task.n_symbols, False)
 
     def sequences(self, sample):
         return sample["source"], sample["target_in"], sample["target_out"]
@@ -130,51 +121,31 @@ class Translation(SequenceToSequence):
     units = Task.units | {"bleu": "BLEU (sacrebleu)"}
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
-        from gradus.tasks.sources import open_pairs
-
         super().__init__(recipe)
         if not recipe.evaluate.decode:
             self.units = Task.units
         seq_len, longest = recipe.data.max_len or recipe.model.seq_len, recipe.model.longest
         self.room = min(seq_len, longest or seq_len) - 1
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
-        self.source_tokenizer = self.tokenizers[""]
-        self.target_tokenizer = self.tokenizers.get("target", self.source_tokenizer)
+        self.target_tokenizer = self.tokenizers.get("target", self.tokenizer)
         self.label_smoothing = recipe.task.label_smoothing
-        self.pad_id = self.source_tokenizer.pad_id or 0
-        t = self.target_tokenizer
+        self.pad_id = self.tokenizer.pad_id or 0
+        t, source_eos = self.target_tokenizer, self.tokenizer.eos_id
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
+        if self.eos_id is None:
+            lacks = "tokenizer: it has no end-of-sequence token, which translation needs"
+            raise UserError(f"{lacks}. Use tokenizer.kind=bpe or another file.")
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
-        if self.eos_id is None:
-            raise UserError(
-                "tokenizer: it has no end-of-sequence token, which translation needs. "
-                "Use tokenizer.kind=bpe or another file."
-            )
-        self.end = np.array([self.eos_id])
-        source_eos = self.source_tokenizer.eos_id
-        self.source_end = np.array([source_eos if source_eos is not None else self.eos_id])
-        self.start = np.array([self.start_id])
+        ends = (self.start_id, self.eos_id, self.eos_id if source_eos is None else source_eos)
+        self.start, self.end, self.source_end = (np.array([i]) for i in ends)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        update = {}
-        for key, tokenizer in (("vocab_size", self.source_tokenizer), ("target_vocab_size", self.target_tokenizer)):
-            if not hasattr(model, key):
-                continue
-            size = getattr(model, key)
-            if size is None:
-                if key == "vocab_size" or "target" in self.tokenizers:
-                    update[key] = tokenizer.vocab_size
-            elif size < tokenizer.vocab_size:
-                raise UserError(
-                    f"model.{key}={size}: the tokenizer has {tokenizer.vocab_size} tokens. "
-                    "Leave it out or set at least that."
-                )
-        if "target" in self.tokenizers and getattr(model, "share_embeddings", False):
-            raise UserError(
-                "tokenizer.shared=false needs model.share_embeddings=false (and each language its own vocabulary)."
-            )
-        return model.model_copy(update=update)
+        separate = "target" in self.tokenizers
+        if separate and getattr(model, "share_embeddings", False):
+            raise UserError("tokenizer.shared=false needs model.share_embeddings=false: each language has its own.")
+        sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
+        return _fit_vocabularies(model, *sizes, separate)
 
     def sequences(self, sample):
         source, target = sample["source"][: self.room], sample["target"][: self.room]
@@ -193,7 +164,7 @@ class Translation(SequenceToSequence):
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
         """Greedy translations of texts."""
-        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.source_tokenizer.encode_batch(texts)]
+        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.tokenizer.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:

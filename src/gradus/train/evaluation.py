@@ -110,7 +110,7 @@ def evaluate(
     totals: dict[str, list[float]] = {}
     try:
         with parallel.whole() if task.decodes or writes else contextlib.nullcontext() as whole:
-            for step in _loader(parallel, task, split, device).steps(0):
+            for step in _loader(parallel, task, split).steps(0):
                 if between:
                     between()
                 for batch in step.micro_batches:
@@ -130,16 +130,12 @@ def evaluate(
     return metrics
 
 
-def _loader(parallel: Parallel, task: Task, split: str, device: torch.device) -> Loader:
+def _loader(parallel: Parallel, task: Task, split: str) -> Loader:
     r, mesh = task.recipe, parallel.mesh
     rank, world = (mesh.world.rank, mesh.world.size) if task.decodes else (mesh.rank(*DATA), mesh.size(*DATA))
     batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // world)
     plan = task.plan(split, samples=batch_size * world, tokens=None)
-    pin = r.data.pin and device.type == "cuda"
-    prepare = task.prepare_evaluation
-    return Loader(
-        task.splits[split], plan, task.collate, prepare=prepare, seed=r.train.seed, pin=pin, rank=rank, world=world
-    )
+    return Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, rank=rank, world=world)
 
 
 def _add(totals: dict[str, list[float]], found: dict[str, tuple[float, int]]) -> None:

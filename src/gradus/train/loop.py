@@ -47,12 +47,11 @@ class Trainer(Stepper):
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
-        data, mesh = recipe.data, self.parallel.mesh
+        mesh = self.parallel.mesh
         plan = task.plan("train", recipe.batch.samples, recipe.batch.tokens)
         self.loader = Loader(
-            task.splits["train"], plan, task.collate, prepare=task.prepare, seed=recipe.train.seed,
-            micro_batch=recipe.layout.micro_batch, rank=mesh.rank(*DATA), world=mesh.size(*DATA), workers=data.workers,
-            prefetch=data.prefetch, persistent=data.persistent, pin=data.pin and device.type == "cuda",
+            task.splits["train"], plan, task.collate, prepare=task.prepare,
+            micro_batch=recipe.layout.micro_batch, loading=recipe.data, rank=mesh.rank(*DATA), world=mesh.size(*DATA),
         )  # fmt: skip
         self.last_step = total_steps(recipe, plan)
         self.start_step = 0  # where this start began

@@ -17,7 +17,6 @@ import yaml
 from gradus import models, tasks
 from gradus.data.corpus import TEXT_COLUMNS, Corpus
 from gradus.data.image_sources import SUFFIXES
-from gradus.data.images import LazyImages
 from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
 from gradus.data.splits import Part, find_pairs, find_split, visible_files
 from gradus.data.text import LABEL_COLUMNS
@@ -114,8 +113,6 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
         found = _pair(*sides)
     elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
-    elif re.search(r"\.(tar|tar\.gz|tgz)$", path.name):
-        found = _images(path)
     else:
         found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
     for option, column in columns.items():
@@ -162,10 +159,6 @@ def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
 
 def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
     files = visible_files(folder)
-    if (folder / "cifar-10-batches-bin").is_dir() or any(
-        re.fullmatch(r"data_batch_1\.bin|cifar-10-binary\.tar\.gz", f.name) for f in files
-    ):
-        return _images(folder)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
     if next(pictures, None):
         return _images(folder)
@@ -304,7 +297,7 @@ class Facts:
 
     @property
     def one_size(self) -> bool:
-        return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
+        return not getattr(self.train, "dataset", self.train).scaled
 
     def _held_out(self) -> str:
         kind, data = self.found.kind, self.found.data

@@ -134,7 +134,7 @@ def derive(session: Session) -> dict[str, Any]:
     samples = min(samples, len(task.splits["train"]))
     share = -(-samples // session.mesh.size(*DATA))
     micro = min(r.layout.micro_batch or share, share)
-    first = next(Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, seed=r.train.seed).steps(0))
+    first = next(Loader(task.splits["train"], plan, task.collate, prepare=task.prepare).steps(0))
     rate = [learning_rate(r.schedule, r.optimizer.lr, s, last, r.model.d_model) for s in (1, last)]
     return {
         "parameters": counts["total"],

@@ -3,7 +3,7 @@ BertForSequenceClassification, by `config.head`."""
 
 from __future__ import annotations
 
-from gradus.models.weights import Rule, fields, layer
+from gradus.models.weights import Rule, fields
 from gradus.recipe.schema import BertConfig
 
 MODEL_TYPES = ("bert",)
@@ -16,14 +16,22 @@ HEADS = {  # architecture → head
     "BertForPreTraining": "pretraining",
     "BertForSequenceClassification": "classification",
 }
-# theirs → ours
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 FIELDS = {
     "vocab_size": ("vocab_size", 30522), "n_layers": ("num_hidden_layers", 12), "d_model": ("hidden_size", 768),
     "n_heads": ("num_attention_heads", 12), "d_ff": ("intermediate_size", 3072),
     "seq_len": ("max_position_embeddings", 512), "n_token_types": ("type_vocab_size", 2),
     "dropout": ("hidden_dropout_prob", 0.1), "norm_eps": ("layer_norm_eps", 1e-12),
 }  # fmt: skip
+BLOCK = {
+    "attention.to_q": "attention.self.query",
+    "attention.to_k": "attention.self.key",
+    "attention.to_v": "attention.self.value",
+    "attention.to_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feedforward.up": "intermediate.dense",
+    "feedforward.down": "output.dense",
+    "feedforward_norm": "output.LayerNorm",
+}
 FIXED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
 
 
@@ -32,13 +40,13 @@ def config_from_hf(hf: dict) -> BertConfig:
     not have."""
     head = HEADS[fields.architecture("bert", hf, HEADS)]
     fields.only("bert", hf, FIXED | ({"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}))
-    activation = fields.one_of("bert", "hidden_act", hf.get("hidden_act", "gelu"), ACTIVATIONS)
+    activation = fields.activation("bert", "hidden_act", hf.get("hidden_act", "gelu"))
     others = {"attention_probs_dropout_prob": hf.get("attention_probs_dropout_prob", 0.1)}
     if head == "classification":
         others["classifier_dropout"] = hf.get("classifier_dropout")
     fields.one_dropout("bert", hf, "hidden_dropout_prob", others)
     n_classes = fields.n_classes(hf) if head == "classification" else None
-    return BertConfig(**fields.read(hf, FIELDS), head=head, n_classes=n_classes, activation=ACTIVATIONS[activation])
+    return BertConfig(**fields.read(hf, FIELDS), head=head, n_classes=n_classes, activation=activation)
 
 
 def config_to_hf(config: BertConfig) -> dict:
@@ -46,7 +54,7 @@ def config_to_hf(config: BertConfig) -> dict:
         "model_type": "bert",
         "architectures": [next(a for a, head in HEADS.items() if head == config.head)],
         **fields.written(config, FIELDS),
-        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "hidden_act": fields.their_activation(config),
         "attention_probs_dropout_prob": config.dropout,
         **(fields.labels(config.n_classes) if config.head == "classification" else {}),
     }
@@ -54,41 +62,29 @@ def config_to_hf(config: BertConfig) -> dict:
 
 def rules(config: BertConfig) -> list[Rule]:
     bert = "" if config.head == "none" else "bert."
+    layers = {"embedding_norm": f"{bert}embeddings.LayerNorm"}
+    layers |= fields.blocks(config.n_layers, "blocks", f"{bert}encoder.layer", BLOCK)
+    if config.pooler and config.head != "masked_lm":
+        layers["pooler"] = f"{bert}pooler.dense"
     table = [
         Rule("word_embedding.weight", f"{bert}embeddings.word_embeddings.weight"),
         Rule("position_embedding.weight", f"{bert}embeddings.position_embeddings.weight"),
         Rule("type_embedding.weight", f"{bert}embeddings.token_type_embeddings.weight"),
-        *_norm("embedding_norm", f"{bert}embeddings.LayerNorm"),
     ]
-    for i in range(config.n_layers):
-        ours, theirs = f"blocks.{i}", f"{bert}encoder.layer.{i}"
-        table += [
-            *layer(f"{ours}.attention.to_q", f"{theirs}.attention.self.query"),
-            *layer(f"{ours}.attention.to_k", f"{theirs}.attention.self.key"),
-            *layer(f"{ours}.attention.to_v", f"{theirs}.attention.self.value"),
-            *layer(f"{ours}.attention.to_out", f"{theirs}.attention.output.dense"),
-            *_norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm"),
-            *layer(f"{ours}.feedforward.up", f"{theirs}.intermediate.dense"),
-            *layer(f"{ours}.feedforward.down", f"{theirs}.output.dense"),
-            *_norm(f"{ours}.feedforward_norm", f"{theirs}.output.LayerNorm"),
-        ]
-    if config.pooler and config.head != "masked_lm":
-        table += layer("pooler", f"{bert}pooler.dense")
     if config.head in ("masked_lm", "pretraining"):
+        layers["masked_lm.dense"] = "cls.predictions.transform.dense"
+        layers["masked_lm.norm"] = "cls.predictions.transform.LayerNorm"
         table += [
-            *layer("masked_lm.dense", "cls.predictions.transform.dense"),
-            *_norm("masked_lm.norm", "cls.predictions.transform.LayerNorm"),
             Rule("masked_lm.decoder.bias", "cls.predictions.bias"),
             Rule("masked_lm.decoder.bias", "cls.predictions.decoder.bias"),
             Rule("word_embedding.weight", "cls.predictions.decoder.weight"),
         ]
     if config.head == "pretraining":
-        table += layer("next_sentence", "cls.seq_relationship")
+        layers["next_sentence"] = "cls.seq_relationship"
     if config.head == "classification":
-        table += layer("classifier", "classifier")
-    return table
-
-
-def _norm(ours: str, theirs: str) -> list[Rule]:
-    """The published checkpoints still say gamma and beta, as TensorFlow did."""
-    return [*layer(ours, theirs), Rule(f"{ours}.weight", f"{theirs}.gamma"), Rule(f"{ours}.bias", f"{theirs}.beta")]
+        layers["classifier"] = "classifier"
+    table += fields.layers(layers)
+    norms = [rule for rule in table if "LayerNorm" in rule.theirs]
+    # The published checkpoints still say gamma and beta, as TensorFlow did.
+    new = [rule.theirs.replace(".weight", ".gamma").replace(".bias", ".beta") for rule in norms]
+    return table + [Rule(rule.ours, theirs) for rule, theirs in zip(norms, new)]

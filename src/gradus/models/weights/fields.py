@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gradus.errors import UserError, did_you_mean
+from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
 
 NEEDED = object()  # in place of a default
+# theirs → ours
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
 def read(hf: Mapping[str, Any], fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -33,12 +36,30 @@ def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def labels(n_classes: int) -> dict[str, dict]:
     """The names that transformers gives to classes without names."""
-    names = {i: f"LABEL_{i}" for i in range(n_classes)}
-    return {"id2label": {str(i): name for i, name in names.items()}, "label2id": {name: i for i, name in names.items()}}
+    ids = range(n_classes)
+    return {"id2label": {str(i): f"LABEL_{i}" for i in ids}, "label2id": {f"LABEL_{i}": i for i in ids}}
 
 
 def n_classes(hf: Mapping[str, Any]) -> int:
     return len(hf["id2label"]) if hf.get("id2label") else hf.get("num_labels", 2)
+
+
+def activation(family: str, name: str, value: Any) -> str:
+    return ACTIVATIONS[one_of(family, name, value, ACTIVATIONS)]
+
+
+def their_activation(config: ModelConfig) -> str:
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+
+
+def layers(names: Mapping[str, str], kinds: Collection[str] = ("weight", "bias")) -> list[Rule]:
+    """Rules for the parameters of layers, ours → theirs."""
+    return [Rule(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in names.items() for kind in kinds]
+
+
+def blocks(n: int, ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """Names of the layers in n blocks, ours → theirs; parts: those in one."""
+    return {f"{ours}.{i}.{our}": f"{theirs}.{i}.{their}" for i in range(n) for our, their in parts.items()}
 
 
 # ---------------------------------------------------------------- what a family does not have

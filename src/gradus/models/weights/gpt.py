@@ -22,8 +22,6 @@ PREFIXES = ("transformer.",)
 IGNORABLE = (".attn.bias", ".attn.masked_bias")  # the causal mask
 
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
-# theirs → ours
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 FIELDS = {
     "vocab_size": ("vocab_size", 50257), "n_layers": ("n_layer", 12), "d_model": ("n_embd", 768),
     "n_heads": ("n_head", 12), "d_ff": ("n_inner", None), "seq_len": ("n_positions", 1024),
@@ -40,9 +38,9 @@ def config_from_hf(hf: dict) -> GPTConfig:
         return GPTConfig(**fields.from_ours(hf))
     fields.only("gpt", hf, FIXED)
     fields.architecture("gpt", hf, ARCHITECTURES)
-    activation = fields.one_of("gpt", "activation_function", hf.get("activation_function", "gelu_new"), ACTIVATIONS)
+    activation = fields.activation("gpt", "activation_function", hf.get("activation_function", "gelu_new"))
     fields.one_dropout("gpt", hf, "resid_pdrop", {name: hf.get(name, 0.1) for name in DROPOUTS})
-    return GPTConfig(**fields.read(hf, FIELDS), activation=ACTIVATIONS[activation])
+    return GPTConfig(**fields.read(hf, FIELDS), activation=activation)
 
 
 def config_to_hf(config: GPTConfig) -> dict:
@@ -53,7 +51,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         "architectures": [ARCHITECTURES[0]],
         **fields.written(config, FIELDS),
         **dict.fromkeys(DROPOUTS, config.dropout),
-        "activation_function": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "activation_function": fields.their_activation(config),
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
     }

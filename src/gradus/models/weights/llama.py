@@ -111,14 +111,11 @@ def rules(config: LlamaConfig) -> list[Rule]:
         parts |= {f"feedforward.{name}": f"mlp.{name}_proj" for name in experts}
     else:
         parts["feedforward.router"] = "block_sparse_moe.gate"
+    table += fields.layers(fields.blocks(config.n_layers, "blocks", "model.layers", parts), ["weight"])
+    if config.qkv_bias:
+        biases = {f"attention.to_{x}": f"self_attn.{x}_proj" for x in "qkv"}
+        table += fields.layers(fields.blocks(config.n_layers, "blocks", "model.layers", biases), ["bias"])
     for i in range(config.n_layers):
-        table += [
-            Rule(f"blocks.{i}.{ours}.weight", f"model.layers.{i}.{theirs}.weight") for ours, theirs in parts.items()
-        ]
-        if config.qkv_bias:
-            table += [
-                Rule(f"blocks.{i}.attention.to_{x}.bias", f"model.layers.{i}.self_attn.{x}_proj.bias") for x in "qkv"
-            ]
         for n in range(config.n_experts or 0):
             for ours, theirs in experts.items():
                 ours = f"blocks.{i}.feedforward.experts.{ours}.weight"

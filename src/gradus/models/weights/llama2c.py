@@ -61,17 +61,12 @@ def _read_header(file: Path) -> tuple[LlamaConfig, list[tuple[str | None, tuple[
     positive = min(d_model, d_ff, n_layers, n_heads, n_kv_heads, abs(vocab_size), seq_len) > 0
     # The last test comes before billions of layers are listed.
     if not positive or d_model % n_heads or n_heads % n_kv_heads or 4 * n_layers * d_model > size:
+        why = "its first 28 bytes are not the header of a whole llama2.c checkpoint (version 0)"
         if start[:4] == b"24ka":  # "ak42", little-endian
-            version = struct.unpack_from("<i", start, 4)[0]
-            raise UserError(
-                f"{file}: version {version} of llama2.c's format; only 0 is read. Export it again with --version 0"
-            )
-        if start[:2] in (b"PK", b"\x80\x02"):
-            raise UserError(
-                f"{file}: a PyTorch file, which does not say what model it is. "
-                "Give the folder that holds config.json too"
-            )
-        raise UserError(f"{file}: its first 28 bytes are not the header of a whole llama2.c checkpoint (version 0)")
+            why = "a later version of llama2.c's format; only 0 is read. Export it again with --version 0"
+        elif start[:2] in (b"PK", b"\x80\x02"):
+            why = "a PyTorch file, which does not say what model it is. Give the folder that holds config.json too"
+        raise UserError(f"{file}: {why}")
     config = LlamaConfig(
         vocab_size=abs(vocab_size), n_layers=n_layers, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads,
         d_ff=d_ff, seq_len=seq_len, tie_output=vocab_size > 0,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Stored, read_json, some, unpickle
+from gradus.models.weights import Stored, fields, read_json, some, unpickle
+from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
 if TYPE_CHECKING:
@@ -33,8 +34,14 @@ LAYER = {
     "ffn_norm.weight": ("post_attention_layernorm.weight", None),
 }
 TOP = {"norm.weight": ("model.norm.weight", None), "output.weight": ("lm_head.weight", 0)}
-PARAMS = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
-          "rope_theta", "use_scaled_rope", "max_seq_len", "max_batch_size"}  # fmt: skip
+FIELDS = {
+    "n_layers": ("n_layers", NEEDED), "d_model": ("dim", NEEDED), "n_heads": ("n_heads", NEEDED),
+    "n_kv_heads": ("n_kv_heads", None), "multiple_of": ("multiple_of", 256), "rope_theta": ("rope_theta", 10_000.0),
+    "norm_eps": ("norm_eps", 1e-5),
+}  # fmt: skip
+PARAMS = {theirs for theirs, _ in FIELDS.values()} | {
+    "vocab_size", "ffn_dim_multiplier", "use_scaled_rope", "max_seq_len", "max_batch_size"
+}  # fmt: skip
 
 
 def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
@@ -51,23 +58,16 @@ def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     files = sorted(folder.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{folder}: params.json but no consolidated.*.pth beside it. Copy them here")
-    absent = [name for name in (f"consolidated.{i:02}.pth" for i in range(len(files))) if not (folder / name).is_file()]
-    if absent:
-        raise UserError(
-            f"{folder}: {some(absent)} missing between {files[0].name} and {files[-1].name}. Copy all of its shards"
-        )
+    if absent := sorted({f"consolidated.{i:02}.pth" for i in range(len(files))} - {file.name for file in files}):
+        raise UserError(f"{folder}: {some(absent)} missing beside {files[-1].name}. Copy all of its shards")
     shards = [unpickle(file) for file in files]
     for file, shard in zip(files, shards, strict=True):
         if shard.keys() != shards[0].keys():
             differing = some(sorted(shard.keys() ^ shards[0].keys()))
             raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {differing}")
     config = _config(params, shards, folder / "params.json")
-    tensors = {}
-    for name in shards[0]:
-        if name != "rope.freqs":
-            stored = _merged(name, [shard[name] for shard in shards], config, folder)
-            tensors[stored[0]] = stored[1]
-    return config, tensors
+    names = [name for name in shards[0] if name != "rope.freqs"]
+    return config, dict(_merged(name, [shard[name] for shard in shards], config, folder) for name in names)
 
 
 def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> LlamaConfig:
@@ -85,18 +85,12 @@ def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> Llama
     scaled = params.get("use_scaled_rope", False)
     return LlamaConfig(
         vocab_size=rows if vocab_size == -1 else vocab_size,  # Llama 1 and 2 leave it to the tokenizer
-        n_layers=params["n_layers"],
-        d_model=params["dim"],
-        n_heads=params["n_heads"],
-        n_kv_heads=params.get("n_kv_heads"),
-        multiple_of=params.get("multiple_of", 256),
+        **fields.read(params, FIELDS),
         ffn_multiplier=params.get("ffn_dim_multiplier") or 1.0,
         seq_len=params.get("max_seq_len") or (131072 if scaled else 8192 if rows == 128256 else 4096),
-        rope_theta=params.get("rope_theta", 10_000.0),
         # The factor is not in params.json: 8 in Llama 3.1, 32 in 3.2, whose text models are the tied ones.
         rope_scaling=RopeScaling(factor=32.0 if tied else 8.0) if scaled else None,
         tie_output=tied,
-        norm_eps=params.get("norm_eps", 1e-5),
     )
 
 
@@ -112,8 +106,7 @@ def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) ->
         theirs, dim = LAYER[layer[2]]
         theirs = f"model.layers.{layer[1]}.{theirs}"
     else:
-        known = parts and ["tok_embeddings.weight", *TOP, *LAYER]
-        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, known)}")
+        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, [*TOP, *LAYER])}")
     n_heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}
     heads = n_heads.get(layer[2]) if layer else None
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gradus.models.weights import Rule, Stored, fields, layer
+from gradus.models.weights import Rule, Stored, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
@@ -47,17 +47,9 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     if kind == "gradus-seq2seq":
         return Seq2SeqConfig(**fields.from_ours(hf))
     activation = fields.one_of("seq2seq", "activation_function", hf.get("activation_function", "gelu"), ACTIVATIONS)
-    if not hf.get("scale_embedding", False):
-        way_out = ". It multiplies embeddings by the root of d_model."
-        raise fields.unsupported("seq2seq", "scale_embedding", "false", way_out)
-    for name in ("attention_heads", "ffn_dim"):
-        encoder, decoder = hf[f"encoder_{name}"], hf[f"decoder_{name}"]
-        if encoder != decoder:
-            way_out = f". It has the encoder's in both stacks: {encoder}."
-            raise fields.unsupported("seq2seq", f"decoder_{name}", decoder, way_out)
-    for name in ("encoder_layerdrop", "decoder_layerdrop"):
-        if hf.get(name):
-            raise fields.unsupported("seq2seq", name, hf[name], ". Set it to 0 there.")
+    fixed = {"scale_embedding": True, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
+    fixed |= {f"decoder_{name}": hf[f"encoder_{name}"] for name in ("attention_heads", "ffn_dim")}
+    fields.only("seq2seq", {"scale_embedding": False, **hf}, fixed)
     tie = hf.get("tie_word_embeddings", True)
     share = tie if kind == "pegasus" else hf.get("share_encoder_decoder_embeddings", True)
     if share and not tie:
@@ -65,13 +57,9 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", way_out)
     dropout = hf.get("dropout", 0.1)
     others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
-    other = {name: value for name, value in others.items() if value != dropout}
-    if other:
-        given = ", ".join(f"{name}={value}" for name, value in other.items())
-        warnings.warn(
-            f"config.json: {given}, but dropout={dropout}: in training model.dropout={dropout} holds everywhere",
-            stacklevel=2,
-        )
+    if given := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
+        training = f"in training model.dropout={dropout} holds everywhere"
+        warnings.warn(f"config.json: {given}, but dropout={dropout}: {training}", stacklevel=2)
     same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
     target_vocab_size = hf.get("decoder_vocab_size")
     return Seq2SeqConfig(
@@ -141,10 +129,8 @@ def unknown_to_transformers(config: Seq2SeqConfig) -> str:
             "pre-norm with only some of its embeddings shared; "
             "set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
         )
-    return (
-        "source and target share an embedding that the output does not; "
-        "set model.tie_output=true or model.share_embeddings=false"
-    )
+    alike = "set model.tie_output=true or model.share_embeddings=false"
+    return f"source and target share an embedding that the output does not; {alike}"
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
@@ -168,16 +154,13 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
             Rule("head.bias", "final_logits_bias", lambda bias: bias.squeeze(0), lambda bias: bias.unsqueeze(0))
         )
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
-        if config.norm_first:
-            table += layer(f"{stack}.norm", f"model.{stack}.layer_norm")
-        for i in range(n_layers):
-            ours, theirs = f"{stack}.blocks.{i}", f"model.{stack}.layers.{i}"
-            table += _attention(f"{ours}.attention", f"{theirs}.self_attn")
-            if stack == "decoder":
-                table += _attention(f"{ours}.cross", f"{theirs}.encoder_attn")
-            table += layer(f"{ours}.feedforward.up", f"{theirs}.fc1")
-            table += layer(f"{ours}.feedforward.down", f"{theirs}.fc2")
-            table += layer(f"{ours}.feedforward_norm", f"{theirs}.final_layer_norm")
+        names = {f"{stack}.norm": f"model.{stack}.layer_norm"} if config.norm_first else {}
+        parts = {"feedforward.up": "fc1", "feedforward.down": "fc2", "feedforward_norm": "final_layer_norm"}
+        attentions = {"attention": "self_attn"} | ({"cross": "encoder_attn"} if stack == "decoder" else {})
+        for our, their in attentions.items():
+            parts |= {f"{our}.to_{x}": f"{their}.{x}_proj" for x in ("q", "k", "v", "out")}
+            parts[f"{our}_norm"] = f"{their}_layer_norm"
+        table += fields.layers(names | fields.blocks(n_layers, f"{stack}.blocks", f"model.{stack}.layers", parts))
     return table
 
 
@@ -230,9 +213,3 @@ def _each(tensors: dict[str, Stored], order: Callable[[Tensor, int], Tensor]) ->
         return stored if axis is None else Stored(stored.shape, lambda: order(stored.read(), axis))
 
     return {name: ordered(stored, _axis(name)) for name, stored in tensors.items()}
-
-
-def _attention(ours: str, theirs: str) -> list[Rule]:
-    parts = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-    table = [rule for our, their in parts.items() for rule in layer(f"{ours}.{our}", f"{theirs}.{their}")]
-    return table + layer(f"{ours}_norm", f"{theirs}_layer_norm")

@@ -11,6 +11,7 @@ IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 
 # the second is the first's former name
 ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")
+ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
 FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
 FIELDS = {
     "vocab_size": ("vocab_size", 32128), "n_layers": ("num_layers", 6), "d_model": ("d_model", 512),
@@ -62,26 +63,15 @@ def rules(config: T5Config) -> list[Rule]:
     table.append(Rule("head.weight", "lm_head.weight"))  # when tied: the same tensor as shared.weight, so written once
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table += [
-            Rule(f"{stack}.relative_bias.table.weight", bias),
-            Rule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
-        ]
-        for i in range(n_layers):
-            ours, theirs = f"{stack}.blocks.{i}", f"{stack}.block.{i}.layer"
-            table += _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
-            if stack == "decoder":
-                table += _attention(f"{ours}.cross", f"{theirs}.1", "EncDecAttention")
-            last = f"{theirs}.{2 if stack == 'decoder' else 1}"
-            parts = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if config.gated else {"up": "wi", "down": "wo"}
-            table += [
-                Rule(f"{ours}.feedforward.{our}.weight", f"{last}.DenseReluDense.{their}.weight")
-                for our, their in parts.items()
-            ]
-            table.append(Rule(f"{ours}.feedforward_norm.weight", f"{last}.layer_norm.weight"))
+        table.append(Rule(f"{stack}.relative_bias.table.weight", bias))
+        last = 2 if stack == "decoder" else 1
+        parts = {f"attention.to_{our}": f"layer.0.SelfAttention.{their}" for our, their in ATTENTION.items()}
+        parts |= {"attention_norm": "layer.0.layer_norm", "feedforward_norm": f"layer.{last}.layer_norm"}
+        if stack == "decoder":
+            parts |= {f"cross.to_{our}": f"layer.1.EncDecAttention.{their}" for our, their in ATTENTION.items()}
+            parts["cross_norm"] = "layer.1.layer_norm"
+        wide = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if config.gated else {"up": "wi", "down": "wo"}
+        parts |= {f"feedforward.{our}": f"layer.{last}.DenseReluDense.{their}" for our, their in wide.items()}
+        names = fields.blocks(n_layers, f"{stack}.blocks", f"{stack}.block", parts)
+        table += fields.layers({f"{stack}.norm": f"{stack}.final_layer_norm"} | names, ["weight"])
     return table
-
-
-def _attention(ours: str, theirs: str, name: str) -> list[Rule]:
-    parts = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out": "o"}
-    table = [Rule(f"{ours}.{our}.weight", f"{theirs}.{name}.{their}.weight") for our, their in parts.items()]
-    return [*table, Rule(f"{ours}_norm.weight", f"{theirs}.layer_norm.weight")]

@@ -84,8 +84,6 @@ def rules(config: ViTConfig) -> list[Rule]:
         "feedforward.up": "intermediate.dense",
         "feedforward.down": "output.dense",
     }
-    for i in range(config.n_layers):
-        for our, their in parts.items():
-            table += layer(f"blocks.{i}.{our}", f"{body}encoder.layer.{i}.{their}")
-    table += layer("norm", f"{body}layernorm")
-    return table + (layer("head", "classifier") if config.n_classes else [])
+    names = fields.blocks(config.n_layers, "blocks", f"{body}encoder.layer", parts) | {"norm": f"{body}layernorm"}
+    table += fields.layers(names | ({"head": "classifier"} if config.n_classes else {}))
+    return table
