@@ -19,7 +19,7 @@ from PIL import Image
 
 from gradus.data import images as module
 from gradus.data.augment import Augment, resize
-from gradus.data.images import ArrayImages, channel_stats, open_images, read_image
+from gradus.data.images import ArrayImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.loader import Loader, Plan
 from gradus.data.splits import Part
 from gradus.errors import UserError
@@ -160,7 +160,7 @@ def test_images_of_several_sizes_are_scaled_when_asked_for(tmp_path, kind):
     with pytest.raises(UserError, match=r"(b/01\.png|a/02\.png|row 1): an image of .*; the first is 30x20"):
         open_images(ImagesData(path=str(where)))
     data = open_images(ImagesData(path=str(where)), image_size=12)["train"].dataset
-    assert data.scaled and data.shape == (3, 12, 12) and len(data) == 20
+    assert isinstance(data, LazyImages) and data.shape == (3, 12, 12) and len(data) == 20
     data = pickle.loads(pickle.dumps(data))
     for i in (0, 3, 17):
         expected = resize(torch.from_numpy(pictures[i])[None].float(), 12)[0]

@@ -21,6 +21,8 @@ class TableSource:
     """One split, not yet decoded: tables with a column `img` or `image` (struct of bytes and path, or plain bytes) and
     a column `label`. classes: None for as many as there are labels."""
 
+    paths = None  # of images that are files of their own
+
     def __init__(self, tables: list[Path], config: ImagesData):
         self.name = str(tables[0]) if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
         self.tables, about = tables, [table_of(table) for table in tables]

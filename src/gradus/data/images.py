@@ -6,25 +6,27 @@ A data set here is map-style: `dataset[i]` is {"image": uint8 array (channels, h
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradus import files, limits
-from gradus.data.cache import digest, keep
+from gradus.data.cache import keep
 from gradus.data.image_sources import Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import check_number
 from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData
 
-FORMAT = 2  # of the cache
+DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
+FORMAT = 1  # of the cache
 
 
 def open_images(
@@ -35,9 +37,9 @@ def open_images(
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
     folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), or `hf:NAME`. Where there
     is no valid split, a fixed tenth of the training images of every class becomes it. Images of several sizes are
-    scaled as they are decoded: the shorter side to image_size, and the centre cut out; without image_size they are an
-    error. names: of the classes, where the data name none; where class folders are all among them, they are numbered in
-    this order.
+    decoded each time they are asked for: their shorter side is scaled to image_size, and the centre cut out; without
+    image_size they are an error. names: of the classes, where the data name none; where class folders are all among
+    them, they are numbered in this order.
 
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
     range; with file and row.
@@ -70,14 +72,11 @@ def _digits() -> dict[str, Any]:
 
 
 class ArrayImages:
-    """Images in one array (n, channels, height, width), in memory or mapped from `folder`/images.npy. scaled: in the
-    files they have several sizes."""
+    """Images in one array (n, channels, height, width), in memory or mapped from `folder`/images.npy."""
 
     def __init__(
-        self, name: str, images: np.ndarray | None, labels: np.ndarray, classes: list[str],
-        folder: Path | None = None, scaled: bool = False,
-    ):  # fmt: skip
-        self.scaled = scaled
+        self, name: str, images: np.ndarray | None, labels: np.ndarray, classes: list[str], folder: Path | None = None
+    ):
         self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
         if images is not None:
             self.images = images
@@ -99,6 +98,43 @@ class ArrayImages:
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "images" or self.folder is None}  # a worker maps anew
+
+
+@dataclasses.dataclass
+class LazyImages:
+    """Images decoded when asked for."""
+
+    name: str
+    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
+    where: Callable[[int], str]  # what messages call image i
+    labels: np.ndarray
+    classes: list[str]
+    shape: tuple[int, int, int]  # (n_channels, image_size, image_size), of all
+    folder: Path
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        n_channels, _, image_size = self.shape
+        image = read_image(self.encoded[i], self.where(i), n_channels, image_size)
+        return {"image": image, "label": int(self.labels[i])}
+
+
+class EncodedFile:
+    """The files of many images in one: `folder`/encoded.bin, of which the i-th is bytes offsets[i] to offsets[i +
+    1]."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.offsets = np.load(folder / "offsets.npy")
+        self.data = np.memmap(folder / "encoded.bin", mode="r")
+
+    def __getitem__(self, i: int) -> bytes:
+        return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes()
+
+    def __reduce__(self):
+        return EncodedFile, (self.folder,)
 
 
 def read_image(
@@ -147,25 +183,25 @@ def _size(shape: Sequence[int]) -> str:
 
 def _open(
     source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
-) -> ArrayImages:
+) -> ArrayImages | LazyImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
-    folder, about = _decoded(source)
-    if scaled := about["other"] is not None:
-        i, size, first = about["other"]
-        if image_size is None:
-            raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Bring all to one size")
-        folder, _ = _decoded(source, about["n_channels"], image_size)
+    folder = files.cache_dir() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
+    keep(folder, lambda aside: _decode(source, aside), lambda made: (made / "about.json").exists(), "GRADUS_CACHE")
+    about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
-    return ArrayImages(source.name, None, labels, _classes(source, labels, classes, names), folder, scaled)
-
-
-def _decoded(source: Source, *scale: int) -> tuple[Path, dict[str, Any]]:
-    """The folder of the cache that `_decode` fills, and its about.json."""
-    folder = files.cache_dir() / "images" / digest(FORMAT, source.key(), *scale)
-    about = folder / "about.json"
-    keep(folder, lambda aside: _decode(source, aside, *scale), lambda _: about.exists(), "GRADUS_CACHE")
-    return folder, json.loads(about.read_text())
+    classes = _classes(source, labels, classes, names)
+    if about["decoded"]:
+        return ArrayImages(source.name, None, labels, classes, folder)
+    if image_size is None:
+        if about["other"] is None:
+            most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
+            raise UserError(f"{source.name}: more than {most} when decoded. Set model.image_size")
+        i, size, first = about["other"]
+        raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Bring all to one size")
+    shape = (about["n_channels"], image_size, image_size)
+    encoded = source.paths or EncodedFile(folder)
+    return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder)
 
 
 def _classes(
@@ -188,28 +224,40 @@ def _classes(
     return classes
 
 
-def _decode(source: Source, folder: Path, n_channels: int | None = None, image_size: int | None = None) -> None:
-    """labels.npy, about.json, and images.npy when all have one size, or are scaled to one. about.json says otherwise
-    which is the first of `other` size."""
+def _decode(source: Source, folder: Path) -> None:
+    """labels.npy, about.json, and: images.npy when all have one size; else the encoded files in one, if they are
+    rows."""
     labels = source.labels()
     if len(labels) == 0:
         raise UserError(f"{source.name}: holds no images")
     np.save(folder / "labels.npy", labels)
-    shape, other = None, None
+    n_channels, shape, other, decoded = None, None, None, False
     with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is then an error, not a death
         for i, data in enumerate(source.rows()):
-            image = read_image(data, source.where(i), n_channels, image_size)
+            image = read_image(data, source.where(i), n_channels)
             if shape is None:
                 n_channels, shape = image.shape[0], image.shape
+                if len(labels) * image.size > DECODED_LIMIT:
+                    break
                 header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
                 np.lib.format.write_array_header_1_0(file, header)
             if image.shape != shape:
                 other = (i, _size(image.shape), _size(shape))
                 break
             file.write(image.tobytes())
-    if other:
+        else:
+            decoded = True
+    if not decoded:
         (folder / "images.npy").unlink()
-    (folder / "about.json").write_text(json.dumps({"n_channels": n_channels, "other": other}))
+        if source.paths is None:
+            offsets = [0]
+            with open(folder / "encoded.bin", "wb") as file:
+                for data in source.rows():
+                    content = data if isinstance(data, bytes) else Path(data).read_bytes()
+                    offsets.append(offsets[-1] + file.write(content))
+            np.save(folder / "offsets.npy", np.array(offsets))
+    about = {"decoded": decoded, "n_channels": n_channels, "other": other}
+    (folder / "about.json").write_text(json.dumps(about))
 
 
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:

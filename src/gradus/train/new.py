@@ -17,6 +17,7 @@ import yaml
 from gradus import models, tasks
 from gradus.data.corpus import TEXT_COLUMNS, Corpus
 from gradus.data.image_sources import SUFFIXES
+from gradus.data.images import LazyImages
 from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
 from gradus.data.splits import Part, find_pairs, find_split, visible_files
 from gradus.data.text import LABEL_COLUMNS
@@ -297,7 +298,7 @@ class Facts:
 
     @property
     def one_size(self) -> bool:
-        return not getattr(self.train, "dataset", self.train).scaled
+        return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
 
     def _held_out(self) -> str:
         kind, data = self.found.kind, self.found.data
