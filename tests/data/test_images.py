@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from PIL import Image
 
 from gradus.data import images as module
 from gradus.data.augment import Augment, resize
+from gradus.data.image_sources import find_sources
 from gradus.data.images import ArrayImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.loader import Loader, Plan
 from gradus.data.splits import Part
@@ -258,7 +260,7 @@ def test_bad_paths_are_named(tmp_path):
     says("data.path=x has no effect with data.source=digits", path="x", source="digits")
     says("data.label=y has no effect with data.source=digits", label="y", source="digits")
     says(r"no such file or folder. Did you mean cifar\?", path=str(tmp_path / "cifer"))
-    says("no parquet file and no class folder", path=str(tmp_path / "cifar"))
+    says("no parquet file, no class folder and no CIFAR-10 archive", path=str(tmp_path / "cifar"))
     (tmp_path / "train.parquet").write_bytes(b"PAR0")
     says(r"train\.parquet: not a whole Parquet file", path=str(tmp_path / "train.parquet"))
     (tmp_path / "a.zip").write_bytes(b"PK")
@@ -310,6 +312,7 @@ def test_cifar_10_training_statistics(shared_data):
 
 HUB = """
 import sys
+import tarfile
 from gradus.data.images import open_images
 from gradus.errors import UserError
 from gradus.recipe.schema import ImagesData
@@ -462,3 +465,52 @@ def test_picture_grid(tmp_path):
     tile = np.repeat(np.repeat(images[0][0], 16, 0), 16, 1)  # the first image, 16 times enlarged, pixel for pixel
     found = any(np.array_equal(grid[top : top + 128, 12:140, 0], tile) for top in range(10, 60))
     assert found and os.listdir(tmp_path) == ["g.png"]
+
+
+# ---------------------------------------------------------------- CIFAR-10's own files
+
+
+def records(images, labels):
+    return b"".join(bytes([label]) + image[0].tobytes() + image[1].tobytes() + image[2].tobytes() for image, label in zip(images, labels))
+
+
+def test_cifar_archive_and_folder(tmp_path):
+    images, labels = random_images(60, 3, 32, 32), [i % 10 for i in range(60)]
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for k in range(5):
+        (folder / f"data_batch_{k + 1}.bin").write_bytes(records(images[10 * k : 10 * k + 10], labels[10 * k : 10 * k + 10]))
+    (folder / "test_batch.bin").write_bytes(records(images[50:], labels[50:]))
+    (folder / "batches.meta.txt").write_text("airplane\n")
+    archive = tmp_path / "packed" / "cifar-10-binary.tar.gz"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, arcname="cifar-10-batches-bin")
+    for path in (folder, tmp_path, archive, archive.parent):
+        config = ImagesData(path=str(path))
+        with pytest.raises(UserError, match="no class has 10 images"):
+            open_images(config)
+        train = module._open(find_sources(config)["train"], None, None)
+        assert train.classes[3] == "cat" and content(train) == [(image.tolist(), label) for image, label in zip(images[:50], labels)]
+        assert content(module._open(find_sources(config)["test"], None, None)) == [
+            (image.tolist(), label) for image, label in zip(images[50:], labels[50:])
+        ]
+
+
+def test_cifar_errors(tmp_path):
+    images = random_images(20, 3, 32, 32)
+    file = tmp_path / "data_batch_1.bin"
+    file.write_bytes(records(images, [0] * 20)[:-100])
+    with pytest.raises(UserError, match=r"data_batch_1\.bin, row 19: an image of 2973 bytes, not 3073"):
+        open_images(ImagesData(path=str(tmp_path)))
+    file.write_bytes(records(images, [0] * 4 + [77] + [0] * 15))
+    with pytest.raises(UserError, match=r"data_batch_1\.bin, row 4: label 77, but there are 10 classes"):
+        open_images(ImagesData(path=str(tmp_path)))
+    file.rename(tmp_path / "data_batch_1")
+    with pytest.raises(UserError, match=r"pickles.*cifar-10-binary\.tar\.gz"):
+        open_images(ImagesData(path=str(tmp_path)))
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "data_batch_1", arcname="cifar-10-batches-py/data_batch_1")
+    with pytest.raises(UserError, match=r"pickles.*cifar-10-binary\.tar\.gz"):
+        open_images(ImagesData(path=str(archive)))

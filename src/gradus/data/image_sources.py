@@ -1,7 +1,10 @@
-"""Where images with a label come from: tables (Parquet files, data sets of the hub) and class folders."""
+"""Where images with a label come from: tables (Parquet files, data sets of the hub), class folders, CIFAR-10."""
 
 from __future__ import annotations
 
+import functools
+import re
+import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.schema import ImagesData
 from gradus.recipe.text import looked_for
 
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
@@ -98,20 +102,104 @@ class FolderSource:
         return iter(self.paths)
 
 
-Source = TableSource | FolderSource
+class CifarSource:
+    """One split of the official binary version of CIFAR-10 (Krizhevsky 2009), data_batch_1.bin ... data_batch_5.bin and
+    test_batch.bin, or of the archive of them: records of a label byte and 32 × 32 red, green and blue bytes each."""
+
+    paths, classes = None, CIFAR10
+    RECORD = 1 + 3 * 32 * 32
+
+    def __init__(self, path: Path, split: str):
+        self.path, self.name = path, f"{path} ({split})"
+        self.wanted = re.compile(r"data_batch_\d+\.bin" if split == "train" else r"test_batch\.bin")
+
+    def key(self) -> str:
+        return digest(self.wanted.pattern, [identity(f) for f in (self.files() if self.path.is_dir() else [self.path])])
+
+    def files(self) -> list[Path]:
+        return sorted(f for f in self.path.iterdir() if self.wanted.fullmatch(f.name))
+
+    @functools.cached_property
+    def records(self) -> list[tuple[str, np.ndarray]]:
+        """(file, (n, 3073) uint8) of each."""
+        found = []
+        for name, data in sorted(self._unpacked()):
+            if rest := len(data) % self.RECORD:
+                row = f"{name}, row {len(data) // self.RECORD}"
+                raise UserError(f"{row}: an image of {rest} bytes, not {self.RECORD}. Load the file again")
+            found.append((name, np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)))
+        if not found:
+            raise UserError(f"{self.name}: none of CIFAR-10's files (binary version) in it")
+        return found
+
+    def _unpacked(self) -> Iterator[tuple[str, bytes]]:
+        if self.path.is_dir():
+            yield from ((str(file), file.read_bytes()) for file in self.files())
+            return
+        try:
+            with tarfile.open(self.path, "r:*") as archive:
+                for member in archive:
+                    base = member.name.rsplit("/", 1)[-1]
+                    if re.fullmatch(r"data_batch_\d|test_batch", base):
+                        raise _pickles(self.path)
+                    if self.wanted.fullmatch(base):
+                        yield f"{self.path}:{member.name}", archive.extractfile(member).read()
+        except (tarfile.TarError, OSError, EOFError) as e:
+            why = str(e).splitlines()[0].rstrip(":")
+            raise UserError(f"{self.path}: not a readable archive ({why}). Load it again") from None
+
+    def where(self, i: int) -> str:
+        for name, records in self.records:
+            if i < len(records):
+                return f"{name}, row {i}"
+            i -= len(records)
+        raise IndexError(i)
+
+    def labels(self) -> np.ndarray:
+        return np.concatenate([records[:, 0] for _, records in self.records]).astype(np.int64)
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Every image, decoded: (3, 32, 32) uint8."""
+        return (image for _, records in self.records for image in records[:, 1:].reshape(-1, 3, 32, 32))
+
+
+def _cifar(path: Path) -> Path | None:
+    """Where CIFAR-10's binary version lies in this folder, or what file of it this is. Raises UserError for pickles."""
+    if path.is_file():
+        return path if re.search(r"\.(tar|tar\.gz|tgz)$", path.name) else None
+    for folder in (path, path / "cifar-10-batches-bin"):
+        if (folder / "data_batch_1.bin").exists():
+            return folder
+    for mark in ("data_batch_1", "cifar-10-batches-py", "cifar-10-python.tar.gz"):
+        if (path / mark).exists():
+            raise _pickles(path / mark)
+    return path / "cifar-10-binary.tar.gz" if (path / "cifar-10-binary.tar.gz").exists() else None
+
+
+def _pickles(path: Path) -> UserError:
+    why = "CIFAR-10's python version holds pickles, which can run any code and are not read"
+    return UserError(f"{path}: {why}. Use the binary version, cifar-10-binary.tar.gz")
+
+
+Source = TableSource | FolderSource | CifarSource
 
 
 def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict[str, Source]:
     """Split → source, the training split first. names: of the classes. Raises UserError where there is nothing to
     read."""
     if config.path is None:
-        raise DataError("data.path is missing: a parquet file, a folder or hf:NAME (or set data.source=digits)")
+        kinds = "a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)"
+        raise DataError(f"data.path is missing: {kinds}")
     path = expanded(config.path)
     if is_hub(config.path):
         found = {split: find_split(config.path, split, required=split == "train") for split in SPLITS}
         tables = {split: [table] for split, table in found.items() if table is not None}
     elif not path.exists():
         raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
+    elif cifar := _cifar(path):
+        no_effect(config, ("image", "label"), "CIFAR-10's binary version")
+        sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
+        return {split: source for split, source in sources.items() if cifar.is_file() or source.files()}
     else:
         tables = _shards(path)
     if tables:
@@ -120,7 +208,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
     folders = _folders(path)
     by_split = {split: d for split, aliases in SPLITS.items() for d in folders if d.name in aliases}
     if not folders:
-        raise UserError(f"data.path={config.path}: no parquet file and no class folder in it")
+        raise UserError(f"data.path={config.path}: no parquet file, no class folder and no CIFAR-10 archive in it")
     if not by_split:
         return {"train": FolderSource(path, names=names)}
     if "train" not in by_split or len(by_split) < len(folders):
@@ -144,7 +232,8 @@ def _folders(path: Path) -> list[Path]:
 def _shards(path: Path) -> dict[str, list[Path]]:
     """Parquet files by split: train-00000-of-00002.parquet and the like. {} where there are none."""
     if path.is_file() and path.suffix != ".parquet":
-        raise UserError(f"data.path={path}: images come from a .parquet file or a folder, not from this")
+        kinds = "a .parquet file, a folder or cifar-10-binary.tar.gz"
+        raise UserError(f"data.path={path}: images come from {kinds}, not from this")
     files = [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted(path.glob("*/*.parquet"))
     if len(files) < 2:
         return {"train": files} if files else {}

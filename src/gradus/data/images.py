@@ -35,11 +35,11 @@ def open_images(
     """The splits of a data set: `train`, `valid`, and `test` where the data has one.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
-    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), or `hf:NAME`. Where there
-    is no valid split, a fixed tenth of the training images of every class becomes it. Images of several sizes are
-    decoded each time they are asked for: their shorter side is scaled to image_size, and the centre cut out; without
-    image_size they are an error. names: of the classes, where the data name none; where class folders are all among
-    them, they are numbered in this order.
+    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), cifar-10-binary.tar.gz or
+    the folder unpacked from it, or `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of
+    every class becomes it. Images of several sizes are decoded each time they are asked for: their shorter side is
+    scaled to image_size, and the centre cut out; without image_size they are an error. names: of the classes, where
+    the data name none; where class folders are all among them, they are numbered in this order.
 
     Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
     range; with file and row.
@@ -234,7 +234,7 @@ def _decode(source: Source, folder: Path) -> None:
     n_channels, shape, other, decoded = None, None, None, False
     with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is then an error, not a death
         for i, data in enumerate(source.rows()):
-            image = read_image(data, source.where(i), n_channels)
+            image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
             if shape is None:
                 n_channels, shape = image.shape[0], image.shape
                 if len(labels) * image.size > DECODED_LIMIT:
