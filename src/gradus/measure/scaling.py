@@ -41,8 +41,9 @@ import torch
 from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError, need
+from gradus.limits import processors
 from gradus.measure.collectives import show_bytes
-from gradus.measure.conditions import conditions, processors
+from gradus.measure.conditions import conditions
 from gradus.measure.profile import endless
 from gradus.measure.workers import start
 from gradus.parallel import check
