@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 
 from gradus.hardware import files
-from gradus.hardware.files import NUMBERS
-from gradus.hardware.kinds import Device, Link
+from gradus.hardware.kinds import NUMBERS, Device, Link, plain
 
 
 def size(n: float) -> str:
@@ -87,7 +86,7 @@ def wrapped(label: str, text: str) -> list[str]:
 
 def one(name: str, known_links: dict[str, Link], path: str | Path | None, prices: str | Path | None) -> list[str]:
     for k in known_links.values():
-        if files.plain(k.name) == files.plain(name):
+        if plain(k.name) == plain(name):
             both = f" ({gb_s(k.both)} both directions together)" if k.both else ""
             answer = [
                 k.name,
