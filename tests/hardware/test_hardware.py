@@ -251,7 +251,7 @@ GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"
     ("more", "says"),
     [
         ({"memry": "4 GiB"}, r"devices\.X\.memry: unknown key\. Did you mean memory\?"),
-        ({"memory": 4}, r"devices\.X\.memory: 4 is not a number with a unit\. Units: MB, GB"),
+        ({"memory": 4}, r"devices\.X\.memory: 4 is not a number with a unit\. Units: B, kB, MB, GB"),
         ({"memory": "4 Gib"}, r"devices\.X\.memory: '4 Gib': 'Gib' is no unit of bytes\. Did you mean GiB"),
         ({"memory": "4 GB/s"}, r"devices\.X\.memory: '4 GB/s': 'GB/s' is no unit of bytes"),
         ({"memory": "four GiB"}, r"devices\.X\.memory: 'four GiB' is not a number"),

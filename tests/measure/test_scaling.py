@@ -202,7 +202,7 @@ def test_clocks_tell_computing_from_sleeping():
         (["--processes", "1,,2"], "'nothing' is no positive whole number"),
         (["--processes", "0,2"], "'0' is no positive whole number"),
         (["--processes", "1,3"], "--processes 3: copy-task: batch.samples=128 does not divide among 3 processes"),
-        (["--processes", "1,2", "layout.shard=2"], "--processes 1: layout.shard=2 needs a multiple of 2"),
+        (["--processes", "1,2", "layout.shard=2"], "--processes 1: this layout needs a multiple of 2"),
         (["--processes", "1,2", "--scale-lr"], "--scale-lr"),
         (["--processes", "1,2", "--warmup", "1"], "--warmup 1: must be at least 2"),
         (["--processes", "1,2", "--repeat", "0"], "--repeat=0: must be at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from gradus.hardware import files
@@ -21,14 +22,12 @@ def gb_s(n: float) -> str:
     return f"{n / 1e9:.4g} GB/s"
 
 
-def table(header: list[str], rows: list[list[str]], right: set[int]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None) -> list[str]:
+    """Aligned columns; right: those aligned to the right, by default all."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
-    def align(row: list[str]) -> str:
-        cells = enumerate(zip(row, widths))
-        return "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in cells)
-
-    return [align(row).rstrip() for row in [header, *rows]]
+    sides = [">" if right is None or i in right else "<" for i in range(len(header))]
+    return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in [header, *rows]]
 
 
 def price_of(device: Device, path: str | Path | None) -> str:

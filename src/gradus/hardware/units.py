@@ -11,7 +11,9 @@ from gradus.errors import did_you_mean
 # unit → (what it measures, how many of the plain unit). GB is 10^9 bytes, GiB 2^30; b is a bit, B a byte.
 UNITS: dict[str, dict[str, float]] = {
     "operations/s": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15, "TOP/s": 1e12},
-    "bytes": {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    "bytes": {
+        "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    },
     "bytes/s": {
         "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Tb/s": 1e12 / 8, "GiB/s": 2**30,
         "MiB/s": 2**20,

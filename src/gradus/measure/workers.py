@@ -3,6 +3,7 @@ first."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
             process.kill()
         for process in processes:
             process.join()
+
+
+@contextlib.contextmanager
+def ended_with_this() -> Iterator[None]:
+    """SIGTERM ends this process by way of every `finally`, so that what was started here is ended too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _work(pipe: connection.Connection, log: str, here: World, function: Callable, args: tuple) -> None:
