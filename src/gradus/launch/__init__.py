@@ -52,8 +52,10 @@ def json_file(p: ArgumentParser) -> None:
     )
 
 
-def train_options(p: ArgumentParser) -> None:
-    """Options of `gradus train` that its other forms have too."""
+def train_options(p: ArgumentParser, nargs: str | None = None) -> None:
+    """RECIPE key=value ... and options of `gradus train` that its other forms have too. nargs: of RECIPE."""
+    p.add_argument("recipe", nargs=nargs, metavar="RECIPE", help="a packaged recipe, a file or a run folder")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     json_file(p)
     p.add_argument("--force", action="store_true", help="start even if the plan says that the run will not fit")
 

@@ -24,12 +24,7 @@ GPUS = (
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch modal`."""
-    p.add_argument(
-        "recipe", nargs="?", metavar="RECIPE",
-        help="a packaged recipe, a file or a run folder; none: only --model",
-    )
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    train_options(p)
+    train_options(p, nargs="?")
     p.add_argument("--to", required=True, metavar="FILE.py", help="where to write the app")
     p.add_argument(
         "--gpu", default="A100", metavar="TYPE[:N]",

@@ -32,8 +32,6 @@ from gradus.launch import (
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch ssh`."""
-    p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     train_options(p)
     p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
     p.add_argument("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
