@@ -46,7 +46,8 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 
 def json_file(p: ArgumentParser) -> None:
     """The option of every verb that takes a recipe."""
-    p.add_argument(
+    add = p.add_argument
+    add(
         "--json_file", "--json-file", metavar="FILE",
         help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names',
     )
@@ -54,10 +55,11 @@ def json_file(p: ArgumentParser) -> None:
 
 def train_options(p: ArgumentParser, nargs: str | None = None) -> None:
     """RECIPE key=value ... and options of `gradus train` that its other forms have too. nargs: of RECIPE."""
-    p.add_argument("recipe", nargs=nargs, metavar="RECIPE", help="a packaged recipe, a file or a run folder")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    add = p.add_argument
+    add("recipe", nargs=nargs, metavar="RECIPE", help="a packaged recipe, a file or a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     json_file(p)
-    p.add_argument("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
 
 
 def train_words(

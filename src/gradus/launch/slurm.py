@@ -31,74 +31,36 @@ TAIL = 10  # lines
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch slurm`, by sbatch's own names where it has them."""
+    add, number = p.add_argument, {"type": limits.whole(1, limits.AXIS), "metavar": "N"}
+    several = {"action": "append", "default": []}
     train_options(p, nargs="?")
-    p.add_argument("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
-    p.add_argument(
-        "-D", "--chdir", metavar="DIR", default=".",
-        help="working folder, to which all paths are relative (default: this one)",
-    )
-    p.add_argument(
-        "-o", "--output", metavar="FILE",
-        help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)",
-    )
-    p.add_argument("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
-    p.add_argument("-N", "--nodes", type=limits.whole(1, limits.AXIS), default=1, metavar="N")
-    p.add_argument(
-        "-n", "--ntasks", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="processes in all, instead of --ntasks-per-node",
-    )
-    p.add_argument(
-        "--ntasks-per-node", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="processes a node (default: one a GPU; without GPUs, one)",
-    )
-    p.add_argument("-c", "--cpus-per-task", type=limits.whole(1, limits.AXIS), metavar="N", help="processors a process")
-    p.add_argument("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
-    p.add_argument("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
-    p.add_argument("-p", "--partition", metavar="NAME")
-    p.add_argument("-A", "--account", metavar="NAME")
-    p.add_argument("-q", "--qos", metavar="NAME")
-    p.add_argument(
-        "--directive", action="append", default=[], metavar="TEXT",
-        help="any other of sbatch's, e.g. mem=64G; may be repeated",
-    )
-    _environment_options(p)
-    p.add_argument(
-        "--signal", default="USR1@120", metavar="NAME@SECONDS",
-        help="so long before the limit: save, requeue, go on (default USR1@120)",
-    )
-    p.add_argument(
-        "--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N",
-        help="times to go on (default 100)",
-    )
-    p.add_argument("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
-    p.add_argument("--dry-run", action="store_true", help="write the script, do not submit it")
-    p.add_argument("--follow", action="store_true", help="show the log until the job has ended")
-    p.add_argument(
-        "--status", metavar="JOBID",
-        help="the state of a job and the end of its log, instead of starting one",
-    )
-
-
-def _environment_options(p: argparse.ArgumentParser) -> None:
-    """The options that set up what training runs in."""
-    p.add_argument(
-        "--module", action="append", default=[], metavar="NAME",
-        help="module to load, after a purge; may be repeated",
-    )
-    p.add_argument(
-        "--venv", metavar="DIR",
-        help="virtual environment to activate (default: the one this command runs in); none: no one",
-    )
-    p.add_argument("--container", metavar="IMAGE", help="run inside this image")
-    p.add_argument(
-        "--container-command", metavar="COMMAND",
-        help="default: apptainer exec, or apptainer exec --nv with GPUs",
-    )
-    p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
-    p.add_argument(
-        "--setup", action="append", default=[], metavar="LINE",
-        help="shell line to run before training; may be repeated",
-    )
+    add("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
+    add("-D", "--chdir", metavar="DIR", default=".", help="to which all paths are relative (default: this folder)")
+    add("-o", "--output", metavar="FILE", help="what the job prints (default: slurm-%%j.out in the run folder)")
+    add("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
+    add("-N", "--nodes", default=1, **number)
+    add("-n", "--ntasks", **number, help="processes in all, instead of --ntasks-per-node")
+    add("--ntasks-per-node", **number, help="processes a node (default: one a GPU; without GPUs, one)")
+    add("-c", "--cpus-per-task", **number, help="processors a process")
+    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
+    add("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
+    add("-p", "--partition", metavar="NAME")
+    add("-A", "--account", metavar="NAME")
+    add("-q", "--qos", metavar="NAME")
+    add("--directive", **several, metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
+    add("--module", **several, metavar="NAME", help="module to load, after a purge; may be repeated")
+    add("--venv", metavar="DIR", help="to activate (default: the one this command runs in); none: no one")
+    add("--container", metavar="IMAGE", help="run inside this image")
+    add("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
+    add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
+    add("--setup", **several, metavar="LINE", help="shell line to run before training; may be repeated")
+    help_ = "so long before the limit: save, requeue, go on (default USR1@120); none: never"
+    add("--signal", default="USR1@120", metavar="NAME@SECONDS", help=help_)
+    add("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to go on (default 100)")
+    add("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
+    add("--dry-run", action="store_true", help="write the script, do not submit it")
+    add("--follow", action="store_true", help="show the log until the job has ended")
+    add("--status", metavar="JOBID", help="the state of a job and the end of its log, instead of starting one")
 
 
 def launch(args: Namespace) -> int:
@@ -191,8 +153,7 @@ DIRECTIVES = (
 def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     """The batch script: directives, set-up, one srun, and what to do with its exit code."""
     gpus = _gpus(args)
-    lines = ["#!/bin/bash", *_directives(args, name, run, folder)]
-    lines.append("")
+    lines = ["#!/bin/bash", *_directives(args, name, run, folder), ""]
     if args.module:
         lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
     venv = args.venv or (sys.prefix if sys.prefix != sys.base_prefix and not args.container else "none")
@@ -217,18 +178,15 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         "code=$?",
     ]
     if args.signal != "none":
-        saved, signal_name = 128 + _signal(args)[0], args.signal.split("@")[0]
+        saved = f"got {args.signal.split('@')[0]} and saved; requeued, to go on from there"
         fault = "met a fault of the machine; requeued, to go on from the last checkpoint"
-        lines += [
-            f'if [ "$code" -eq {saved} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            f'    echo "gradus: job $SLURM_JOB_ID got {signal_name} and saved; requeued, to go on from there"',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
-            "fi",
-            f'if [ "$code" -eq {FAULT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            f'    echo "gradus: job $SLURM_JOB_ID {fault}"',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
-            "fi",
-        ]
+        for code, why in ((128 + _signal(args)[0], saved), (FAULT, fault)):
+            lines += [
+                f'if [ "$code" -eq {code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
+                f'    echo "gradus: job $SLURM_JOB_ID {why}"',
+                '    scontrol requeue "$SLURM_JOB_ID" && exit',
+                "fi",
+            ]
     lines += ['[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"', 'exit "$code"']
     return "\n".join(lines) + "\n"
 
@@ -326,21 +284,15 @@ class Job:
         self.state, self.reason, self.nodes, self.time, self.limit, self.code = (of.get(name, "") for name in names)
         log = re.search(r"^\s*StdOut=(.*)$", told, re.MULTILINE)
         self.number, self.restarts, self.log = number, int(of.get("Restarts", 0)), Path(log[1] if log else "")
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ENDED
+        self.ended = self.state in ENDED
 
     def __str__(self):
         parts = [f"job {self.number}: {self.state}"]
-        if self.state in ("RUNNING", "COMPLETING") or self.ended:
-            parts.append(f"on {self.nodes}, {self.time} of {self.limit}")
-        if self.reason not in ("None", ""):
-            parts.append(f"because of {self.reason}")
-        if self.restarts:
-            parts.append(f"restarts {self.restarts}")
-        if self.ended:
-            parts.append(f"exit code {self.code.split(':')[0]}")
+        ran = self.ended or self.state in ("RUNNING", "COMPLETING")
+        parts += [f"on {self.nodes}, {self.time} of {self.limit}"] if ran else []
+        parts += [f"because of {self.reason}"] if self.reason not in ("None", "") else []
+        parts += [f"restarts {self.restarts}"] if self.restarts else []
+        parts += [f"exit code {self.code.split(':')[0]}"] if self.ended else []
         return ", ".join(parts)
 
 
