@@ -194,13 +194,6 @@ def test_clusters_that_are_none(text, says):
         hardware.cluster(text)
 
 
-def test_a_network_can_be_named():
-    cluster = hardware.cluster("16xA40", network="RoCE 100G")
-    assert (cluster.n, cluster.device.network.bandwidth) == (16, 12.5e9)
-    with pytest.raises(UserError, match="Did you mean InfiniBand NDR"):
-        hardware.cluster("16xA40", network="InfiniBand ND")
-
-
 def test_groups_lie_on_nodes():
     cluster = hardware.cluster("1024xH100")
     assert cluster.link_of(8, 1) == (8, 1)

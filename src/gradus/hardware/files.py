@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from gradus import files, limits
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
 from gradus.hardware.kinds import NUMBERS, Building, Cluster, Device, Grid, Link, Price, link_named, plain
 from gradus.hardware.units import in_unit
@@ -166,22 +166,18 @@ def find(name: str, path: str | Path | None = None) -> Device:
         for device in by_newest:
             if any(same(alias) for alias in (device.name, *device.aliases)):
                 return device
-    for device in by_newest:
-        if device.driver and re.fullmatch(device.driver, name):
-            return device
+    if device := by_driver(name, path):
+        return device
     if name.lower() in THIS:
         raise UserError(f"{name}: this machine has not been measured yet. Run: gradus calibrate")
-    words = [*known, *(alias for device in known.values() for alias in device.aliases)]
-    near = did_you_mean(name.upper(), words)
-    if not near.startswith(" Did"):
-        near = " gradus hardware lists what is known."
+    meant = nearest(name.upper(), [*known, *(alias for device in known.values() for alias in device.aliases)])
+    near = f"Did you mean {meant}?" if meant else "gradus hardware lists what is known."
     own = f"gradus calibrate, run on it, measures it; or write it into {user_file('hardware')}."
-    raise UserError(f"{name}: no such device in the hardware file.{near} Otherwise: {own}")
+    raise UserError(f"{name}: no such device in the hardware file. {near} Otherwise: {own}")
 
 
-def cluster(text: str, path: str | Path | None = None, network: str | None = None) -> Cluster:
-    """'8xA100-80GB', '1024xH100', 'A100' (one), 'cpu', 'this' → Cluster. `network`: another link between nodes, by
-    name.
+def cluster(text: str, path: str | Path | None = None) -> Cluster:
+    """'8xA100-80GB', '1024xH100', 'A100' (one), 'cpu', 'this' → Cluster.
 
     Raises UserError for a number that is none, an unknown device, or more devices than a node has where no network is
     known.
@@ -197,8 +193,6 @@ def cluster(text: str, path: str | Path | None = None, network: str | None = Non
     if re.fullmatch(r"[\d_,. ]+[x×*]?", found[2]):
         raise UserError(f"{text}: of which device? Write e.g. 8xA100-80GB (gradus hardware lists them).")
     device = find(found[2], path)
-    if network is not None:
-        device = dataclasses.replace(device, network=link(network, path))
     n = int(number)
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
@@ -211,10 +205,8 @@ def cluster(text: str, path: str | Path | None = None, network: str | None = Non
 def by_driver(name: str, path: str | Path | None = None) -> Device | None:
     """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's
     card)."""
-    for device in reversed(devices(path).values()):
-        if device.driver and re.fullmatch(device.driver, name):
-            return device
-    return None
+    same = [d for d in devices(path).values() if d.driver and re.fullmatch(d.driver, name)]
+    return same[-1] if same else None
 
 
 def device_entry(device: Device) -> dict[str, Any]:

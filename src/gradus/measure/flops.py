@@ -119,24 +119,16 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- peaks
 
 
-def known_peak(device_name: str, numbers: str) -> float | None:
-    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not
-    known, never guessed.
+def peak_flops(session: Session) -> float | None:
+    """The dense peak in operations a second of the session's device, in the numbers that its matrix products are
+    computed in. None: not known, never guessed.
 
     From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and
     another name.
     """
-    device = hardware.by_driver(device_name)
-    return None if device is None else device.peaks.get(numbers)
-
-
-def peak_flops(session: Session) -> float | None:
-    """The peak of the session's device in the numbers that its matrix products are computed in; None where it is not
-    known."""
     if session.device.type != "cuda":
         return None
     layout = session.recipe.layout
     numbers = layout.precision.removeprefix("pure_")
-    if numbers == "fp32" and layout.tf32:
-        numbers = "tf32"
-    return known_peak(torch.cuda.get_device_name(session.device), numbers)
+    device = hardware.by_driver(torch.cuda.get_device_name(session.device))
+    return device and device.peaks.get("tf32" if numbers == "fp32" and layout.tf32 else numbers)
