@@ -161,11 +161,17 @@ def batches(items: list[Any]) -> Iterator[list[Any]]:
     return (items[i : i + BATCH] for i in range(0, len(items), BATCH))
 
 
-def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> Record:
-    """probabilities: (n_classes,)."""
-    values, ids = probabilities.topk(min(top, len(classes)))
-    best = [{"label": classes[i], "probability": v} for i, v in zip(ids.tolist(), values.tolist())]
-    return {"input": name, "label": best[0]["label"], "probability": best[0]["probability"], "top": best}
+@torch.no_grad()
+def labels(
+    place: Place, names: list[str], items: list[Any], logits: Callable[[list[Any]], Tensor], top: int
+) -> Iterator[Record]:
+    """The classes of items by their probability. names: as records call them. logits: (batch, n_classes) of some."""
+    classes = class_names(place)
+    for part in batches(list(zip(names, items))):
+        values, ids = logits([item for _, item in part]).float().softmax(-1).topk(min(top, len(classes)))
+        for (name, _), *pair in zip(part, ids.tolist(), values.tolist()):
+            best = [{"label": classes[i], "probability": v} for i, v in zip(*pair)]
+            yield {"input": name, **best[0], "top": best}
 
 
 def class_names(place: Place) -> list[str]:
@@ -201,14 +207,14 @@ def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) 
     return ids.to(device), None if bool(keep.all()) else keep.to(device)
 
 
-@torch.no_grad()
 def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
-    tokenizer, classes = place.tokenizers()[""], class_names(place)
-    model = place.load()
-    for part in batches(texts):
+    tokenizer, model = place.tokenizers()[""], place.load()
+
+    def logits(part: list[str]) -> Tensor:
         ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, device_of(model))
-        for text, p in zip(part, model(ids, keep=keep).float().softmax(-1)):
-            yield labelled(text, p, classes, top)
+        return model(ids, keep=keep)
+
+    return labels(place, texts, texts, logits, top)
 
 
 @torch.no_grad()
@@ -323,14 +329,10 @@ def prepared(
     return normalise(torch.cat(resized), mean, std)
 
 
-@torch.no_grad()
 def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
-    images, (mean, std), classes = read_images(place, files), mean_and_std(place), class_names(place)
-    model = place.load()
-    for part in batches(list(zip(files, images))):
-        scores = model(prepared(place, [image for _, image in part], mean, std, device_of(model)))
-        for (file, image), p in zip(part, scores.float().softmax(-1)):
-            yield {**labelled(file, p, classes, top), "_image": image}
+    images, (mean, std), model = read_images(place, files), mean_and_std(place), place.load()
+    found = labels(place, files, images, lambda part: model(prepared(place, part, mean, std, device_of(model))), top)
+    return ({**record, "_image": image} for record, image in zip(found, images))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -349,18 +351,18 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
-        classes = class_names(place)
-        model = place.load()
-        for part in batches(list(chosen)):
-            samples = [data[i] for i in part]
-            batch = task.to_device(task.collate(samples), device_of(model))
-            for i, sample, p in zip(part, samples, task.logits(model, batch).float().softmax(-1)):
-                image = isinstance(task, ImageClassification)
-                name = f"{args.split} {i}" if image else task.tokenizer.decode(sample["ids"].tolist())
-                truth = classes[int(sample["label"])]
-                record = labelled(name, p, classes, args.top)
-                shown = {"_image": sample["image"]} if image else {}
-                yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
+        model, samples, image = place.load(), [data[i] for i in chosen], isinstance(task, ImageClassification)
+        names = [f"{args.split} {i}" for i in chosen]
+        if not image:
+            names = [task.tokenizer.decode(sample["ids"].tolist()) for sample in samples]
+
+        def logits(part: list[Any]) -> Tensor:
+            return task.logits(model, task.to_device(task.collate(part), device_of(model)))
+
+        for sample, record in zip(samples, labels(place, names, samples, logits, args.top)):
+            truth = class_names(place)[int(sample["label"])]
+            shown = {"_image": sample["image"]} if image else {}
+            yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
     elif isinstance(task, Copy):
         yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen])
     elif isinstance(task, Translation):

@@ -91,10 +91,7 @@ def travelling(args: Namespace) -> Path | None:
     content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
     for name in ("fsdp_config", "deepspeed"):
         if isinstance(content["TrainingArgs"].get(name), str):
-            raise UserError(
-                f"{args.json_file}: TrainingArgs.{name} names a file of this machine. "
-                "Write its content there, as an object."
-            )
+            raise UserError(f"{args.json_file}: TrainingArgs.{name} names a file of this machine. Write its content.")
     return Path(os.path.expanduser(args.json_file)).resolve()
 
 
@@ -114,13 +111,10 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
         path = Path(os.path.expanduser(value)) if value else None
         if path is None or not path.exists():
             continue
-        beside = []
+        beside: list[Path] = []
         if path.is_file() and key == "data.path":
-            beside = [
-                path.parent / name
-                for split in ("train", "valid", "test")
-                if (name := getattr(recipe.data, split, None))
-            ]
+            names = (getattr(recipe.data, split, None) for split in ("train", "valid", "test"))
+            beside = [path.parent / name for name in names if name]
         elif path.is_file():
             beside = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
         found[key] = list(dict.fromkeys([path, *beside]))
@@ -129,12 +123,8 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
 
 def recipe_file(name: str) -> Path | None:
     """The file behind RECIPE; None for a packaged recipe, which every machine has."""
-    path = Path(name)
     with contextlib.suppress(OSError):
-        if (path / "recipe.yaml").is_file():
-            return path / "recipe.yaml"
-        if path.is_file():
-            return path
+        return next((path for path in (Path(name) / "recipe.yaml", Path(name)) if path.is_file()), None)
     return None
 
 
@@ -163,7 +153,5 @@ def below(path: str) -> bool:
 def portable(run: str) -> None:
     """Raises UserError for a run folder that cannot be the same below another machine's folder."""
     if not below(run):
-        raise UserError(
-            f"log.dir={run}: it is the same below this folder and below the one there. "
-            "Give a relative path without spaces."
-        )
+        text = "it is the same below this folder and below the one there. Give a relative path without spaces."
+        raise UserError(f"log.dir={run}: {text}")

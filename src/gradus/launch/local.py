@@ -55,9 +55,8 @@ def train(
 
     world = find()
     if world.size > 1:
-        raise UserError(
-            f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out."
-        )
+        place = f"process {world.rank} of {world.size}"
+        raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
     _check_counts(n, max_restarts)
     given = resolve.Given(json_file, World(size=n, local_size=n), resume)
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
@@ -67,19 +66,14 @@ def train(
     config = resolve.load(str(folder) if folder else recipe, overrides, given)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
-        raise UserError(
-            f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: "
-            f"mpirun -n {n} gradus train ..."
-        )
+        raise UserError(f"--processes={n} with layout.transport=mpi: start it with mpirun -n {n} gradus train ...")
     enough_devices(config.layout.device, n)
     if auto_resume and config.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     with run_folder(config.log, config.name, folder) as folder:
         if not (resume or auto_resume) and (folder / "metrics.jsonl").exists():
-            raise UserError(
-                f"{folder}: there is a run already. "
-                f"Go on with it: {status.command(folder, n)}; or set another log.dir."
-            )
+            again = status.command(folder, n)
+            raise UserError(f"{folder}: there is a run already. Go on with it: {again}; or set another log.dir.")
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)

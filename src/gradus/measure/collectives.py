@@ -26,7 +26,7 @@ from gradus import limits
 from gradus.errors import UserError, did_you_mean, need
 from gradus.hardware.tables import table as columns
 from gradus.hardware.units import quantity
-from gradus.measure.conditions import conditions as about_here
+from gradus.measure import machine
 from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import world as worlds
 from gradus.parallel.world import World
@@ -96,7 +96,7 @@ class TorchCollectives:
 class MpiCollectives:
     """The same of MPI through mpi4py, on buffers: the methods with a capital letter, which pickle nothing."""
 
-    def __init__(self, world: World, n: int, device: str = "cpu"):
+    def __init__(self, world: World, n: int):
         self.MPI = MPI = worlds.load_mpi("--backend mpi")
         self.all = everyone = MPI.COMM_WORLD
         self.whole, self.part, self.other = whole, part, other = [
@@ -121,18 +121,13 @@ class MpiCollectives:
 
 
 def measure(
-    world: World,
-    sizes: tuple[int, ...] = SIZES,
-    backend: str = "gloo",
-    collectives: tuple[str, ...] = COLLECTIVES,
-    seconds: float = AIM,
+    world: World, sizes: tuple[int, ...], backend: str = "gloo", collectives: tuple[str, ...] = COLLECTIVES
 ) -> list[Row]:
     """Times each collective at each size between the processes of `world`, which have met. Every process calls it;
     every one gets the rows.
 
     sizes: bytes of the whole array, S in nccl-tests (a process's part is S / n_processes; rounded up to whole float32 a
     part, and the row has the bytes that went). backend: `gloo`, `nccl` (between GPUs) or `mpi` (MPI.COMM_WORLD).
-    seconds: aimed at for each collective and size.
 
     A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows
     of a collective are `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and
@@ -140,9 +135,6 @@ def measure(
     grow with size) of the fit, from 3 sizes on: see `fit`.
     """
     assert world.size > 1, "a collective needs another process"
-    maker, device = (
-        (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
-    )
     common = conditions(world, backend)
     rows: list[Row] = []
     for name in collectives:
@@ -150,24 +142,24 @@ def measure(
         for size in sorted(sizes):
             n = -(-size // (4 * world.size))  # float32 a process
             n_bytes = 4 * n * world.size
-            times = _time(maker(world, n, device), name, seconds)
+            torch_device = "cuda" if backend == "nccl" else "cpu"
+            made = MpiCollectives(world, n) if backend == "mpi" else TorchCollectives(world, n, torch_device)
+            times = _time(made, name)
             low, median, high = (float(q) for q in np.percentile(times, (25, 50, 75)))
             points.append((n_bytes, median))
             here = {"collective": name, "bytes": n_bytes, **common}
-            path = f"collective/{name}"
+            path, speed = f"collective/{name}", n_bytes / median
             rows += [
                 Row(f"{path}/time", median, "s", conditions={**here, "quartiles": [low, high], "calls": len(times)}),
-                Row(f"{path}/algorithm_bandwidth", n_bytes / median, "bytes/s", conditions=here),
-                Row(
-                    f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here
-                ),
+                Row(f"{path}/algorithm_bandwidth", speed, "bytes/s", conditions=here),
+                Row(f"{path}/bus_bandwidth", speed * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
             ]
         if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
             rows += _fitted(name, points, common)
     return rows
 
 
-def _time(made: TorchCollectives | MpiCollectives, name: str, seconds: float) -> np.ndarray:
+def _time(made: TorchCollectives | MpiCollectives, name: str) -> np.ndarray:
     """(calls,) seconds of each call on the process where it took longest."""
 
     def once() -> float:
@@ -179,7 +171,7 @@ def _time(made: TorchCollectives | MpiCollectives, name: str, seconds: float) ->
 
     # the same on every process, so that all agree on the number of calls
     warm = made.slowest([once() for _ in range(WARM_UP)])
-    calls = int(min(MOST, max(LEAST, seconds / max(float(warm[-1]), 1e-9))))
+    calls = int(min(MOST, max(LEAST, AIM / max(float(warm[-1]), 1e-9))))
     return made.slowest([once() for _ in range(calls)])
 
 
@@ -219,7 +211,7 @@ def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterato
 
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
-    found = about_here()
+    found = machine.conditions()
     versions = found["versions"]
     if backend == "mpi":
         mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
@@ -260,19 +252,8 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     launched = world.launcher != "none"
     n = world.size if launched else processes or 2
     if processes not in (None, n):
-        raise UserError(
-            f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this "
-            f"without {world.launcher}."
-        )
-    if n < 2:
-        raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
-    here = world.local_size if launched else n
-    most = limits.memory() / 4 / here  # each process holds what it sends and what it gets, twice over at times
-    if backend != "nccl" and max(sizes) > most:
-        raise UserError(
-            f"--sizes {shown(max(sizes), BYTES)}: {here} processes do not hold it in this machine's memory; "
-            f"{shown(most, BYTES)} at most."
-        )
+        raise UserError(f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out.")
+    possible(n, world.local_size if launched else n, max(sizes))
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if backend == "nccl" and gpus < (1 if launched else n):  # a launcher may show each process its own GPU only
         raise UserError(
@@ -286,16 +267,23 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     return rows
 
 
+def possible(n: int, here: int, size: int) -> None:
+    """Raises UserError for n processes, of them `here` on this machine, that cannot send so many bytes."""
+    if n < 2:
+        raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
+    most = limits.memory() / 4 / here  # each process holds what it sends and what it gets, twice over at times
+    if size > most:
+        raise UserError(f"--sizes {shown(size, BYTES)}: {here} processes hold {shown(most, BYTES)} at most.")
+
+
 def _take_part(backend: str, sizes: tuple[int, ...], world: World) -> list[Row] | None:
     """The rows on the first process, None on the others."""
     torch.set_num_threads(1)
     if backend == "mpi":
         seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
         if seen != world.size:
-            raise UserError(
-                f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. "
-                f"{MPI_HELP}"
-            )
+            started = f"{world.launcher} started {world.size} processes, but MPI sees {seen}"
+            raise UserError(f"{started}: mpi4py uses another MPI. {MPI_HELP}")
     else:
         worlds.join(world, "cuda" if backend == "nccl" else "cpu")
     rows = measure(world, sizes, backend)
@@ -313,8 +301,7 @@ def _under_mpirun(n: int, words: list[str]) -> int:
         raise UserError(f"--backend mpi: there is no mpirun on PATH (Debian: apt-get install openmpi-bin). {MPI_HELP}")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # as root, and more processes than cores: Open MPI asks for a word on each (other MPIs do not, and heed none of
-        # these)
+        # as root, and more processes than cores: Open MPI asks for a word on each
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -338,8 +325,9 @@ def collectives(args) -> int:
         open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
     with ended_with_this():
         if args.backend == "mpi" and worlds.find().launcher == "none":
-            to = ["--to", args.to] if args.to else []
-            return _under_mpirun(args.processes or 2, ["--sizes", ",".join(map(str, sizes)), *to])
+            n, to = args.processes or 2, ["--to", args.to] if args.to else []
+            possible(n, n, max(sizes))
+            return _under_mpirun(n, ["--sizes", ",".join(map(str, sizes)), *to])
         rows = run(args.backend, args.processes, sizes)
     if rows is not None:
         for line in table(rows):

@@ -1,12 +1,18 @@
-"""Prints the machine as found, with a word on each figure."""
+"""The machine as found, with a word on each figure; and under what anything is measured on it."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import socket
 from collections.abc import Iterator
 from typing import Any
 
-from gradus.train.machine import describe
+import torch
+
+from gradus import __version__, limits
+from gradus.train.machine import cpu_name, describe
 
 # key of describe() → (label, a word on it)
 MACHINE = {
@@ -124,3 +130,14 @@ def env(args) -> int:
     for line in lines():
         print(line)
     return 0
+
+
+def conditions() -> dict[str, Any]:
+    """Of every row that is measured here."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cpus": limits.processors(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # what else the machine is doing
+        "versions": {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    }

@@ -39,7 +39,7 @@ from gradus.errors import UserError, need
 from gradus.hardware.tables import table as columns
 from gradus.limits import processors
 from gradus.measure.collectives import BYTES, shown
-from gradus.measure.conditions import conditions
+from gradus.measure.machine import conditions
 from gradus.measure.profile import endless
 from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check
@@ -324,15 +324,13 @@ def work(found: Found, base: Found) -> float:
     return found.middle.ranks[0].samples * base.n / (base.middle.ranks[0].samples * found.n)
 
 
-def lost(found: Found, base: Found) -> dict[str, float] | None:
+def lost(found: Found, base: Found) -> dict[str, float]:
     """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
 
     Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling
     as they are.
     """
     parts, ideal = found.middle.parts(), base.middle.parts()
-    if parts is None or ideal is None:
-        return None
     return {name: (parts[name] - ideal[name] * work(found, base)) / found.middle.step for name in PARTS}
 
 
@@ -353,7 +351,7 @@ def rows_of(all_found: list[Found], common: dict[str, Any]) -> list[Row]:
         add("step", f.middle.step, "s")
         for name, t in (f.middle.parts() or {}).items():
             add(f"step/{name}", t, "s")
-        for name, share in ((f is not base and lost(f, base)) or {}).items():
+        for name, share in ((f is not base and f.middle.parts() and lost(f, base)) or {}).items():
             add(f"lost/{name}", share, "of the step", against_processes=base.n)
         if (sent := f.sent()) is not None:
             by = {name: {"calls": calls, "bytes": b} for name, (calls, b) in (f.last.sent or {}).items()}
@@ -411,37 +409,21 @@ def table(all_found: list[Found]) -> Iterator[str]:
         yield "\na step in ms, mean over the processes; the parts add up to it:"
         parts = [(str(f.n), ms(f.middle.step), *map(ms, f.middle.parts().values())) for f in all_found]
         yield from columns(("processes", "step", *PARTS), parts)
+        yield f"\nlost against {base.processes}, in % of the step:"
+        gone = [(1 - f.against(base)[1], *lost(f, base).values()) for f in all_found]
+        cells = [(str(f.n), *(f"{100 * share:+.1f}" for share in shares)) for f, shares in zip(all_found, gone)]
+        yield from columns(("processes", "in all", *PARTS), cells)
     else:
         yield f"\nthe parts of a step are told on a CPU only; this was on {facts['device']}"
-    calls = [
-        (str(f.n), name, f"{n:g}", ms(t), "-" if b is None else shown(b, BYTES))
-        for f in all_found
-        for name, (n, t, b) in f.collectives().items()
-    ]
+    each = [(f.n, name, *figures) for f in all_found for name, figures in f.collectives().items()]
+    calls = [(str(n), name, f"{k:g}", ms(t), "-" if b is None else shown(b, BYTES)) for n, name, k, t, b in each]
     if calls:
         yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"
         yield "some may lie behind computing:"
         yield from columns(("processes", "collective", "calls", "ms", "sent"), calls)
-    if len(all_found) > 1 and facts["device"] == "cpu":
-        yield ""
-        yield from (bottleneck(f, base, lost(f, base)) for f in all_found[1:])
     if base.summary:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
         yield from whole_table(all_found)
-
-
-def bottleneck(f: Found, base: Found, gone: dict[str, float]) -> str:
-    """For example: `2 processes lose 9.0 % of the step against 1: communication +6.1 % (all_reduce), computing +3.0
-    %`."""
-    total = 1 - f.against(base)[1]
-    by_time = sorted(f.collectives().items(), key=lambda item: -item[1][1])
-    named = []
-    for name, share in sorted(gone.items(), key=lambda item: -item[1]):
-        note = f" ({by_time[0][0]})" if name == "communication" and by_time and share > 0 else ""
-        if abs(share) >= 0.0005:
-            named.append(f"{name} {100 * share:+.1f} %{note}")
-    what = f"{'lose' if total >= 0 else 'gain'} {100 * abs(total):.1f} % of the step against {base.n}"
-    return f"{f.n} processes {what}; lost to: {', '.join(named)}"
 
 
 def whole_table(all_found: list[Found]) -> Iterator[str]:
