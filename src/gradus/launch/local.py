@@ -57,7 +57,6 @@ def train(
     if world.size > 1:
         place = f"process {world.rank} of {world.size}"
         raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
-    _check_counts(n, max_restarts)
     given = resolve.Given(json_file, World(size=n, local_size=n), resume)
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
@@ -99,7 +98,6 @@ def run(
     """
     from gradus.train.log import LOCK
 
-    _check_counts(n, max_restarts)
     folder = Path(folder)
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
     workers = Workers(n, folder, timeout, grace)
@@ -130,13 +128,6 @@ def run(
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _check_counts(n: int, max_restarts: int) -> None:
-    if n < 1:
-        raise UserError(f"--processes={n}: must be a positive whole number.")
-    if max_restarts < 0:
-        raise UserError(f"--max-restarts={max_restarts}: must be 0 or more.")
 
 
 def _kill(process: subprocess.Popen, number: int) -> None:

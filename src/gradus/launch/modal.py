@@ -113,10 +113,17 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         added[model] = path
 
     kinds = {there: "dir" if here.is_dir() else "file" for there, here in added.items()}
+    file_name = Path(args.to).name
+    commands = [f'modal run {file_name}::generate --prompt "..."  # generate']
+    if run:
+        fetch = f"modal volume get {args.volume} {run} .  # fetch the run folder"
+        commands = [f"modal run {file_name}::main  # train", *commands, fetch]
+    if args.secret:
+        commands.insert(0, f"modal secret create {args.secret} HF_TOKEN=...  # once: for the hub")
     parts = {
         "NAME": re.sub(r"[^\w .-]", "-", name),
         "APP": _string("gradus-" + re.sub(r"[^\w.-]", "-", name)[:50]),
-        "COMMANDS": "".join(f"    {line}\n" for line in _commands(args, run) if line),
+        "COMMANDS": "".join(f"    {line}\n" for line in commands),
         "GPU": _string(gpu) if gpu else "None",
         "VOLUME": _string(args.volume),
         "SECRETS": f"[modal.Secret.from_name({_string(args.secret)})]" if args.secret else "[]",
@@ -133,18 +140,6 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     }
     text = APP.replace("#TRAIN#", TRAIN if run else "")
     return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], text)
-
-
-def _commands(args: Namespace, run: str) -> list[str]:
-    """The commands that the app's docstring lists. Where one does not apply, its text is empty."""
-    file_name = Path(args.to).name
-    secret = f"modal secret create {args.secret} HF_TOKEN=...  # once: for what the hub gives only with a token"
-    return [
-        secret if args.secret else "",
-        f"modal run {file_name}::main  # train" if run else "",
-        f'modal run {file_name}::generate --prompt "..."  # generate',
-        f"modal volume get {args.volume} {run} .  # fetch the run folder" if run else "",
-    ]
 
 
 def _word(text: str, added: dict[str, Path]) -> str:

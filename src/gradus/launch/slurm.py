@@ -73,7 +73,7 @@ def launch(args: Namespace) -> int:
     if args.status:
         if args.recipe:
             raise UserError(f"--status {args.status}: it starts nothing. Leave {args.recipe} out.")
-        return _follow(args.status) if args.follow else _show(args.status)
+        return _show(args.status, args.follow)
     if not args.recipe:
         raise UserError("gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID.")
     if not args.dry_run and not shutil.which("sbatch"):
@@ -102,11 +102,10 @@ def launch(args: Namespace) -> int:
     job = _call(["sbatch", "--parsable", str(file)]).split(";")[0]
     per = f"{tasks} process{'es' if tasks > 1 else ''} on {args.nodes} node{'s' if args.nodes > 1 else ''}"
     print(f"submitted job {job}: {recipe.name}, {per}, by {file}", flush=True)
-    if args.follow:
-        return _follow(job)
-    _show(job)
-    print(f"again: gradus launch slurm --status {job} [--follow]")
-    return 0
+    code = _show(job, args.follow)
+    if not args.follow:
+        print(f"again: gradus launch slurm --status {job} [--follow]")
+    return code
 
 
 # ---------------------------------------------------------------- the script
@@ -305,23 +304,17 @@ def _tail(log: Path) -> tuple[str, int]:
     return "".join(data.decode(errors="replace").splitlines(keepends=True)[-TAIL:]), len(data)
 
 
-def _show(number: str) -> int:
-    job = Job(number)
-    print(job)
-    text, _ = _tail(job.log)
-    if text:
-        print(f"{job.log}:\n{text.rstrip()}")
-    return 0
+def _show(number: str, follow: bool = False) -> int:
+    """Print the state and the end of the log; follow: then all that comes, until the job has ended.
 
-
-def _follow(number: str, every: float = 1.0) -> int:
-    """Print each state and all that comes into the log until the job has ended. 0 where it completed, else 1."""
+    0 where it is not followed, or completed; else 1.
+    """
     job = Job(number)
     text, place = _tail(job.log)
-    print(f"{job}\n{text}", end="", flush=True)
+    print(f"{job}\n{job.log}:\n{text.rstrip()}" if text else job, flush=True)
     try:
-        while not job.ended:
-            time.sleep(every)
+        while follow and not job.ended:
+            time.sleep(1.0)
             before, job = job, Job(number)
             if (job.state, job.restarts) != (before.state, before.restarts):
                 print(job, flush=True)
@@ -334,4 +327,4 @@ def _follow(number: str, every: float = 1.0) -> int:
     except KeyboardInterrupt:
         print(f"\njob {number} goes on. Look again: gradus launch slurm --status {number} --follow")
         return 130
-    return 0 if job.state == "COMPLETED" else 1
+    return 0 if not follow or job.state == "COMPLETED" else 1

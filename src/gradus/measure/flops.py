@@ -24,29 +24,13 @@ if TYPE_CHECKING:
     from gradus.train.session import Session
 
 
-def _cpu_attention(q, k, v, *_, out_shape=None, **__) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _cpu_attention_backward(grad, q, k, v, *_, out_shape=None, **__) -> int:
-    return sdpa_backward_flop_count(grad, q, k, v)
-
-
-def _experts(x, weights, *_, out_shape=None, **__) -> int:
-    return 2 * x[0] * weights[1] * weights[2]  # each row takes one expert
-
-
-def _experts_backward(x, y, *_, out_shape=None, **__) -> int:
-    return 2 * x[0] * x[1] * y[1]
-
-
 # PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own
-# operators
+# operators. All get shapes; each row takes one expert.
 _MORE = {
-    FLASH_CPU: _cpu_attention,
-    FLASH_CPU_BACKWARD: _cpu_attention_backward,
-    torch.ops.gradus.grouped_mm: _experts,
-    torch.ops.gradus.grouped_outer: _experts_backward,
+    FLASH_CPU: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    FLASH_CPU_BACKWARD: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+    torch.ops.gradus.grouped_mm: lambda x, weights, *_, **__: 2 * x[0] * weights[1] * weights[2],
+    torch.ops.gradus.grouped_outer: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[1],
 }
 
 

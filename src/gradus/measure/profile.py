@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -93,32 +94,25 @@ class CudaTimeline:
 @contextlib.contextmanager
 def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, the trainer's step marks where its passes begin and end."""
-    task, precision, parallel = trainer.task, trainer.precision, trainer.parallel
-    own = {
-        (task, "losses"): task.losses, (parallel, "backward"): parallel.backward, (precision, "step"): precision.step,
-    }  # fmt: skip
 
-    def losses(model, batch):
-        mark("ready")
-        sums = own[task, "losses"](model, batch)
-        mark("forward")
-        return sums
+    def marking(owner: Any, name: str, after: str, before: str | None = None) -> Any:
+        own = getattr(owner, name)
 
-    def backward(loss):
-        own[parallel, "backward"](loss)
-        mark("backward")
+        def marked(*args: Any) -> Any:
+            if before:
+                mark(before)
+            result = own(*args)
+            mark(after)
+            return result
 
-    def step(optimizer, bad):
-        own[precision, "step"](optimizer, bad)
-        mark("step")
+        return mock.patch.object(owner, name, marked)
 
-    for (owner, name), replacement in zip(own, (losses, backward, step)):
-        setattr(owner, name, replacement)
-    try:
+    with (
+        marking(trainer.task, "losses", "forward", before="ready"),
+        marking(trainer.parallel, "backward", "backward"),
+        marking(trainer.precision, "step", "step"),
+    ):
         yield
-    finally:
-        for owner, name in own:
-            delattr(owner, name)  # the class's own is there again
 
 
 def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:

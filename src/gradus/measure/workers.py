@@ -82,12 +82,8 @@ def _work(pipe: connection.Connection, log: str, here: World, function: Callable
     except UserError as e:
         answer = ("mistake", str(e))
     except torch.OutOfMemoryError as e:
-        text = str(e).splitlines()[0]
-        answer = (
-            "mistake",
-            f"rank {here.rank} of {here.size}: the memory is full ({text}). Set a smaller layout.micro_batch, or "
-            "more processes.",
-        )
+        text = f"the memory is full ({str(e).splitlines()[0]}). Set a smaller layout.micro_batch."
+        answer = ("mistake", f"rank {here.rank} of {here.size}: {text}")
     except BaseException:
         answer = ("failed", traceback.format_exc())
     pipe.send(answer)
