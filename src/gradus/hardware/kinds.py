@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from gradus import limits
 from gradus.errors import did_you_mean
 from gradus.hardware.units import quantity
 
@@ -71,7 +72,7 @@ def _linked(found: Any, info: ValidationInfo) -> Any:
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Money = Annotated[Number, Field(ge=0)]
 Ratio = Annotated[Number, Field(ge=1, le=10)]
-Whole = Annotated[int, Field(strict=True, ge=1)]
+Whole = Annotated[int, Field(strict=True, ge=1, le=limits.AXIS)]
 Day = Annotated[str, BeforeValidator(_day)]
 Source = Annotated[str, BeforeValidator(_cited)]
 FORBID = ConfigDict(extra="forbid")
