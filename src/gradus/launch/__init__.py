@@ -47,10 +47,8 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 def json_file(p: ArgumentParser) -> None:
     """The option of every verb that takes a recipe."""
     add = p.add_argument
-    add(
-        "--json_file", "--json-file", metavar="FILE",
-        help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names',
-    )
+    what = 'a JSON file with a "TrainingArgs" object in Hugging Face\'s names'
+    add("--json_file", "--json-file", metavar="FILE", help=what)
 
 
 def train_options(p: ArgumentParser, nargs: str | None = None) -> None:

@@ -28,16 +28,11 @@ def options(p: argparse.ArgumentParser) -> None:
     train_options(p, nargs="?")
     add("--to", required=True, metavar="FILE.py", help="where to write the app")
     add("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
-    add(
-        "--model", metavar="MODEL",
-        help="what to generate from: a folder here or a name on the hub (default: the recipe's run)",
-    )
+    add("--model", metavar="MODEL", help="to generate from: a folder or a name on the hub (default: the recipe's run)")
     add("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
     add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
-    add(
-        "--hours", type=limits.real(above=0, most=24), default=24.0, metavar="H",
-        help="after which one attempt ends; the next goes on (default 24, the most)",
-    )
+    hours = limits.real(above=0, most=24)
+    add("--hours", type=hours, default=24.0, metavar="H", help="after which an attempt ends (default 24)")
 
 
 def launch(args: Namespace) -> int:

@@ -560,8 +560,7 @@ def _noted(recipe: Recipe, found: list[Found], how: Settings, say: Callable[[str
             say(f"note: {f.processes}: one replica, so {', '.join(f'layout.{k}' for k in left_out)} left out")
     most, threads = found[-1].n, found[-1].recipe.layout.threads
     if threads and most * threads > processors():
-        each = f"{threads} thread{'s' * (threads > 1)}"
-        say(f"note: {most} processes of {each} share {processors()} processors, so they keep each other waiting")
+        say(f"note: {most} processes × {threads} threads share {processors()} processors: they keep each other waiting")
     return how
 
 
