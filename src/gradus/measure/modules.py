@@ -71,7 +71,8 @@ def _stages(parallel: Parallel) -> str:
 
 
 def _tree(parallel: Parallel) -> Iterator[str]:
-    rows = list(_rows(parallel.pipeline.model if parallel.pipeline else parallel.bare, parallel))
+    root = parallel.pipeline.model if parallel.pipeline else parallel.bare
+    rows = list(_rows(root, parallel))
     names = max(len(left) for left, *rest in rows if rest)
     widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in (1, 2)]
     for left, *rest in rows:
