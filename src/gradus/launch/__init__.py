@@ -89,7 +89,8 @@ def travelling(args: Namespace) -> Path | None:
     content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
     for name in ("fsdp_config", "deepspeed"):
         if isinstance(content["TrainingArgs"].get(name), str):
-            raise UserError(f"{args.json_file}: TrainingArgs.{name} names a file of this machine. Write its content.")
+            text = f"TrainingArgs.{name} names a file of this machine. Write its content there."
+            raise UserError(f"{args.json_file}: {text}")
     return Path(os.path.expanduser(args.json_file)).resolve()
 
 
