@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from gradus import models
-from gradus.measure import conditions
+from gradus.measure import machine
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
 from gradus.recipe.schema import Layout, LlamaConfig
@@ -88,7 +88,7 @@ def main() -> None:
     config, rows = MODELS[args.model], []
     largest = 4 * config.vocab_size * config.d_model / MB
     count = models.count(config)["total"]
-    print(f"Llama of {count:,} parameters; {conditions.conditions()['cpu']}, two processes, MB")
+    print(f"Llama of {count:,} parameters; {machine.conditions()['cpu']}, two processes, MB")
     print(f"{'layout':16}{'values':8}{'process':>8}{'part':>9}{'largest':>9}{'start':>9}{'peak':>9}{'allowed':>9}{'s':>7}")
     large = args.model in ("3b", "7b")
     dtype, what = ("bfloat16" if large else "float32"), ("step" if args.step else "forward" if large else "")
@@ -114,7 +114,7 @@ def main() -> None:
         file = Path(__file__).parent / "results" / "startup-cpu-2-processes.json"
         old = json.loads(file.read_text())["rows"] if file.exists() else []
         kept = [row for row in old if row["model"] != args.model]
-        file.write_text(json.dumps({"conditions": conditions.conditions(), "rows": kept + rows}, indent=1) + "\n")
+        file.write_text(json.dumps({"conditions": machine.conditions(), "rows": kept + rows}, indent=1) + "\n")
         print(f"wrote {file}")
 
 

@@ -258,3 +258,8 @@ def memory() -> float:
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return math.inf
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -211,11 +211,6 @@ def unsharded_gradients(module: nn.Module) -> Iterator[Tensor]:
                 yield gradient
 
 
-def worker_processes(agent: Any) -> dict[int, Any]:
-    """Local rank → Popen of what torchrun's LocalElasticAgent has started: to send them signals one by one."""
-    return {rank: handler.proc for rank, handler in agent._pcontext.subprocess_handlers.items()}
-
-
 # ---------------------------------------------------------------- pipelines
 
 
@@ -245,11 +240,6 @@ def send_nothing_ahead(stage: Any) -> None:
 REPLACED: dict[str, tuple[str, ...]] = {
     # parallel.tensor: a style that makes DTensors of what no other style splits
     "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
-    # launch.agent: workers that get SIGTERM have time to say where they waited
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
-        "_start_workers",
-        "_monitor_workers",
-    ),
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
     "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
 }

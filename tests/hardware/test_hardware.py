@@ -194,13 +194,6 @@ def test_clusters_that_are_none(text, says):
         hardware.cluster(text)
 
 
-def test_a_network_can_be_named():
-    cluster = hardware.cluster("16xA40", network="RoCE 100G")
-    assert (cluster.n, cluster.device.network.bandwidth) == (16, 12.5e9)
-    with pytest.raises(UserError, match="Did you mean InfiniBand NDR"):
-        hardware.cluster("16xA40", network="InfiniBand ND")
-
-
 def test_groups_lie_on_nodes():
     cluster = hardware.cluster("1024xH100")
     assert cluster.link_of(8, 1) == (8, 1)
@@ -251,27 +244,27 @@ GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"
     ("more", "says"),
     [
         ({"memry": "4 GiB"}, r"devices\.X\.memry: unknown key\. Did you mean memory\?"),
-        ({"memory": 4}, r"devices\.X\.memory: 4 has no unit; write e\.g\. 4 GB"),
+        ({"memory": 4}, r"devices\.X\.memory: 4 is not a number with a unit\. Units: B, kB, MB, GB"),
         ({"memory": "4 Gib"}, r"devices\.X\.memory: '4 Gib': 'Gib' is no unit of bytes\. Did you mean GiB"),
         ({"memory": "4 GB/s"}, r"devices\.X\.memory: '4 GB/s': 'GB/s' is no unit of bytes"),
         ({"memory": "four GiB"}, r"devices\.X\.memory: 'four GiB' is not a number"),
         ({"memory": "-4 GiB"}, r"devices\.X\.memory: '-4 GiB': -4 is not a positive number"),
         ({"memory": "nan GiB"}, r"devices\.X\.memory"),
         ({"memory": "1-2 GiB"}, r"devices\.X\.memory: '1-2 GiB': 1-2 is not a positive number"),
-        ({"memory": None}, r"devices\.X: memory is missing"),
-        ({"bandwidth": None}, r"devices\.X: bandwidth is missing"),
+        ({"memory": None}, r"devices\.X\.memory: missing"),
+        ({"bandwidth": None}, r"devices\.X\.bandwidth: missing"),
         ({"usable": "5 GiB"}, r"devices\.X\.usable: more than memory"),
         ({"peaks": {"fp33": "1 TFLOP/s"}}, r"devices\.X\.peaks\.fp33: unknown key\. Did you mean fp32"),
         ({"peaks": {"fp32": "1 TB/s"}}, r"devices\.X\.peaks\.fp32: '1 TB/s': 'TB/s' is no unit of operations/s"),
-        ({"peaks": {}}, r"devices\.X: peaks is missing"),
+        ({"peaks": {}}, r"devices\.X\.peaks: \{\}: .* at least 1"),
         ({"peaks": 3}, r"devices\.X\.peaks: expected keys"),
         ({"power": "4 GW"}, r"devices\.X\.power: '4 GW'"),
-        ({"node": 0}, r"devices\.X\.node: 0 is not a number of at least 1"),
-        ({"node": 2.5}, r"devices\.X\.node: 2.5 is not a whole number"),
-        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga' is no kind"),
+        ({"node": 0}, r"devices\.X\.node: 0: .* greater than or equal to 1"),
+        ({"node": 2.5}, r"devices\.X\.node: 2.5: .* valid integer"),
+        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga': .* 'gpu', 'tpu' or 'cpu'"),
         ({"link": "NVLink 7"}, r"devices\.X\.link: 'NVLink 7' is no known link\. Did you mean NVLink"),
         ({"link": {"bandwidth": "5 GB"}}, r"devices\.X\.link\.bandwidth: '5 GB'"),
-        ({"link": {"bandwidth": "5 GB/s", "efficiency": 80}}, r"devices\.X\.link\.efficiency: 80 is not a number from 0.001 to 1"),
+        ({"link": {"bandwidth": "5 GB/s", "efficiency": 80}}, r"devices\.X\.link\.efficiency: 80: .* less than or equal to 1"),
         ({"driver": "("}, r"devices\.X\.driver: '\(' is not a pattern"),
         ({"date": "yesterday"}, r"devices\.X\.date: 'yesterday' is not a date"),
         ({"aliases": [3090]}, r"devices\.X\.aliases"),
@@ -292,7 +285,7 @@ def test_a_wrong_entry_is_named(tmp_path, more, says):
         ("device: {}", "device: unknown key. Did you mean devices?"),
         ("devices: [1, 2]", "devices: expected keys"),
         ("devices: {X: 3}", "devices.X: expected keys"),
-        ("devices: {3090: {}}", "put the name in quotes"),
+        ("devices: {3090: {}}", "devices.3090: 3090 is not text; put it in quotes"),
         ("a: [", "not YAML"),
         ("- 3", "expected keys"),
         (
@@ -386,7 +379,7 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path):
     ],
 )
 def test_quantities(text, what, value):
-    assert quantity(text, what, "here") == pytest.approx(value, rel=1e-12)
+    assert quantity(text, what) == pytest.approx(value, rel=1e-12)
     number, unit = re.fullmatch(r"(\S+?)\s*([A-Za-z/]+)", text).groups()
     assert in_unit(value, what, unit) == f"{float(number):.12g} {unit}"
 
@@ -423,7 +416,7 @@ def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path):
         ("currency: EUR", "rate: missing; say what one dollar costs in EUR"),
         ("rat: 3", "rat: unknown key"),
         ("prices: {H100: {low: 3, high: 1}}", "low, expected, high must not fall"),
-        ("prices: {H100: {low: 1}}", "prices.H100.high: None is not a number"),
+        ("prices: {H100: {low: 1}}", "prices.H100.high: missing"),
         ("prices: {H100: {low: 1, high: 2, hgih: 3}}", "prices.H100.hgih: unknown key. Did you mean high"),
         ("prices: {H1000: {low: 1, high: 2}}", "H1000: no such device"),
     ],

@@ -259,7 +259,7 @@ def test_a_sliding_window_goes_on_beyond_the_positions(gpt, bpe, tmp_path, capsy
     expected = bpe.decode(ids + complete(model, [ids[-48:]], max_new=9, window=48)[0])
     assert run(folder, prompt, "--max-new", "9", "--sliding-window", capsys=capsys)[0] == expected + "\n"
     saved(tmp_path / "s2s", Seq2SeqConfig(**TINY, vocab_size=bpe.vocab_size, d_ff=32, seq_len=48), bpe)
-    assert "--sliding-window: it is for gpt and llama" in fails(tmp_path / "s2s", "once", "--sliding-window", capsys=capsys)
+    assert "--sliding-window: it is for decoders, which seq2seq is not" in fails(tmp_path / "s2s", "once", "--sliding-window", capsys=capsys)
 
 
 def test_a_prompt_longer_than_the_model(gpt, bpe, capsys):

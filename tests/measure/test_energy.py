@@ -1,15 +1,11 @@
-"""Meters of energy: a stand-in for NVML whose energy, power and clock are known, a power capping tree in a folder."""
+"""Meters of energy: a stand-in for NVML whose energy is known, a power capping tree in a folder."""
 
 from __future__ import annotations
-
-import time
-import types
 
 import pynvml as real
 import pytest
 import torch
 
-from gradus.measure import energy
 from gradus.measure.energy import Meter, rapl, total
 from gradus.train import machine
 
@@ -54,29 +50,6 @@ def test_nvml_counts_millijoules(gpu):
         assert meter.read() == 2.5
     assert meter.joules == 10.0 and meter.source == "NVML, energy counter"
     assert library.closed == 0, "what was opened elsewhere is closed there"
-
-
-def test_nvml_without_a_counter_is_sampled(gpu, monkeypatch):
-    monkeypatch.setattr(energy, "PERIOD", 0.01)
-    library = FakeNvml(nvmlDeviceGetPowerUsage=200_000)
-    began = time.monotonic()
-    with Meter(gpu, library=library) as meter:
-        time.sleep(0.15)
-        assert 0 < meter.read() <= 200 * (time.monotonic() - began)
-    elapsed = time.monotonic() - began
-    assert meter.source == "NVML, sampled power" and 200 * 0.15 <= meter.joules <= 200 * elapsed
-
-
-def test_power_is_integrated_by_the_trapezoid_rule(monkeypatch):
-    now = iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(energy, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
-    sampled = energy._Sampled.__new__(energy._Sampled)
-    sampled.library, sampled.gpu, sampled.joules = FakeNvml(nvmlDeviceGetPowerUsage=[300_000, 100_000]), "gpu", 0.0
-    sampled._at, sampled._watts = energy.time.monotonic(), 100.0
-    sampled._take()
-    assert sampled.joules == 200.0  # (100 + 300) / 2 W for 1 s
-    sampled._take()
-    assert sampled.joules == 200.0 + 400.0  # (300 + 100) / 2 W for 2 s
 
 
 def test_a_meter_that_falls_silent_has_nothing_to_tell(gpu):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradus import models
+from gradus import hardware, models
 from gradus import recipe as recipes
-from gradus.measure.flops import count_flops, flops_per_token, for_run, known_peak, to_meta
+from gradus.measure.flops import count_flops, flops_per_token, for_run, to_meta
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import use_checkpointing, use_kernel
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, T5Config, ViTConfig
@@ -185,7 +185,8 @@ def test_the_peak_is_that_of_the_numbers_used(monkeypatch, precision, tf32, peak
     ],
 )
 def test_peaks_by_whole_names(name, numbers, peak):
-    assert known_peak(name, numbers) == peak
+    device = hardware.by_driver(name)
+    assert (device and device.peaks.get(numbers)) == peak
 
 
 # ---------------------------------------------------------------- memory

@@ -79,9 +79,9 @@ def test_other_layouts(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([*GPT, "model.vocab_size=null"], "model.vocab_size: not known, the tokenizer knows it. Set model.vocab_size, or leave out --no-data."),
-        (["digits-vit", "--modules", "--no-data", "model.n_classes=null"], "model.n_classes: not known, the data know it. Set model.n_classes"),
-        (["wikitext2-bert", "--modules", "--no-data", "model.vocab_size=99", "model.head=none"], "model.head: not known, the task chooses it."),
+        ([*GPT, "model.vocab_size=null"], "model.vocab_size: only the data know it. Set model.vocab_size, or leave out --no-data."),
+        (["digits-vit", "--modules", "--no-data", "model.n_classes=null"], "model.n_classes: only the data know it. Set model.n_classes"),
+        (["wikitext2-bert", "--modules", "--no-data", "model.vocab_size=99", "model.head=none"], "model.head: only the data know it."),
         ([*GPT, "--rank", "2", "--processes", "2"], "--rank=2 of --processes=2: ranks go from 0 to processes - 1."),
         ([*GPT, "--processes", "3", "layout.shard=2"], "shard 2 = 2 processes, and 3 were started"),
         ([*GPT, "layout.tensor=3"], "layout.tensor=3 does not divide model.n_heads=4. Use 1, 2 or 4."),

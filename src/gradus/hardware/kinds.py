@@ -1,20 +1,98 @@
-"""What the hardware file holds: devices, links, prices and grids, in bytes, seconds, operations and watts."""
+"""What the hardware files hold, in bytes, seconds, operations and watts, and what each of their keys may be."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
+
+from gradus import limits
+from gradus.errors import did_you_mean
+from gradus.hardware.units import quantity
+
+Numbers = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"]
+NUMBERS = get_args(Numbers)
+
+
+def unit(what: str) -> BeforeValidator:
+    """A file states the quantity with its unit."""
+    return BeforeValidator(lambda found: None if found is None else quantity(found, what))
+
+
+def plain(name: str) -> str:
+    """A name without what people write differently: case, spaces, hyphens, the maker and the make."""
+    return re.sub(r"[\s_-]+", "", re.sub(r"\b(nvidia|amd|google|tesla|geforce|instinct)\b", "", name.lower()))
+
+
+def link_named(name: str, known: dict[str, Link]) -> Link:
+    """Raises ValueError where there is none."""
+    same = [found for key, found in known.items() if plain(key) == plain(name)]
+    if not same:
+        raise ValueError(f"{name!r} is no known link.{did_you_mean(name, known)}")
+    return known.get(name, same[0])
+
+
+def _day(found: Any) -> str:
+    try:
+        return "" if found == "" else str(datetime.date.fromisoformat(str(found)))
+    except ValueError:
+        raise ValueError(f"{found!r} is not a date; write it as 2026-05-31.") from None
+
+
+def _pattern(found: str | None) -> str | None:
+    try:
+        re.compile(found or "")
+    except re.error as e:
+        raise ValueError(f"{found!r} is not a pattern ({e}).") from None
+    return found
+
+
+def _several(found: Any) -> Any:
+    return [found] if isinstance(found, str) else found
+
+
+def _cited(found: Any, info: ValidationInfo) -> str:
+    """The texts that an entry's `source` names in the file's `sources`; what is not named there is a text itself."""
+    texts = _several(found)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{found!r} is not text or a list of texts.")
+    return "; ".join(info.context["sources"].get(text, text) for text in texts)
+
+
+def _linked(found: Any, info: ValidationInfo) -> Any:
+    """A device's link: a name of the links, or written out as a mapping."""
+    if isinstance(found, str):
+        return link_named(found, info.context["links"])
+    return {"name": f"{info.data.get('name')} {info.field_name}", **found} if isinstance(found, dict) else found
+
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Money = Annotated[Number, Field(ge=0)]
+Ratio = Annotated[Number, Field(ge=1, le=10)]
+Whole = Annotated[int, Field(strict=True, ge=1, le=limits.AXIS)]
+Day = Annotated[str, BeforeValidator(_day)]
+Source = Annotated[str, BeforeValidator(_cited)]
+FORBID = ConfigDict(extra="forbid")
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
     """A connection between devices, as one device sees it, in one direction."""
 
+    __pydantic_config__ = FORBID
     name: str
-    bandwidth: float  # bytes/s, one direction, per device, nominal
-    efficiency: float = 0.8  # of it, that collectives reach with large payloads
-    latency: float = 5e-6  # s, for one hop of a collective
-    both: float | None = None  # bytes/s, the vendors' figure for both directions together, where they advertise that
-    source: str = ""
+    bandwidth: Annotated[float, unit("bytes/s")]  # one direction, per device, nominal
+    efficiency: Annotated[Number, Field(ge=1e-3, le=1)] = 0.8  # of it, that collectives reach with large payloads
+    latency: Annotated[float, unit("seconds")] = 5e-6  # for one hop of a collective
+    # the vendors' figure for both directions together, where they advertise that
+    both: Annotated[float | None, unit("bytes/s")] = None
+    source: Source = ""
+
+
+Linked = Annotated[Link | None, BeforeValidator(_linked)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,24 +100,25 @@ class Device:
     """One accelerator (or the processor of this machine). Peaks are dense. What is not known is absent, never
     guessed."""
 
+    __pydantic_config__ = FORBID
     name: str  # as in the file: A100-80GB
-    peaks: dict[str, float]  # fp32, tf32, bf16, fp16, fp8 -> operations/s
-    memory: float  # bytes that the vendor states
-    bandwidth: float  # bytes/s of its memory
-    power: float | None = None  # W
+    peaks: Annotated[dict[Numbers, Annotated[float, unit("operations/s")]], Field(min_length=1)]
+    memory: Annotated[float, unit("bytes")]  # that the vendor states
+    bandwidth: Annotated[float, unit("bytes/s")]  # of its memory
+    power: Annotated[float | None, unit("watts")] = None
     memory_type: str | None = None
-    year: int | None = None
-    kind: str = "gpu"  # gpu, tpu, cpu
-    node: int = 8  # devices a node
-    link: Link | None = None  # within the node
-    network: Link | None = None  # between nodes
-    usable: float = 1.0  # part of `memory` that a program gets
-    source: str = ""
+    year: Whole | None = None
+    kind: Literal["gpu", "tpu", "cpu"] = "gpu"
+    node: Whole = 8  # devices a node
+    link: Linked = None  # within the node
+    network: Linked = None  # between nodes
+    usable: Annotated[float, unit("bytes")] = 1.0  # part of `memory` that a program gets; in the file, bytes
+    source: Source = ""
     measured: dict | None = None  # tables that `gradus calibrate` made of this very machine
-    bridge: Link | None = None  # between two cards only
-    aliases: tuple[str, ...] = ()
-    driver: str | None = None  # pattern of whole names as the driver gives them
-    date: str = ""  # of the entry
+    bridge: Linked = None  # between two cards only
+    aliases: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    driver: Annotated[str | None, AfterValidator(_pattern)] = None  # pattern of whole names as the driver gives them
+    date: Day = ""  # of the entry
 
     @property
     def capacity(self) -> float:
@@ -64,19 +143,62 @@ class Cluster:
 class Price:
     """Money a device-hour."""
 
-    low: float
-    expected: float
-    high: float
+    __pydantic_config__ = FORBID
+    low: Money
+    expected: Money
+    high: Money
     currency: str
-    date: str
-    source: str
+    date: Day
+    source: Source = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """What electricity emits."""
 
+    __pydantic_config__ = FORBID
     name: str
-    intensity: float  # kg CO2-equivalent per joule
-    year: int
-    source: str
+    intensity: Annotated[float, unit("kg/J")]  # CO2-equivalent
+    year: Whole
+    source: Source = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Building:
+    """The power of a building over its computers' (PUE)."""
+
+    __pydantic_config__ = FORBID
+    low: Ratio
+    expected: Ratio
+    high: Ratio
+    source: Source = ""
+
+
+# ---------------------------------------------------------------- whole files
+
+
+@dataclasses.dataclass(kw_only=True)
+class File:
+    __pydantic_config__ = FORBID
+    date: Day = ""
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Devices(File):
+    links: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    devices: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Prices(File):
+    currency: str = "USD"
+    rate: Annotated[Number, Field(gt=0)] | None = None  # what one dollar costs in the currency
+    prices: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Grids(File):
+    year: Whole | None = None
+    pue: dict[str, Any] | None = None
+    grids: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

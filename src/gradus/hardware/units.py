@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import did_you_mean
 
 # unit → (what it measures, how many of the plain unit). GB is 10^9 bytes, GiB 2^30; b is a bit, B a byte.
 UNITS: dict[str, dict[str, float]] = {
     "operations/s": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15, "TOP/s": 1e12},
-    "bytes": {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    "bytes": {
+        "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    },
     "bytes/s": {
         "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Tb/s": 1e12 / 8, "GiB/s": 2**30,
         "MiB/s": 2**20,
@@ -21,30 +24,20 @@ UNITS: dict[str, dict[str, float]] = {
 }
 
 
-def quantity(text, what: str, where: str) -> float:
-    """'80 GiB' → bytes, by `what`: a key of UNITS. Raises UserError naming `where` (file and key) for a missing or
-    wrong unit, a wrong number."""
+def quantity(text: Any, what: str) -> float:
+    """'80 GiB' → bytes, by `what`: a key of UNITS. Raises ValueError for a missing or wrong unit, a wrong number."""
     known = UNITS[what]
     found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", text) if isinstance(text, str) else None
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        raise UserError(
-            f"{where}: {text} has no unit; write e.g. {text} {list(known)[min(1, len(known) - 1)]}. Known: "
-            f"{', '.join(known)}."
-        )
     if found is None:
-        raise UserError(
-            f"{where}: {text!r} is not a number with a unit; write e.g. 80 {list(known)[min(1, len(known) - 1)]}."
-        )
+        raise ValueError(f"{text!r} is not a number with a unit. Units: {', '.join(known)}.")
     if found[2] not in known:
-        raise UserError(
-            f"{where}: {text!r}: {found[2] or 'no unit'!r} is no unit of {what}.{did_you_mean(found[2], known)}"
-        )
+        raise ValueError(f"{text!r}: {found[2] or 'no unit'!r} is no unit of {what}.{did_you_mean(found[2], known)}")
     try:
         number = float(found[1])
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number <= 0:
-        raise UserError(f"{where}: {text!r}: {found[1]} is not a positive number.")
+        raise ValueError(f"{text!r}: {found[1]} is not a positive number.")
     return number * known[found[2]]
 
 

@@ -43,10 +43,10 @@ class Place:
 
         Read once. Raises UserError where there is none, or one that does not fit the model.
         """
-        if given is None and self._read is not None:
-            return self._read
         if given is not None:
             found = {"": tokenizer_files.load(given)}
+        elif self._read is not None:
+            return self._read
         else:
             try:
                 found = {"": tokenizer_files.load(self.folder)}
@@ -60,8 +60,7 @@ class Place:
                 where, n = given or self.folder / place, tokenizer.vocab_size
                 raise UserError(
                     f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: "
-                    "they do not belong together. "
-                    "Give the model's own with --tokenizer PATH."
+                    "they do not belong together. Give the model's own with --tokenizer PATH."
                 )
         self._read = found
         return found
@@ -127,13 +126,10 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
             raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
-        _fits(texts, sources, config.longest)
+        fits(texts, sources, config.longest)
         start = pad_id if family.decoder_start == "padding" else special(target, "bos", "cls", "pad")
         if start is None:
-            raise UserError(
-                "the tokenizer has no begin token for the decoder to start with. "
-                "Give the model's own with --tokenizer PATH."
-            )
+            raise UserError("the tokenizer has no begin token. Give the model's own with --tokenizer PATH.")
         return Encoded([[start]] * len(rows), sources, eos_id, pad_id)
 
     if family.begin_token and recipe is None and tokenizer.bos_id is not None:
@@ -143,24 +139,19 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
-            raise UserError(
-                "an empty prompt, and the tokenizer has no begin token to start from. "
-                "Give a prompt behind the model's name."
-            )
+            raise UserError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
         rows = [row or begin[-1:] for row in rows]
     if place.path.is_file():
         eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
     if fit:
-        _fits(texts, rows, config.longest)
+        fits(texts, rows, config.longest)
     return Encoded(rows, None, eos_id, pad_id)
 
 
-def _fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
+def fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
     for number, (text, row) in enumerate(zip(texts, rows), 1):
         if longest is not None and len(row) > longest:
-            which = f"text {number}" if len(texts) > 1 else "the text"
             start = text if len(text) <= 30 else text[:30] + "…"
             raise UserError(
-                f"{which} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read. "
-                "Shorten it."
+                f"text {number} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read."
             )

@@ -23,17 +23,15 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     Raises UserError where there is no model, or where `to` is the folder that is read or holds something else.
     """
     place = find(name)
-    if to.is_file():
-        raise UserError(f"--to={to}: a file is there. Give a folder.")
-    if to.resolve() in (place.folder.resolve(), *place.folder.resolve().parents):
-        raise UserError(f"--to={to}: this folder holds the checkpoint that is read. Give another one.")
-    if (to / "training.json").is_file():
-        raise UserError(f"--to={to}: this is a checkpoint of a run. Give another folder.")
-    if to.is_dir() and os.listdir(to) and not (to / "config.json").is_file():
-        raise UserError(
-            f"--to={to}: this folder holds {weights.some(sorted(os.listdir(to)))} and no model. "
-            "Give a new or an empty one."
-        )
+    read = place.folder.resolve()
+    for wrong, what in (
+        (to.is_file(), "this is a file"),
+        (to.resolve() in (read, *read.parents), "it holds the checkpoint that is read"),
+        ((to / "training.json").is_file(), "this is a checkpoint of a run"),
+        (to.is_dir() and os.listdir(to) and not (to / "config.json").is_file(), "it holds other files and no model"),
+    ):
+        if wrong:
+            raise UserError(f"--to={to}: {what}. Give a new folder, or an empty one.")
     tokenizers = {}
     if place.config.reads == "text":
         try:
@@ -45,14 +43,11 @@ def export(name: str, to: Path, shard_gb: float = 5.0) -> Iterator[str]:
     if place.recipe is not None and place.config.reads == "images":
         (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
-    yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {len(list(to.glob('*.safetensors')))} file(s)" + (
-        ", tokenizer" if tokenizers else ""
-    )
+    n, beside = len(list(to.glob("*.safetensors"))), ", tokenizer" if tokenizers else ""
+    yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){beside}"
     known, why = weights.loads_in_transformers(place.config)
-    if known:
-        yield f"transformers loads this as {known}"
-    else:
-        yield f"transformers does not know this architecture ({why}); gradus loads it"
+    unknown = f"transformers does not know this architecture ({why}); gradus loads it"
+    yield f"transformers loads this as {known}" if known else unknown
 
 
 def image_processor(place: Place) -> dict:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradus import models
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import Place, encode, find, note
@@ -31,18 +30,10 @@ class Continuation:
         family, self.prompts = place.family, prompts or [""]
         if max_new < 1:
             raise UserError(f"--max-new={max_new}: must be at least 1.")
-        if family.attention == "both":
-            raise UserError(
-                f"{place.name}: {family.name} does not generate text. Use gradus predict {place.name} INPUT."
-            )
-        if place.recipe is not None and place.recipe.task.name == "copy":
-            raise UserError(
-                f"{place.name}: this model copies numbers and knows no text. Use gradus predict {place.name} '1 2 3'."
-            )
+        if family.attention == "both" or (place.recipe is not None and place.recipe.task.name == "copy"):
+            raise UserError(f"{place.name}: this model does not generate text. Use gradus predict {place.name} INPUT.")
         if sliding and family.attention != "causal":
-            why = "has no limit to go beyond" if place.config.longest is None else "reads its prompt whole"
-            decoders = " and ".join(other.name for other in models.families() if other.attention == "causal")
-            raise UserError(f"--sliding-window: it is for {decoders}; {family.name} {why}. Leave it out.")
+            raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
         tokenizers = place.tokenizers(tokenizer)
         self.encoded = encode(place, tokenizers, self.prompts, fit=not sliding)
         self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
@@ -91,18 +82,16 @@ def generate(args: Any) -> None:
         sliding=args.sliding_window,
     )
     stream = Stream(found.tokenizer, sys.stdout.write) if len(found.prompts) == 1 else None
-    start = time.perf_counter()
-    first = None
-    steps = found.steps(choose, cache=not args.no_cache)
-    if stream is not None:
+    first, start = None, time.perf_counter()
+    if stream:
         stream.show(found.rows[0])
-    for _ in steps:
+    for _ in found.steps(choose, cache=not args.no_cache):
         first = first or time.perf_counter()
-        if stream is not None:
+        if stream:
             stream.show(found.rows[0])
     end = time.perf_counter()
     first = first or end
-    if stream is not None:
+    if stream:
         stream.end(found.rows[0])
         print(flush=True)
     else:

@@ -12,9 +12,7 @@ from gradus import files
 from gradus.errors import need
 
 
-def picture_grid(
-    images: Sequence[np.ndarray], titles: Sequence[str], colours: Sequence[str], path: str | Path
-) -> None:
+def picture_grid(images: Sequence[np.ndarray], titles: Sequence[str], colours: Sequence[str], path: str | Path) -> None:
     """Write a PNG of images with titles above them, about as many rows as columns.
 
     images: uint8 (channels, height, width), 1 or 3 channels, of any sizes; small ones are enlarged to be seen, large

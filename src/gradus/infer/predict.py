@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, did_you_mean
-from gradus.infer import Place, encode, find, grid, note, special
+from gradus.infer import Place, encode, find, fits, grid, note, special
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
@@ -48,11 +49,12 @@ def predict(args: Any) -> Iterator[str]:
     and right answers are the data's.
     Raises UserError for a model that does none of this, an input that does not fit, or an option without effect.
     """
-    if args.split and args.inputs:
-        raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
-    if args.to and Path(args.to).suffix != (".npy" if args.features else ".jsonl"):
-        kind = "features are saved as .npy" if args.features else "predictions are saved as .jsonl"
-        raise UserError(f"--to={args.to}: {kind}.")
+    if args.split and (args.inputs or args.features):
+        what = "--features" if args.features else repr(args.inputs[0])
+        raise UserError(f"--split={args.split} takes inputs from the data; leave out {what}, or --split.")
+    kind = ".npy" if args.features else ".jsonl"
+    if args.to and Path(args.to).suffix != kind:
+        raise UserError(f"--to={args.to}: this is saved as {kind}.")
     place = find(args.model)
     if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
@@ -76,12 +78,8 @@ def predict(args: Any) -> Iterator[str]:
         yield f"wrote {args.to}"
     if args.grid:
         colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
-        try:
+        with writing(f"--grid={args.grid}"):
             grid.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
-        except OSError as e:
-            raise UserError(
-                f"--grid={args.grid}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
-            ) from None
         yield f"wrote {args.grid}"
 
 
@@ -100,10 +98,7 @@ def inputs_of(args: Any) -> list[str]:
     inputs = args.inputs if args.inputs not in ([], ["-"]) else list(lines_of(sys.stdin))
     limits.words(inputs)
     if not inputs:
-        raise UserError(
-            "nothing to predict. "
-            "Give texts or image files behind the model's name, or lines on standard input, or --split valid."
-        )
+        raise UserError("nothing to predict. Give texts or image files behind the model's name, or --split valid.")
     return inputs
 
 
@@ -130,15 +125,20 @@ def visible(record: Record) -> Record:
     return {k: v for k, v in record.items() if not k.startswith("_")}
 
 
-def write(path: Path, fill: Any) -> None:
-    """Write a file aside and rename it. Raises UserError where the disk refuses."""
+@contextlib.contextmanager
+def writing(option: str) -> Iterator[None]:
+    """Raises UserError where the disk refuses."""
     try:
-        with files.aside(path) as aside, open(aside, "wb") as file:
-            fill(file)
+        yield
     except OSError as e:
-        raise UserError(
-            f"--to={path}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
-        ) from None
+        text = f"{option}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
+        raise UserError(text) from None
+
+
+def write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
+    """Write a file aside and rename it."""
+    with writing(f"--to={path}"), files.aside(path) as aside, open(aside, "wb") as file:
+        fill(file)
 
 
 def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
@@ -153,25 +153,25 @@ def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
         return fill_masks(place, inputs, top)
     if place.family.attention == "cross":
         return answers(place, inputs)
-    if place.family.attention == "causal":
-        raise UserError(
-            f"{place.name}: {config.family} continues texts. Use gradus generate {place.name} PROMPT, or --features."
-        )
-    raise UserError(
-        f"{place.name}: this {config.family} has no head that predicts anything. "
-        "Use --features, or a model trained for a task."
-    )
+    use = f"gradus generate {place.name} PROMPT" if place.family.attention == "causal" else "a model trained for a task"
+    raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use {use}, or --features.")
 
 
 def batches(items: list[Any]) -> Iterator[list[Any]]:
     return (items[i : i + BATCH] for i in range(0, len(items), BATCH))
 
 
-def labelled(name: str, probabilities: Tensor, classes: list[str], top: int) -> Record:
-    """probabilities: (n_classes,)."""
-    values, ids = probabilities.topk(min(top, len(classes)))
-    best = [{"label": classes[i], "probability": v} for i, v in zip(ids.tolist(), values.tolist())]
-    return {"input": name, "label": best[0]["label"], "probability": best[0]["probability"], "top": best}
+@torch.no_grad()
+def labels(
+    place: Place, names: list[str], items: list[Any], logits: Callable[[list[Any]], Tensor], top: int
+) -> Iterator[Record]:
+    """The classes of items by their probability. names: as records call them. logits: (batch, n_classes) of some."""
+    classes = class_names(place)
+    for part in batches(list(zip(names, items))):
+        values, ids = logits([item for _, item in part]).float().softmax(-1).topk(min(top, len(classes)))
+        for (name, _), *pair in zip(part, ids.tolist(), values.tolist()):
+            best = [{"label": classes[i], "probability": v} for i, v in zip(*pair)]
+            yield {"input": name, **best[0], "top": best}
 
 
 def class_names(place: Place) -> list[str]:
@@ -207,14 +207,14 @@ def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) 
     return ids.to(device), None if bool(keep.all()) else keep.to(device)
 
 
-@torch.no_grad()
 def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
-    tokenizer, classes = place.tokenizers()[""], class_names(place)
-    model = place.load()
-    for part in batches(texts):
+    tokenizer, model = place.tokenizers()[""], place.load()
+
+    def logits(part: list[str]) -> Tensor:
         ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, device_of(model))
-        for text, p in zip(part, model(ids, keep=keep).float().softmax(-1)):
-            yield labelled(text, p, classes, top)
+        return model(ids, keep=keep)
+
+    return labels(place, texts, texts, logits, top)
 
 
 @torch.no_grad()
@@ -232,11 +232,7 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
         row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
-        if len(row) > place.config.seq_len:
-            raise UserError(
-                f"{short(text, 40)!r} has {len(row)} tokens, "
-                f"more than the {place.config.seq_len} that the model can read. Shorten it."
-            )
+        fits([text], [row], place.config.seq_len)
         batch = torch.tensor([row], device=device_of(model))
         out = model(batch, select=batch == tokenizer.mask_id)
         values, guesses = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
@@ -284,17 +280,11 @@ def copies(place: Place, texts: list[str]) -> Iterator[Record]:
     for text in texts:
         words = text.split()
         if not words or not all(w.isdecimal() and 0 < int(w) < n for w in words):
-            example = " ".join(map(str, range(1, n)))
-            raise UserError(
-                f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '{example}'."
-            )
+            raise UserError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '1 2 3'.")
         if len(words) != length:
             note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
-        if len(words) > place.config.seq_len:
-            raise UserError(
-                f"{len(words)} numbers are more than the {place.config.seq_len} that the model can read. Give fewer."
-            )
         rows.append([int(w) for w in words])
+        fits([text], rows[-1:], place.config.seq_len)
     model = place.load()
     for row in rows:
         copy = task.decode(model, [row])[0]
@@ -319,23 +309,14 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
     measured, or from preprocessor_config.json beside the weights."""
     if place.recipe is not None:
         data = place.recipe.data
-        if not (data.mean and data.std):
-            raise UserError(
-                f"{place.name}: its recipe.yaml has no data.mean and data.std, by which images are normalised. "
-                "Write them there."
-            )
-        return data.mean, data.std
-    file = place.folder / "preprocessor_config.json"
-    if not file.is_file():
-        raise UserError(
-            f"{place.name}: no preprocessor_config.json beside the weights, "
-            "so the images' mean and standard deviation are not known. Copy it there."
-        )
-    settings = models.weights.read_json(file)
-    mean, std = settings.get("image_mean"), settings.get("image_std")
+        where, mean, std = f"{place.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
+    else:
+        file = place.folder / "preprocessor_config.json"
+        settings = models.weights.read_json(file) if file.is_file() else {}
+        where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == n):
-        raise UserError(f"{file}: image_mean and image_std are not {n} numbers each.")
+        raise UserError(f"{where} are not {n} numbers each, by which images are normalised. Write them there.")
     return mean, std
 
 
@@ -348,14 +329,10 @@ def prepared(
     return normalise(torch.cat(resized), mean, std)
 
 
-@torch.no_grad()
 def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
-    images, (mean, std), classes = read_images(place, files), mean_and_std(place), class_names(place)
-    model = place.load()
-    for part in batches(list(zip(files, images))):
-        scores = model(prepared(place, [image for _, image in part], mean, std, device_of(model)))
-        for (file, image), p in zip(part, scores.float().softmax(-1)):
-            yield {**labelled(file, p, classes, top), "_image": image}
+    images, (mean, std), model = read_images(place, files), mean_and_std(place), place.load()
+    found = labels(place, files, images, lambda part: model(prepared(place, part, mean, std, device_of(model))), top)
+    return ({**record, "_image": image} for record, image in zip(found, images))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -369,42 +346,31 @@ def device_of(model: nn.Module) -> torch.device:
 def split_records(place: Place, args: Any) -> Iterator[Record]:
     """Predictions for the first `args.n` samples of a split, with the right answers."""
     if place.recipe is None:
-        raise UserError(
-            f"--split={args.split}: {place.name} belongs to no run, so there is no data. Give inputs, or a run folder."
-        )
+        raise UserError(f"--split={args.split}: {place.name} belongs to no run. Give inputs, or a run folder.")
     task = tasks.open_task(asking_for(place.recipe, args.split), tasks.load_tokenizers(place.path))
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
-        classes = class_names(place)
-        model = place.load()
-        for part in batches(list(chosen)):
-            samples = [data[i] for i in part]
-            batch = task.to_device(task.collate(samples), device_of(model))
-            for i, sample, p in zip(part, samples, task.logits(model, batch).float().softmax(-1)):
-                image = isinstance(task, ImageClassification)
-                name = f"{args.split} {i}" if image else task.tokenizer.decode(sample["ids"].tolist())
-                truth = classes[int(sample["label"])]
-                record = labelled(name, p, classes, args.top)
-                shown = {"_image": sample["image"]} if image else {}
-                yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
+        model, samples, image = place.load(), [data[i] for i in chosen], isinstance(task, ImageClassification)
+        names = [f"{args.split} {i}" for i in chosen]
+        if not image:
+            names = [task.tokenizer.decode(sample["ids"].tolist()) for sample in samples]
+
+        def logits(part: list[Any]) -> Tensor:
+            return task.logits(model, task.to_device(task.collate(part), device_of(model)))
+
+        for sample, record in zip(samples, labels(place, names, samples, logits, args.top)):
+            truth = class_names(place)[int(sample["label"])]
+            shown = {"_image": sample["image"]} if image else {}
+            yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
     elif isinstance(task, Copy):
         yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen])
     elif isinstance(task, Translation):
-        texts = [
-            [
-                task.tokenizer.decode(data[i]["source"].tolist()),
-                task.target_tokenizer.decode(data[i]["target"].tolist()),
-            ]
-            for i in chosen
-        ]
-        for record, (_, truth) in zip(answers(place, [source for source, _ in texts]), texts):
-            yield {**record, "truth": truth}
+        sources = [task.tokenizer.decode(data[i]["source"].tolist()) for i in chosen]
+        for i, record in zip(chosen, answers(place, sources)):
+            yield {**record, "truth": task.target_tokenizer.decode(data[i]["target"].tolist())}
     else:
-        raise UserError(
-            f"--split={args.split}: task {place.recipe.task.name} has no right answers to compare with. "
-            "Give texts instead, or use gradus evaluate."
-        )
+        raise UserError(f"--split={args.split}: task {place.recipe.task.name} has no right answers. Give texts.")
 
 
 def asking_for(recipe: Recipe, split: str) -> Recipe:
@@ -427,8 +393,6 @@ def features(place: Place, args: Any) -> Iterator[str]:
     """The last hidden states of each input (of an encoder-decoder, its encoder's): yield their shape and first values.
     With --to, one file gets all of them (n, seq, d_model), zero behind the end of shorter texts, and another their mean
     over the places (n, d_model)."""
-    if args.split:
-        raise UserError("--features takes texts or image files; leave out --split.")
     inputs = inputs_of(args)
     images = place.config.reads == "images"
     if images:
@@ -494,14 +458,14 @@ def evaluate(
     for override in overrides if is_run else ():
         section = override.split("=", 1)[0].split(".")[0]
         if section not in FREE:
-            raise UserError(
-                f"{override}: this would be another model than the one that was trained. "
-                f"Only {', '.join(FREE)} may change."
-            )
+            raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
     place = models.locate(checkpoint or name)
-    recipe = recipe.model_copy(update={"model": with_config(recipe, models.config_of(place))})
+    config = models.config_of(place)  # the weights' own
+    if config.family != recipe.model.family:
+        raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}.")
+    recipe = recipe.model_copy(update={"model": config})
     tokenizers = tasks.load_tokenizers(place) if place.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     task, device, precision = session.task, session.device, session.precision
@@ -511,13 +475,3 @@ def evaluate(
     parallel = apply(precision.cast(model).to(device), session.recipe.layout)
     metrics = evaluate_split(parallel, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}
-
-
-def with_config(recipe: Recipe, config: Any) -> Any:
-    """The weights' own configuration. Raises UserError where it is of another family than the recipe."""
-    if config.family != recipe.model.family:
-        raise UserError(
-            f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}. "
-            "Give weights of that family."
-        )
-    return config

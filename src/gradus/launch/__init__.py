@@ -46,16 +46,18 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 
 def json_file(p: ArgumentParser) -> None:
     """The option of every verb that takes a recipe."""
-    p.add_argument(
-        "--json_file", "--json-file", metavar="FILE",
-        help='a JSON file with a "TrainingArgs" object in Hugging Face\'s names',
-    )
+    add = p.add_argument
+    what = 'a JSON file with a "TrainingArgs" object in Hugging Face\'s names'
+    add("--json_file", "--json-file", metavar="FILE", help=what)
 
 
-def train_options(p: ArgumentParser) -> None:
-    """Options of `gradus train` that its other forms have too."""
+def train_options(p: ArgumentParser, nargs: str | None = None) -> None:
+    """RECIPE key=value ... and options of `gradus train` that its other forms have too. nargs: of RECIPE."""
+    add = p.add_argument
+    add("recipe", nargs=nargs, metavar="RECIPE", help="a packaged recipe, a file or a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     json_file(p)
-    p.add_argument("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
 
 
 def train_words(
@@ -87,10 +89,8 @@ def travelling(args: Namespace) -> Path | None:
     content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
     for name in ("fsdp_config", "deepspeed"):
         if isinstance(content["TrainingArgs"].get(name), str):
-            raise UserError(
-                f"{args.json_file}: TrainingArgs.{name} names a file of this machine. "
-                "Write its content there, as an object."
-            )
+            text = f"TrainingArgs.{name} names a file of this machine. Write its content there."
+            raise UserError(f"{args.json_file}: {text}")
     return Path(os.path.expanduser(args.json_file)).resolve()
 
 
@@ -110,13 +110,10 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
         path = Path(os.path.expanduser(value)) if value else None
         if path is None or not path.exists():
             continue
-        beside = []
+        beside: list[Path] = []
         if path.is_file() and key == "data.path":
-            beside = [
-                path.parent / name
-                for split in ("train", "valid", "test")
-                if (name := getattr(recipe.data, split, None))
-            ]
+            names = (getattr(recipe.data, split, None) for split in ("train", "valid", "test"))
+            beside = [path.parent / name for name in names if name]
         elif path.is_file():
             beside = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
         found[key] = list(dict.fromkeys([path, *beside]))
@@ -125,12 +122,8 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
 
 def recipe_file(name: str) -> Path | None:
     """The file behind RECIPE; None for a packaged recipe, which every machine has."""
-    path = Path(name)
     with contextlib.suppress(OSError):
-        if (path / "recipe.yaml").is_file():
-            return path / "recipe.yaml"
-        if path.is_file():
-            return path
+        return next((path for path in (Path(name) / "recipe.yaml", Path(name)) if path.is_file()), None)
     return None
 
 
@@ -159,7 +152,5 @@ def below(path: str) -> bool:
 def portable(run: str) -> None:
     """Raises UserError for a run folder that cannot be the same below another machine's folder."""
     if not below(run):
-        raise UserError(
-            f"log.dir={run}: it is the same below this folder and below the one there. "
-            "Give a relative path without spaces."
-        )
+        text = "it is the same below this folder and below the one there. Give a relative path without spaces."
+        raise UserError(f"log.dir={run}: {text}")

@@ -1,26 +1,24 @@
-"""Workers on this machine: started by torchrun's elastic agent, watched, ended together, started again when asked."""
+"""Workers on this machine: started as torchrun starts them, watched, ended together, started again when asked."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gradus import limits
 from gradus.errors import FAULT, UserError
 from gradus.parallel import status
 
-if TYPE_CHECKING:
-    from gradus.launch.agent import Workers
-
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
 GRACE = 5.0  # seconds that the other workers have to notice that one has died
 
 
@@ -57,10 +55,8 @@ def train(
 
     world = find()
     if world.size > 1:
-        raise UserError(
-            f"--processes={n}: {world.launcher} started this, as process {world.rank} of {world.size}. Leave it out."
-        )
-    _check_counts(n, max_restarts)
+        place = f"process {world.rank} of {world.size}"
+        raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
     given = resolve.Given(json_file, World(size=n, local_size=n), resume)
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
@@ -69,19 +65,14 @@ def train(
     config = resolve.load(str(folder) if folder else recipe, overrides, given)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
-        raise UserError(
-            f"--processes={n} with layout.transport=mpi: MPI's processes are started by mpirun: "
-            f"mpirun -n {n} gradus train ..."
-        )
+        raise UserError(f"--processes={n} with layout.transport=mpi: start it with mpirun -n {n} gradus train ...")
     enough_devices(config.layout.device, n)
     if auto_resume and config.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     with run_folder(config.log, config.name, folder) as folder:
         if not (resume or auto_resume) and (folder / "metrics.jsonl").exists():
-            raise UserError(
-                f"{folder}: there is a run already. "
-                f"Go on with it: {status.command(folder, n)}; or set another log.dir."
-            )
+            again = status.command(folder, n)
+            raise UserError(f"{folder}: there is a run already. Go on with it: {again}; or set another log.dir.")
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
@@ -105,33 +96,30 @@ def run(
     Ctrl-C and SIGTERM are passed on: workers have `timeout` seconds to save and end, and the exit code is 128 + the
     signal. A second Ctrl-C ends them at once. No worker outlives this process.
     """
-    from gradus.launch.agent import Signals, Workers
     from gradus.train.log import LOCK
 
-    _check_counts(n, max_restarts)
     folder = Path(folder)
-    ranks = folder / "ranks"
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
+    workers = Workers(n, folder, timeout, grace)
+    handlers = {number: signal.signal(number, workers.pass_on) for number in SIGNALS}
     try:
-        with _quiet(), Signals() as signals:
-            workers = Workers(n, folder, timeout, grace, signals)
-            for restart in range(max_restarts + 1):
-                outcome = _attempt(workers, [*command, *argv, *(again if restart else ())], restart)
-                if outcome.code in (0, 2) or signals.came:
-                    break
-                if outcome.text:
-                    _tell(f"error: {outcome.text}")
-                if restart < max_restarts:
-                    _tell(f"starting again from the last checkpoint: {restart + 1} of {max_restarts}")
-        if signals.came:
-            return outcome.code if outcome.code == 0 else 128 + signals.came[0]
-        if outcome.code == 2 and outcome.text:
-            _tell(f"error: {outcome.text}")
-        return outcome.code
+        for restart in range(max_restarts + 1):
+            code, text = workers.attempt([*command, *argv, *(again if restart else ())], restart)
+            if workers.signals:
+                return code and 128 + workers.signals[0]
+            if text:
+                _tell(f"error: {text}")
+            if code in (0, 2):
+                break
+            if restart < max_restarts:
+                _tell(f"starting again from the last checkpoint: {restart + 1} of {max_restarts}")
+        return code
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
         nothing = names == {"ranks", LOCK} or (made and names == {"ranks"})  # no run came of it
-        if nothing and not any(ranks.glob("*.error*")):
+        if nothing and not any((folder / "ranks").glob("*.error*")):
             shutil.rmtree(folder / "ranks")
             for p in made:
                 with contextlib.suppress(OSError):  # not empty
@@ -142,59 +130,113 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _check_counts(n: int, max_restarts: int) -> None:
-    if n < 1:
-        raise UserError(f"--processes={n}: must be a positive whole number.")
-    if max_restarts < 0:
-        raise UserError(f"--max-restarts={max_restarts}: must be 0 or more.")
+def _kill(process: subprocess.Popen, number: int) -> None:
+    """Send a signal to a worker and all that it started."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The agent logs what is said better here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+class Workers:
+    """The processes of all attempts, and the signals that came meanwhile. timeout, grace: see `run`.
 
+    Where one worker dies, the others get `grace` to notice and to say where they waited, before they are killed.
+    """
 
-class _Outcome:
-    """How an attempt ended: the exit code of the whole, and what to tell the user (None: it has been told)."""
+    def __init__(self, n: int, folder: Path, timeout: float, grace: float):
+        self.n, self.folder, self.timeout, self.grace = n, folder, timeout, grace
+        self.signals: list[int] = []
+        self.started = False  # all of an attempt
 
-    def __init__(self, code: int, text: str | None = None):
-        self.code, self.text = code, text
+    def pass_on(self, number: int, frame: object) -> None:
+        """The handler of signals. A second one shortens the time that the workers have to end."""
+        self.signals.append(number)
+        if self.started:
+            self._send(number)
 
+    def _send(self, number: int) -> None:
+        self.deadline = time.monotonic() + (self.timeout if len(self.signals) == 1 else self.grace)
+        for process in self.processes:
+            _kill(process, number)
 
-def _attempt(workers: Workers, command: list[str], restart: int) -> _Outcome:
-    """Start the workers once and wait for their end."""
-    from gradus.launch.agent import run_once
+    def attempt(self, command: list[str], restart: int) -> tuple[int, str | None]:
+        """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.)"""
+        from torch.distributed import TCPStore
 
-    folder = workers.folder
-    try:
-        status.clear(folder)
-    except OSError as e:
-        raise UserError(
-            f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
-        ) from None
-    agent = run_once(workers, command, restart)
-    if not any(process.poll() for process in agent.processes.values()):
-        return _Outcome(0)
-    codes = status.with_word_left(folder, agent.codes)
-    faulty = status.died(folder, codes)
-    if faulty and codes[faulty[0]] == 2:
-        return _Outcome(2, None if codes[0] == 2 else _mistake(folder, faulty[0]))
-    if faulty and codes[faulty[0]] == FAULT:
-        # rank 0, which writes no log, has said it on standard error
-        said = agent.codes[0] == FAULT and not status.tail(status.log_path(folder, faulty[0]))
-        return _Outcome(FAULT, None if said else agent.text)
-    return _Outcome(1, agent.text)
+        try:
+            status.clear(self.folder)
+        except OSError as e:
+            raise UserError(
+                f"log.dir={self.folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+            ) from None
+        # the workers meet here: the port is taken from the start, and the memory is of this attempt alone
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[subprocess.Popen] = []
+        self.deadline: float | None = None
+        try:
+            for rank in range(self.n):
+                self.processes.append(self._start(command, rank, store.port, restart))
+            self.started = True
+            if self.signals:  # it came meanwhile
+                self._send(self.signals[0])
+            codes = self._wait()
+            text = status.diagnose(self.folder, self.n, codes) if set(codes.values()) != {0} else None
+        finally:
+            self.started = False
+            for process in self.processes:
+                _kill(process, signal.SIGKILL)
+                process.wait(30)
+        return self._outcome(codes, text) if any(process.returncode for process in self.processes) else (0, None)
 
+    def _start(self, command: list[str], rank: int, port: int, restart: int) -> subprocess.Popen:
+        """Rank 0's output is this process's; of the others, standard error is kept."""
+        threads = max(1, limits.processors() // self.n)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **os.environ,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.n)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "PYTHONUNBUFFERED": "1",
+            status.PARENT: str(os.getpid()),
+        }
+        if rank == 0:
+            return subprocess.Popen(command, env=environment, start_new_session=True)
+        with open(status.log_path(self.folder, rank), "wb") as log:
+            out = {"stdout": subprocess.DEVNULL, "stderr": log}
+            return subprocess.Popen(command, env=environment, start_new_session=True, **out)
 
-def _mistake(folder: Path, rank: int) -> str:
-    """What a rank other than 0 said of a user's mistake."""
-    lines = status.tail(status.log_path(folder, rank)) or status.tail(status.error_path(folder, rank))[-1:]
-    errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
-    said = next(errors, "\n".join(lines))
-    return f"rank {rank} on {status.host()}: {said}"
+    def _wait(self) -> dict[int, int | None]:
+        """Rank → exit code, once all have ended or the time of those that have not (None) is over."""
+        while True:
+            codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
+            if any(codes.values()) and self.deadline is None:
+                self.deadline = time.monotonic() + self.grace
+            late = self.deadline is not None and time.monotonic() >= self.deadline
+            if late or None not in codes.values():
+                return codes
+            time.sleep(0.05)
+
+    def _outcome(self, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
+        said = status.with_word_left(self.folder, codes)
+        faulty = status.died(self.folder, said)
+        first, code = (faulty[0], said[faulty[0]]) if faulty else (0, 1)
+        if code == 2:
+            return 2, None if said[0] == 2 else self._mistake(first)
+        if code == FAULT:
+            # rank 0, which writes no log, has said it on standard error
+            told = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
+            return FAULT, None if told else text
+        return 1, text
+
+    def _mistake(self, rank: int) -> str:
+        """What a rank other than 0 said of a user's mistake."""
+        folder = self.folder
+        lines = status.tail(status.log_path(folder, rank)) or status.tail(status.error_path(folder, rank))[-1:]
+        errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
+        said = next(errors, "\n".join(lines))
+        return f"rank {rank} on {status.host()}: {said}"

@@ -24,30 +24,15 @@ GPUS = (
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch modal`."""
-    p.add_argument(
-        "recipe", nargs="?", metavar="RECIPE",
-        help="a packaged recipe, a file or a run folder; none: only --model",
-    )
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    train_options(p)
-    p.add_argument("--to", required=True, metavar="FILE.py", help="where to write the app")
-    p.add_argument(
-        "--gpu", default="A100", metavar="TYPE[:N]",
-        help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only",
-    )
-    p.add_argument(
-        "--model", metavar="MODEL",
-        help="what to generate from: a folder here or a name on the hub (default: the recipe's run)",
-    )
-    p.add_argument(
-        "--volume", default="gradus", metavar="NAME",
-        help="where runs and weights are kept (default: gradus)",
-    )
-    p.add_argument("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
-    p.add_argument(
-        "--hours", type=limits.real(above=0, most=24), default=24.0, metavar="H",
-        help="after which one attempt ends; the next goes on (default 24, the most)",
-    )
+    add = p.add_argument
+    train_options(p, nargs="?")
+    add("--to", required=True, metavar="FILE.py", help="where to write the app")
+    add("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
+    add("--model", metavar="MODEL", help="to generate from: a folder or a name on the hub (default: the recipe's run)")
+    add("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
+    add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
+    hours = limits.real(above=0, most=24)
+    add("--hours", type=hours, default=24.0, metavar="H", help="after which an attempt ends (default 24)")
 
 
 def launch(args: Namespace) -> int:
@@ -57,9 +42,7 @@ def launch(args: Namespace) -> int:
         if (name := getattr(args, option)) is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
-        raise UserError(
-            "gradus launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from."
-        )
+        raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
     file = Path(args.to)
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise UserError(f"--to={args.to}: Modal imports it. Give a file name like app.py.")
@@ -125,10 +108,17 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         added[model] = path
 
     kinds = {there: "dir" if here.is_dir() else "file" for there, here in added.items()}
+    file_name = Path(args.to).name
+    commands = [f'modal run {file_name}::generate --prompt "..."  # generate']
+    if run:
+        fetch = f"modal volume get {args.volume} {run} .  # fetch the run folder"
+        commands = [f"modal run {file_name}::main  # train", *commands, fetch]
+    if args.secret:
+        commands.insert(0, f"modal secret create {args.secret} HF_TOKEN=...  # once: for the hub")
     parts = {
         "NAME": re.sub(r"[^\w .-]", "-", name),
         "APP": _string("gradus-" + re.sub(r"[^\w.-]", "-", name)[:50]),
-        "COMMANDS": "".join(f"    {line}\n" for line in _commands(args, run) if line),
+        "COMMANDS": "".join(f"    {line}\n" for line in commands),
         "GPU": _string(gpu) if gpu else "None",
         "VOLUME": _string(args.volume),
         "SECRETS": f"[modal.Secret.from_name({_string(args.secret)})]" if args.secret else "[]",
@@ -145,18 +135,6 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     }
     text = APP.replace("#TRAIN#", TRAIN if run else "")
     return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], text)
-
-
-def _commands(args: Namespace, run: str) -> list[str]:
-    """The commands that the app's docstring lists. Where one does not apply, its text is empty."""
-    file_name = Path(args.to).name
-    secret = f"modal secret create {args.secret} HF_TOKEN=...  # once: for what the hub gives only with a token"
-    return [
-        secret if args.secret else "",
-        f"modal run {file_name}::main  # train" if run else "",
-        f'modal run {file_name}::generate --prompt "..."  # generate',
-        f"modal volume get {args.volume} {run} .  # fetch the run folder" if run else "",
-    ]
 
 
 def _word(text: str, added: dict[str, Path]) -> str:
@@ -212,27 +190,15 @@ class Model:
 
     @modal.enter()
     def load(self):
-        from gradus import infer
+        from gradus import api
 
-        self.place = infer.find(at(self.name))
-        self.tokenizers = self.place.tokenizers()
-        self.model = self.place.load()
+        self.model = api.load(at(self.name))
 
     @modal.method()
     def generate(self, prompt: str, max_new: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
-        from gradus import infer
-        from gradus.models import decoding
+        from gradus import api
 
-        given = infer.encode(self.place, self.tokenizers, [prompt])
-        ids = [] if given.sources else list(given.prompts[0])
-        choose = decoding.sampler(temperature, seed=seed)
-        for new in decoding.generate(
-            self.model, given.prompts, max_new=max_new, choose=choose, sources=given.sources, \
-eos_id=given.eos_id, pad_id=given.pad_id
-        ):
-            if new.item() != given.eos_id:
-                ids.append(new.item())
-        return self.tokenizers.get("target", self.tokenizers[""]).decode(ids)
+        return api.generate(self.model, prompt, max_new=max_new, temperature=temperature, seed=seed)
 
 
 @app.local_entrypoint()

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 from gradus import limits
@@ -26,82 +25,42 @@ ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
     "TIMEOUT",
 }  # fmt: skip
-TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 TAIL = 10  # lines
 
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch slurm`, by sbatch's own names where it has them."""
-    p.add_argument("recipe", nargs="?", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    train_options(p)
-    p.add_argument("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
-    p.add_argument(
-        "-D", "--chdir", metavar="DIR", default=".",
-        help="working folder, to which all paths are relative (default: this one)",
-    )
-    p.add_argument(
-        "-o", "--output", metavar="FILE",
-        help="what the job prints; %%j is its number (default: slurm-%%j.out in the run folder)",
-    )
-    p.add_argument("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
-    p.add_argument("-N", "--nodes", type=limits.whole(1, limits.AXIS), default=1, metavar="N")
-    p.add_argument(
-        "-n", "--ntasks", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="processes in all, instead of --ntasks-per-node",
-    )
-    p.add_argument(
-        "--ntasks-per-node", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="processes a node (default: one a GPU; without GPUs, one)",
-    )
-    p.add_argument("-c", "--cpus-per-task", type=limits.whole(1, limits.AXIS), metavar="N", help="processors a process")
-    p.add_argument("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
-    p.add_argument("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
-    p.add_argument("-p", "--partition", metavar="NAME")
-    p.add_argument("-A", "--account", metavar="NAME")
-    p.add_argument("-q", "--qos", metavar="NAME")
-    p.add_argument(
-        "--directive", action="append", default=[], metavar="TEXT",
-        help="any other of sbatch's, e.g. mem=64G; may be repeated",
-    )
-    _environment_options(p)
-    p.add_argument(
-        "--signal", default="USR1@120", metavar="NAME@SECONDS",
-        help="so long before the limit: save, requeue, go on (default USR1@120)",
-    )
-    p.add_argument(
-        "--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N",
-        help="times to go on (default 100)",
-    )
-    p.add_argument("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
-    p.add_argument("--dry-run", action="store_true", help="write the script, do not submit it")
-    p.add_argument("--follow", action="store_true", help="show the log until the job has ended")
-    p.add_argument(
-        "--status", metavar="JOBID",
-        help="the state of a job and the end of its log, instead of starting one",
-    )
-
-
-def _environment_options(p: argparse.ArgumentParser) -> None:
-    """The options that set up what training runs in."""
-    p.add_argument(
-        "--module", action="append", default=[], metavar="NAME",
-        help="module to load, after a purge; may be repeated",
-    )
-    p.add_argument(
-        "--venv", metavar="DIR",
-        help="virtual environment to activate (default: the one this command runs in); none: no one",
-    )
-    p.add_argument("--container", metavar="IMAGE", help="run inside this image")
-    p.add_argument(
-        "--container-command", metavar="COMMAND",
-        help="default: apptainer exec, or apptainer exec --nv with GPUs",
-    )
-    p.add_argument("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
-    p.add_argument(
-        "--setup", action="append", default=[], metavar="LINE",
-        help="shell line to run before training; may be repeated",
-    )
+    add, number = p.add_argument, {"type": limits.whole(1, limits.AXIS), "metavar": "N"}
+    several = {"action": "append", "default": []}
+    train_options(p, nargs="?")
+    add("-J", "--job-name", metavar="NAME", help="default: the recipe's name")
+    add("-D", "--chdir", metavar="DIR", default=".", help="to which all paths are relative (default: this folder)")
+    add("-o", "--output", metavar="FILE", help="what the job prints (default: slurm-%%j.out in the run folder)")
+    add("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
+    add("-N", "--nodes", default=1, **number)
+    add("-n", "--ntasks", **number, help="processes in all, instead of --ntasks-per-node")
+    add("--ntasks-per-node", **number, help="processes a node (default: one a GPU; without GPUs, one)")
+    add("-c", "--cpus-per-task", **number, help="processors a process")
+    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
+    add("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
+    add("-p", "--partition", metavar="NAME")
+    add("-A", "--account", metavar="NAME")
+    add("-q", "--qos", metavar="NAME")
+    add("--directive", **several, metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
+    add("--module", **several, metavar="NAME", help="module to load, after a purge; may be repeated")
+    add("--venv", metavar="DIR", help="to activate (default: the one this command runs in); none: no one")
+    add("--container", metavar="IMAGE", help="run inside this image")
+    add("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
+    add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
+    add("--setup", **several, metavar="LINE", help="shell line to run before training; may be repeated")
+    help_ = "so long before the limit: save, requeue, go on (default USR1@120); none: never"
+    add("--signal", default="USR1@120", metavar="NAME@SECONDS", help=help_)
+    add("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to go on (default 100)")
+    add("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
+    add("--dry-run", action="store_true", help="write the script, do not submit it")
+    add("--follow", action="store_true", help="show the log until the job has ended")
+    add("--status", metavar="JOBID", help="the state of a job and the end of its log, instead of starting one")
 
 
 def launch(args: Namespace) -> int:
@@ -114,17 +73,11 @@ def launch(args: Namespace) -> int:
     if args.status:
         if args.recipe:
             raise UserError(f"--status {args.status}: it starts nothing. Leave {args.recipe} out.")
-        return _follow(args.status) if args.follow else _show(args.status)
+        return _show(args.status, args.follow)
     if not args.recipe:
-        raise UserError(
-            "gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID. "
-            "See gradus launch slurm --help"
-        )
+        raise UserError("gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID.")
     if not args.dry_run and not shutil.which("sbatch"):
-        raise UserError(
-            "no sbatch here: this machine submits no Slurm jobs. "
-            "Write the script with --dry-run, and submit it where Slurm is."
-        )
+        raise UserError("no sbatch here: this machine submits no Slurm jobs. Write the script with --dry-run.")
     tasks = check(args)
     folder = Path(os.path.expanduser(args.chdir)).resolve()
     if not folder.is_dir():
@@ -142,20 +95,17 @@ def launch(args: Namespace) -> int:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as e:
-        raise UserError(
-            f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to or log.dir."
-        ) from None
+        raise UserError(f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to.") from None
     if args.dry_run:
         print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}")
         return 0
     job = _call(["sbatch", "--parsable", str(file)]).split(";")[0]
     per = f"{tasks} process{'es' if tasks > 1 else ''} on {args.nodes} node{'s' if args.nodes > 1 else ''}"
     print(f"submitted job {job}: {recipe.name}, {per}, by {file}", flush=True)
-    if args.follow:
-        return _follow(job)
-    _show(job)
-    print(f"again: gradus launch slurm --status {job} [--follow]")
-    return 0
+    code = _show(job, args.follow)
+    if not args.follow:
+        print(f"again: gradus launch slurm --status {job} [--follow]")
+    return code
 
 
 # ---------------------------------------------------------------- the script
@@ -163,47 +113,36 @@ def launch(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """The number of processes in all. Raises UserError for the first option that makes no sense."""
-    gpus = _gpus(args)
-    if args.ntasks and args.ntasks_per_node:
-        raise UserError(
-            f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. "
-            "Give one of them."
-        )
-    if args.ntasks and args.ntasks < args.nodes:
-        raise UserError(
-            f"--ntasks={args.ntasks}: {args.nodes} nodes need a process each. "
-            f"Give --ntasks={args.nodes}, or --nodes={args.ntasks}."
-        )
+    gpus, venv = _gpus(args), args.venv if args.venv != "none" else None
     tasks = args.ntasks or args.nodes * (args.ntasks_per_node or gpus or 1)
-    if gpus and tasks > args.nodes * gpus:
-        raise UserError(
-            f"{tasks} processes on {args.nodes} × {gpus} GPUs: each process takes one GPU. "
-            f"Give --ntasks-per-node={gpus} or fewer."
-        )
-    if args.time is not None:
-        seconds = _seconds(args.time)
-        if args.signal != "none" and 0 < seconds <= _signal(args)[1]:
-            raise UserError(
-                f"--signal={args.signal}: the limit is only {seconds:,} s (--time={args.time}). "
-                f"Give a longer --time or a later signal, e.g. USR1@{seconds // 4}."
-            )
-    if args.signal != "none":
-        _signal(args)
-    if args.container_command and not args.container:
-        raise UserError(f"--container-command={args.container_command}: cannot take effect without --container IMAGE.")
-    if args.container and args.venv not in (None, "none"):
-        raise UserError(f"--venv={args.venv} cannot take effect inside --container={args.container}. Give one of them.")
-    if args.venv not in (None, "none") and not args.dry_run:
-        activate = Path(os.path.expanduser(args.venv)) / "bin" / "activate"
-        if not activate.is_file():
-            raise UserError(f"--venv={args.venv}: holds no bin/activate. Give the folder of a virtual environment.")
-    for text in args.directive:
-        if text.lstrip("-").split("=")[0] in DIRECTIVES:
-            raise UserError(f"--directive={text}: is an option of its own. Give --{text.lstrip('-')}.")
+    seconds = _seconds(args.time) if args.time is not None else 0
+    before = _signal(args)[1] if args.signal != "none" else 0
+    activate = Path(os.path.expanduser(venv or "")) / "bin" / "activate"
+    own = next((text.lstrip("-") for text in args.directive if text.lstrip("-").split("=")[0] in DIRECTIVES), None)
+    for wrong, text in (
+        (args.ntasks and args.ntasks_per_node,
+         f"--ntasks={args.ntasks} and --ntasks-per-node={args.ntasks_per_node} say the same thing. Give one of them."),
+        (tasks < args.nodes, f"--ntasks={args.ntasks}: {args.nodes} nodes need a process each."),
+        (gpus and tasks > args.nodes * gpus,
+         f"{tasks} processes on {args.nodes} × {gpus} GPUs: each process takes one GPU. "
+         f"Give --ntasks-per-node={gpus} or fewer."),
+        (0 < seconds <= before,
+         f"--signal={args.signal}: the limit is only {seconds:,} s (--time={args.time}). "
+         f"Give a longer --time or a later signal, e.g. USR1@{seconds // 4}."),
+        (args.container_command and not args.container,
+         f"--container-command={args.container_command}: cannot take effect without --container IMAGE."),
+        (args.container and venv,
+         f"--venv={venv} cannot take effect inside --container={args.container}. Give one of them."),
+        (venv and not args.dry_run and not activate.is_file(),
+         f"--venv={venv}: holds no bin/activate. Give the folder of a virtual environment."),
+        (own, f"--directive={own}: is an option of its own. Give --{own}."),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(text)
     return tasks
 
 
-# what the script says by itself; anything else may come by --directive
+# what the script says by itself, in this order; anything else may come by --directive
 DIRECTIVES = (
     "job-name", "chdir", "output", "error", "open-mode", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gres",
     "time", "partition", "account", "qos", "signal", "requeue",
@@ -213,8 +152,7 @@ DIRECTIVES = (
 def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     """The batch script: directives, set-up, one srun, and what to do with its exit code."""
     gpus = _gpus(args)
-    lines = ["#!/bin/bash", *_directives(args, name, run, folder)]
-    lines.append("")
+    lines = ["#!/bin/bash", *_directives(args, name, run, folder), ""]
     if args.module:
         lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
     venv = args.venv or (sys.prefix if sys.prefix != sys.base_prefix and not args.container else "none")
@@ -239,18 +177,15 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         "code=$?",
     ]
     if args.signal != "none":
-        saved, signal_name = 128 + _signal(args)[0], args.signal.split("@")[0]
+        saved = f"got {args.signal.split('@')[0]} and saved; requeued, to go on from there"
         fault = "met a fault of the machine; requeued, to go on from the last checkpoint"
-        lines += [
-            f'if [ "$code" -eq {saved} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            f'    echo "gradus: job $SLURM_JOB_ID got {signal_name} and saved; requeued, to go on from there"',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
-            "fi",
-            f'if [ "$code" -eq {FAULT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
-            f'    echo "gradus: job $SLURM_JOB_ID {fault}"',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
-            "fi",
-        ]
+        for code, why in ((128 + _signal(args)[0], saved), (FAULT, fault)):
+            lines += [
+                f'if [ "$code" -eq {code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
+                f'    echo "gradus: job $SLURM_JOB_ID {why}"',
+                '    scontrol requeue "$SLURM_JOB_ID" && exit',
+                "fi",
+            ]
     lines += ['[ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"', 'exit "$code"']
     return "\n".join(lines) + "\n"
 
@@ -258,24 +193,17 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
 def _directives(args: Namespace, name: str, run: str, folder: Path) -> list[str]:
     """The lines by which sbatch learns what the job needs."""
     gpus = _gpus(args)
-    directives = {
+    ours = {
         "job-name": args.job_name or name,
         "chdir": str(folder),
         "output": args.output or f"{run.replace('%', '%%')}/slurm-%j.out",
-        "error": args.error,
         "open-mode": "append",  # a job that goes on writes behind what it wrote
-        "nodes": args.nodes,
-        "ntasks": args.ntasks,
         "ntasks-per-node": None if args.ntasks else args.ntasks_per_node or gpus or 1,
-        "cpus-per-task": args.cpus_per_task,
         "gres": f"gpu:{args.gpus}" if gpus else None,
-        "time": args.time,
-        "partition": args.partition,
-        "account": args.account,
-        "qos": args.qos,
         "signal": None if args.signal == "none" else args.signal,
     }
-    given = {f"--{key}": str(value) for key, value in directives.items() if value is not None}
+    values = {key: ours[key] if key in ours else getattr(args, key.replace("-", "_")) for key in DIRECTIVES[:-1]}
+    given = {f"--{key}": str(value) for key, value in values.items() if value is not None}
     lines = [f"#SBATCH {option}={_directive(option, value)}" for option, value in given.items()]
     if args.signal != "none":
         lines.append("#SBATCH --requeue")
@@ -300,15 +228,11 @@ def _gpus(args: Namespace) -> int:
 
 def _seconds(limit: str) -> int:
     """The seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. 0 means no limit."""
-    found = TIME.fullmatch(limit)
-    if not found:
-        raise UserError(
-            f"--time={limit}: no time limit. "
-            "Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90, 01:30:00 or 2-00:00:00."
-        )
-    days, *rest = found.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is None and len(parts) < 3:
+    if not TIME.fullmatch(limit):
+        raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90 or 2-00:00:00.")
+    days, _, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if not days and len(parts) < 3:
         parts = [0, *parts]  # minutes come first
     hours, minutes, seconds = [*parts, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
@@ -318,9 +242,7 @@ def _signal(args: Namespace) -> tuple[int, int]:
     """(number, seconds before the limit)."""
     name, _, seconds = args.signal.partition("@")
     if name not in ("USR1", "TERM") or not seconds.isdigit() or not 0 < int(seconds) <= 65535:
-        raise UserError(
-            f"--signal={args.signal}: give USR1 or TERM and seconds before the limit, e.g. USR1@120, or none."
-        )
+        raise UserError(f"--signal={args.signal}: give USR1 or TERM and seconds before the limit, e.g. USR1@120.")
     return int(getattr(signal, f"SIG{name}")), int(seconds)
 
 
@@ -332,16 +254,12 @@ def _call(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
-        raise UserError(
-            f"no {command[0]} here: Slurm is not installed on this machine. Ask on a login node of the cluster."
-        ) from None
+        raise UserError(f"no {command[0]} here: Slurm is not installed. Ask on a login node of the cluster.") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
     if done.returncode:
-        told = [
-            line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()
-        ] or ["no reason given"]
-        raise UserError(f"{command[0]}: {'; '.join(told)}.")
+        told = [re.sub(rf"^{command[0]}: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
+        raise UserError(f"{command[0]}: {'; '.join(told) or 'no reason given'}.")
     return done.stdout.strip()
 
 
@@ -360,30 +278,20 @@ class Job:
                 f"job {number}: Slurm does not know it (any more). "
                 f"Finished jobs are soon forgotten; try sacct -j {number}"
             ) from None
-
-        def field(name: str, value: str = r"\S+") -> str:
-            found = re.search(rf"(?:^|\s){re.escape(name)}=({value})", told, re.MULTILINE)
-            return found[1].strip() if found else ""
-
-        self.number, self.state, self.reason = number, field("JobState"), field("Reason")
-        self.nodes, self.time, self.limit = field("NodeList"), field("RunTime"), field("TimeLimit")
-        self.restarts, self.code = int(field("Restarts") or 0), field("ExitCode")
-        self.log = Path(field("StdOut", ".*"))
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ENDED
+        of = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", told))
+        names = ("JobState", "Reason", "NodeList", "RunTime", "TimeLimit", "ExitCode")
+        self.state, self.reason, self.nodes, self.time, self.limit, self.code = (of.get(name, "") for name in names)
+        log = re.search(r"^\s*StdOut=(.*)$", told, re.MULTILINE)
+        self.number, self.restarts, self.log = number, int(of.get("Restarts", 0)), Path(log[1] if log else "")
+        self.ended = self.state in ENDED
 
     def __str__(self):
         parts = [f"job {self.number}: {self.state}"]
-        if self.state in ("RUNNING", "COMPLETING") or self.ended:
-            parts.append(f"on {self.nodes}, {self.time} of {self.limit}")
-        if self.reason not in ("None", ""):
-            parts.append(f"because of {self.reason}")
-        if self.restarts:
-            parts.append(f"restarts {self.restarts}")
-        if self.ended:
-            parts.append(f"exit code {self.code.split(':')[0]}")
+        ran = self.ended or self.state in ("RUNNING", "COMPLETING")
+        parts += [f"on {self.nodes}, {self.time} of {self.limit}"] if ran else []
+        parts += [f"because of {self.reason}"] if self.reason not in ("None", "") else []
+        parts += [f"restarts {self.restarts}"] if self.restarts else []
+        parts += [f"exit code {self.code.split(':')[0]}"] if self.ended else []
         return ", ".join(parts)
 
 
@@ -396,42 +304,27 @@ def _tail(log: Path) -> tuple[str, int]:
     return "".join(data.decode(errors="replace").splitlines(keepends=True)[-TAIL:]), len(data)
 
 
-def _show(number: str) -> int:
+def _show(number: str, follow: bool = False) -> int:
+    """Print the state and the end of the log; follow: then all that comes, until the job has ended.
+
+    0 where it is not followed, or completed; else 1.
+    """
     job = Job(number)
-    print(job)
-    text, _ = _tail(job.log)
-    if text:
-        print(f"{job.log}:\n{text.rstrip()}")
-    return 0
-
-
-def _follow(number: str, every: float = 1.0) -> int:
-    """Print each state and all that comes into the log until the job has ended. 0 where it completed, else 1."""
+    text, place = _tail(job.log)
+    print(f"{job}\n{job.log}:\n{text.rstrip()}" if text else job, flush=True)
     try:
-        for piece in _news(number, every):
-            print(piece, end="", flush=True)
+        while follow and not job.ended:
+            time.sleep(1.0)
+            before, job = job, Job(number)
+            if (job.state, job.restarts) != (before.state, before.restarts):
+                print(job, flush=True)
+            if job.log.is_file():
+                with job.log.open("rb") as f:
+                    f.seek(place)
+                    new = f.read()
+                place += len(new)
+                print(new.decode(errors="replace"), end="", flush=True)
     except KeyboardInterrupt:
         print(f"\njob {number} goes on. Look again: gradus launch slurm --status {number} --follow")
         return 130
-    return 0 if Job(number).state == "COMPLETED" else 1
-
-
-def _news(number: str, every: float) -> Iterator[str]:
-    job = Job(number)
-    text, place = _tail(job.log)
-    yield f"{job}\n{text}"
-    told = (job.state, job.restarts)
-    while True:
-        job = Job(number)
-        if (job.state, job.restarts) != told:
-            told = (job.state, job.restarts)
-            yield f"{job}\n"
-        if job.log.is_file():
-            with job.log.open("rb") as f:
-                f.seek(place)
-                new = f.read()
-            place += len(new)
-            yield new.decode(errors="replace")
-        if job.ended:
-            return
-        time.sleep(every)
+    return 0 if not follow or job.state == "COMPLETED" else 1

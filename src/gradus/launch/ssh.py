@@ -32,45 +32,26 @@ from gradus.launch import (
 
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `gradus launch ssh`."""
-    p.add_argument("recipe", metavar="RECIPE", help="a packaged recipe, a file or a run folder")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    add = p.add_argument
     train_options(p)
-    p.add_argument("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
-    p.add_argument("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
-    p.add_argument("--dry-run", action="store_true", help="print the commands, run none")
-    p.add_argument(
-        "--processes", type=limits.whole(1, limits.PROCESSES), default=1, metavar="N",
-        help="to start there, one a GPU (default 1)",
-    )
-    p.add_argument("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
-    p.add_argument(
-        "--copy", choices=["scp", "rsync"], default="scp",
-        help="rsync sends only what changed, and must be there too (default scp)",
-    )
-    p.add_argument(
-        "--python", default="python3", metavar="COMMAND",
-        help="Python there, 3.11 or newer (default: python3)",
-    )
-    p.add_argument(
-        "--setup", action="append", default=[], metavar="LINE",
-        help="shell line there instead of the set-up; may be repeated",
-    )
-    p.add_argument(
-        "--follow", action="store_true",
-        help="show the log until training has ended, then fetch the run folder",
-    )
+    add("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
+    add("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
+    add("--dry-run", action="store_true", help="print the commands, run none")
+    number = limits.whole(1, limits.PROCESSES)
+    add("--processes", type=number, default=1, metavar="N", help="to start there, one a GPU (default 1)")
+    add("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
+    add("--copy", choices=["scp", "rsync"], default="scp", help="rsync (must be there too) sends only what changed")
+    add("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
+    add("--setup", action="append", default=[], metavar="LINE", help="line there instead of the set-up; repeatable")
+    add("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
 
 
 @dataclasses.dataclass
 class Command:
-    """One command of this machine's shell.
-
-    when: setup (before training), start, follow, fetch, or look (only shown).
-    """
+    """One command of this machine's shell."""
 
     why: str
     words: list[str]
-    when: str = "setup"
 
     def __str__(self):
         return shlex.join(self.words)
@@ -84,19 +65,16 @@ def launch(args: Namespace) -> int:
     if args.host is not None and not re.fullmatch(r"(\w[\w.%+-]*@)?[\w\[][\w.:%\[\]-]*", args.host):
         raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
     if not below(args.folder):
-        raise UserError(
-            f"--folder={args.folder}: give a folder below the home folder there, of letters, digits, - and _."
-        )
+        raise UserError(f"--folder={args.folder}: give a folder below the home folder there, without spaces.")
     for line in args.setup:
         one_line("--setup", line)
     if args.follow and (args.dry_run or not args.host):
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.log import own
 
-    for tool in dict.fromkeys(("ssh", args.copy)) if args.host and not args.dry_run else ():
+    for tool in ("ssh", args.copy) if args.host and not args.dry_run else ():
         if not shutil.which(tool):
-            package = "openssh-client" if tool != "rsync" else tool
-            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install {package}).")
+            raise UserError(f"no {tool} here. Install it (on Debian: apt-get install openssh-client rsync).")
     try:
         while True:
             recipe, run = read(args, args.processes)
@@ -112,28 +90,25 @@ def launch(args: Namespace) -> int:
         for command in todo:
             print(f"# {command.why}\n{command}")
         return 0
-    by_name = {when: [c for c in todo if c.when == when] for when in ("setup", "start", "follow", "fetch", "look")}
-    for command in by_name["setup"] + by_name["start"]:
+    *before, look, follow, fetch = todo
+    for command in before:
         print(f"# {command.why}\n{command}", flush=True)
         _run(command)
     if not args.follow:
         print("training; a lost connection loses nothing. From here:")
-        for command in by_name["look"] + by_name["follow"] + by_name["fetch"]:
+        for command in (look, follow, fetch):
             print(f"# {command.why}\n{command}")
         return 0
-    code = 0
-    for command in by_name["follow"]:
-        code = subprocess.run(command.words).returncode
-        if code == 255:
-            raise UserError(f"the connection to {args.host} is lost; training goes on there. Look again: {command}")
-    for command in by_name["fetch"]:
-        _run(command)
+    code = subprocess.run(follow.words).returncode
+    if code == 255:
+        raise UserError(f"the connection to {args.host} is lost; training goes on there. Look again: {follow}")
+    _run(fetch)
     print(f"training ended with exit code {code}; its run folder is {run}")
     return code
 
 
 def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
-    """(the script that is run there, all commands in their order)."""
+    """(the script that is run there, all commands in their order: the last three look at it, follow it, fetch it)."""
     host = args.host or "USER@HOST"
     session = "gradus-" + re.sub(r"\W", "-", f"{recipe.name}-{Path(run).name}")
     ssh = ["ssh", *(["-p", str(args.port)] if args.port != 22 else [])]
@@ -179,13 +154,13 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         "command -v tmux >/dev/null || { apt-get update -qq && apt-get install -qq -y tmux; }",
     ]
     todo.append(Command("set it up", there(*(f"{{ {line}; }}" if "||" in line else line for line in setup))))
-    todo.append(Command("start, inside tmux", there(f"tmux new-session -d -s {session} bash {run}/job.sh"), "start"))
-    todo.append(Command("look at it (leave with Ctrl-b d)", there(f"tmux attach -t {session}", terminal=True), "look"))
+    todo.append(Command("start, inside tmux", there(f"tmux new-session -d -s {session} bash {run}/job.sh")))
+    todo.append(Command("look at it (leave with Ctrl-b d)", there(f"tmux attach -t {session}", terminal=True)))
     wait = f"tail -n +1 -F {run}/log.txt --pid=$(cat {run}/pid) 2>/dev/null; exit $(cat {run}/exit_code)"
     until_started = f"until test -s {run}/pid; do sleep 0.2; done"
-    todo.append(Command("see its log until it has ended", there(until_started, wait), "follow"))
+    todo.append(Command("see its log until it has ended", there(until_started, wait)))
     parent = str(Path(run).parent) + "/"
-    todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent), "fetch"))
+    todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent)))
     return _script(args, train_words(args, run, name, settings, theirs), run), todo
 
 
@@ -207,6 +182,5 @@ def _script(args: Namespace, words: Sequence[str], run: str) -> str:
 def _run(command: Command) -> None:
     code = subprocess.run(command.words, stdin=subprocess.DEVNULL).returncode
     if code:
-        raise UserError(
-            f"could not {command.why}: {command.words[0]} ended with exit code {code}. The command was: {command}"
-        )
+        tool = command.words[0]
+        raise UserError(f"could not {command.why}: {tool} ended with exit code {code}. The command was: {command}")

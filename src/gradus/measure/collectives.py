@@ -7,16 +7,16 @@ beside theirs.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ import torch.distributed as dist
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean, need
-from gradus.measure.conditions import conditions as about_here
-from gradus.measure.workers import start
+from gradus.hardware.tables import table as columns
+from gradus.hardware.units import quantity
+from gradus.measure import machine
+from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import world as worlds
 from gradus.parallel.world import World
-from gradus.rows import Row, RowFile, read_rows
+from gradus.rows import Row, RowFile
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
 # tests).
@@ -46,7 +48,7 @@ COLLECTIVES = tuple(BUS_FACTOR)
 BACKENDS = ("gloo", "mpi", "nccl")
 SIZES = tuple(2**k for k in range(10, 25, 2))  # 1 KiB to 16 MiB
 WARM_UP, LEAST, MOST = 3, 7, 100  # calls before the clock runs; fewest and most calls that are timed
-SECONDS = 0.1  # aimed at for each collective and size
+AIM = 0.1  # seconds for each collective and size
 
 # torch 2.13 calls it so; its older name warns there
 _torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,40 +64,22 @@ class TorchCollectives:
 
     def __init__(self, world: World, n: int, device: str = "cpu"):
         # filled, not zeros(): untouched zero pages would not come from memory
-        self.whole, self.part, self.other = (
+        self.whole, self.part, self.other = whole, part, other = [
             torch.empty(k, device=device).fill_(0) for k in (world.size * n, n, world.size * n)
-        )
-        self.parts = list(self.whole.chunk(world.size))  # views
-        self.first, self.device = world.first, device
-
-    def broadcast(self) -> None:
-        dist.broadcast(self.whole, src=0)
-
-    def scatter(self) -> None:
-        dist.scatter(self.part, self.parts if self.first else None, src=0)
-
-    def gather(self) -> None:
-        dist.gather(self.part, self.parts if self.first else None, dst=0)
-
-    def reduce(self) -> None:
-        dist.reduce(self.whole, dst=0)
-
-    def all_reduce(self) -> None:
-        dist.all_reduce(self.whole)
-
-    def reduce_scatter(self) -> None:
-        _torch_reduce_scatter(self.part, self.whole)
-
-    def all_gather(self) -> None:
-        _torch_all_gather(self.whole, self.part)
-
-    def all_to_all(self) -> None:
-        dist.all_to_all_single(self.other, self.whole)
-
-    def wait(self) -> None:
-        """Until the device has done it."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        ]
+        parts = list(whole.chunk(world.size)) if world.first else None  # views
+        self.calls: dict[str, Callable[[], Any]] = {
+            "broadcast": lambda: dist.broadcast(whole, src=0),
+            "scatter": lambda: dist.scatter(part, parts, src=0),
+            "gather": lambda: dist.gather(part, parts, dst=0),
+            "reduce": lambda: dist.reduce(whole, dst=0),
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "reduce_scatter": lambda: _torch_reduce_scatter(part, whole),
+            "all_gather": lambda: _torch_all_gather(whole, part),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        }
+        # until the device has done it
+        self.wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
 
     @staticmethod
     def barrier() -> None:
@@ -112,41 +96,23 @@ class TorchCollectives:
 class MpiCollectives:
     """The same of MPI through mpi4py, on buffers: the methods with a capital letter, which pickle nothing."""
 
-    def __init__(self, world: World, n: int, device: str = "cpu"):
-        self.MPI = worlds.load_mpi("--backend mpi")
-        self.all = self.MPI.COMM_WORLD
-        self.whole, self.part, self.other = (np.full(k, 0, np.float32) for k in (world.size * n, n, world.size * n))
-        self.first = world.first
-
-    def broadcast(self) -> None:
-        self.all.Bcast(self.whole, root=0)
-
-    def scatter(self) -> None:
-        self.all.Scatter(self.whole, self.part, root=0)
-
-    def gather(self) -> None:
-        self.all.Gather(self.part, self.whole, root=0)
-
-    def reduce(self) -> None:
-        self.all.Reduce(self.MPI.IN_PLACE if self.first else self.whole, self.whole, root=0)
-
-    def all_reduce(self) -> None:
-        self.all.Allreduce(self.MPI.IN_PLACE, self.whole)
-
-    def reduce_scatter(self) -> None:
-        self.all.Reduce_scatter_block(self.whole, self.part)
-
-    def all_gather(self) -> None:
-        self.all.Allgather(self.part, self.whole)
-
-    def all_to_all(self) -> None:
-        self.all.Alltoall(self.whole, self.other)
-
-    def wait(self) -> None:
-        pass
-
-    def barrier(self) -> None:
-        self.all.Barrier()
+    def __init__(self, world: World, n: int):
+        self.MPI = MPI = worlds.load_mpi("--backend mpi")
+        self.all = everyone = MPI.COMM_WORLD
+        self.whole, self.part, self.other = whole, part, other = [
+            np.full(k, 0, np.float32) for k in (world.size * n, n, world.size * n)
+        ]
+        self.calls: dict[str, Callable[[], Any]] = {
+            "broadcast": lambda: everyone.Bcast(whole, root=0),
+            "scatter": lambda: everyone.Scatter(whole, part, root=0),
+            "gather": lambda: everyone.Gather(part, whole, root=0),
+            "reduce": lambda: everyone.Reduce(MPI.IN_PLACE if world.first else whole, whole, root=0),
+            "all_reduce": lambda: everyone.Allreduce(MPI.IN_PLACE, whole),
+            "reduce_scatter": lambda: everyone.Reduce_scatter_block(whole, part),
+            "all_gather": lambda: everyone.Allgather(part, whole),
+            "all_to_all": lambda: everyone.Alltoall(whole, other),
+        }
+        self.wait, self.barrier = (lambda: None), everyone.Barrier
 
     def slowest(self, seconds: list[float]) -> np.ndarray:
         times = np.array(seconds)
@@ -155,18 +121,13 @@ class MpiCollectives:
 
 
 def measure(
-    world: World,
-    sizes: tuple[int, ...] = SIZES,
-    backend: str = "gloo",
-    collectives: tuple[str, ...] = COLLECTIVES,
-    seconds: float = SECONDS,
+    world: World, sizes: tuple[int, ...], backend: str = "gloo", collectives: tuple[str, ...] = COLLECTIVES
 ) -> list[Row]:
     """Times each collective at each size between the processes of `world`, which have met. Every process calls it;
     every one gets the rows.
 
     sizes: bytes of the whole array, S in nccl-tests (a process's part is S / n_processes; rounded up to whole float32 a
     part, and the row has the bytes that went). backend: `gloo`, `nccl` (between GPUs) or `mpi` (MPI.COMM_WORLD).
-    seconds: aimed at for each collective and size.
 
     A call's time: after a barrier, each process takes the time until the call returns; the longest of these. The rows
     of a collective are `collective/NAME/time` (s: the median; conditions: quartiles, calls), `/algorithm_bandwidth` and
@@ -174,9 +135,6 @@ def measure(
     grow with size) of the fit, from 3 sizes on: see `fit`.
     """
     assert world.size > 1, "a collective needs another process"
-    maker, device = (
-        (MpiCollectives, "cpu") if backend == "mpi" else (TorchCollectives, "cuda" if backend == "nccl" else "cpu")
-    )
     common = conditions(world, backend)
     rows: list[Row] = []
     for name in collectives:
@@ -184,36 +142,36 @@ def measure(
         for size in sorted(sizes):
             n = -(-size // (4 * world.size))  # float32 a process
             n_bytes = 4 * n * world.size
-            times = _time(maker(world, n, device), name, seconds)
+            torch_device = "cuda" if backend == "nccl" else "cpu"
+            made = MpiCollectives(world, n) if backend == "mpi" else TorchCollectives(world, n, torch_device)
+            times = _time(made, name)
             low, median, high = (float(q) for q in np.percentile(times, (25, 50, 75)))
             points.append((n_bytes, median))
             here = {"collective": name, "bytes": n_bytes, **common}
-            path = f"collective/{name}"
+            path, speed = f"collective/{name}", n_bytes / median
             rows += [
                 Row(f"{path}/time", median, "s", conditions={**here, "quartiles": [low, high], "calls": len(times)}),
-                Row(f"{path}/algorithm_bandwidth", n_bytes / median, "bytes/s", conditions=here),
-                Row(
-                    f"{path}/bus_bandwidth", n_bytes / median * BUS_FACTOR[name](world.size), "bytes/s", conditions=here
-                ),
+                Row(f"{path}/algorithm_bandwidth", speed, "bytes/s", conditions=here),
+                Row(f"{path}/bus_bandwidth", speed * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
             ]
         if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
             rows += _fitted(name, points, common)
     return rows
 
 
-def _time(made: TorchCollectives | MpiCollectives, name: str, seconds: float) -> np.ndarray:
+def _time(made: TorchCollectives | MpiCollectives, name: str) -> np.ndarray:
     """(calls,) seconds of each call on the process where it took longest."""
 
     def once() -> float:
         made.barrier()
         start = time.perf_counter()
-        getattr(made, name)()
+        made.calls[name]()
         made.wait()
         return time.perf_counter() - start
 
     # the same on every process, so that all agree on the number of calls
     warm = made.slowest([once() for _ in range(WARM_UP)])
-    calls = int(min(MOST, max(LEAST, seconds / max(float(warm[-1]), 1e-9))))
+    calls = int(min(MOST, max(LEAST, AIM / max(float(warm[-1]), 1e-9))))
     return made.slowest([once() for _ in range(calls)])
 
 
@@ -253,7 +211,7 @@ def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterato
 
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
-    found = about_here()
+    found = machine.conditions()
     versions = found["versions"]
     if backend == "mpi":
         mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
@@ -274,152 +232,109 @@ def conditions(world: World, backend: str) -> dict:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """`1KiB,64KiB,1MB` → bytes. KiB, MiB, GiB are powers of 1024; kB, MB, GB of 1000; a bare number is bytes. Raises
     UserError."""
-    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-    sizes = []
-    for word in text.split(","):
-        found = re.fullmatch(r"\s*([0-9]{1,15})\s*([A-Za-z]*)\s*", word)
-        if not found or int(found[1]) == 0:
-            raise UserError(
-                f"--sizes: {word.strip()[:40] or 'nothing'!r} is no size. Write for example --sizes 1KiB,64KiB,1MiB"
-            )
-        if found[2].lower() not in units:
-            raise UserError(f"--sizes: {word.strip()}: unknown unit {found[2]}. Use B, KiB, MiB, GiB, kB, MB or GB.")
-        sizes.append(int(found[1]) * units[found[2].lower()])
-    return tuple(sorted(set(sizes)))
+    try:
+        sizes = {int(w if w.strip().isdecimal() else quantity(w, "bytes")) for w in text.split(",")}
+    except ValueError as e:
+        raise UserError(f"--sizes: {e} Write for example --sizes 1KiB,64KiB,1MiB") from None
+    if 0 in sizes:
+        raise UserError("--sizes: 0 bytes are no size.")
+    return tuple(sorted(sizes))
 
 
-def run(
-    backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZES, seconds: float = SECONDS
-) -> list[Row] | None:
+def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZES) -> list[Row] | None:
     """Measures between `processes` processes. They are started here (2 by default), unless a launcher (torchrun,
     mpirun, srun) has started this one; then they are its, and every one but the first gets None.
 
     Raises UserError when the backend is not available here, when processes contradicts the launcher, or when there is
     only one process.
     """
-    if backend not in BACKENDS:
-        raise UserError(f"--backend {backend}: no such backend.{did_you_mean(backend, BACKENDS)}")
     world = worlds.find()
     launched = world.launcher != "none"
     n = world.size if launched else processes or 2
-    if launched and processes not in (None, n):
+    if processes not in (None, n):
+        raise UserError(f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out.")
+    possible(n, world.local_size if launched else n, max(sizes))
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if backend == "nccl" and gpus < (1 if launched else n):  # a launcher may show each process its own GPU only
         raise UserError(
-            f"--processes {processes}: {world.launcher} has started {n}. Leave --processes out, or start this "
-            f"without {world.launcher}."
+            f"--backend nccl needs a GPU for each of {n} processes, and NCCL; here: {gpus} GPUs. Use --backend gloo."
         )
+    if launched:
+        return _take_part(backend, sizes, world)
+    folder = Path(tempfile.mkdtemp(prefix="gradus-collectives-"))  # what they print stays where one of them fails
+    rows = start(n, _take_part, backend, sizes, log=folder / "workers.log")[0]
+    shutil.rmtree(folder)
+    return rows
+
+
+def possible(n: int, here: int, size: int) -> None:
+    """Raises UserError for n processes, of them `here` on this machine, that cannot send so many bytes."""
     if n < 2:
         raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
-    here = world.local_size if launched else n
-    # each process holds what it sends and what it gets, twice over at times
-    if backend != "nccl" and 4 * here * max(sizes) > limits.memory():
-        most = f"{show_bytes(int(limits.memory() / 4 / here))} at most"
-        raise UserError(
-            f"--sizes {show_bytes(max(sizes))}: {here} processes do not hold it in "
-            f"{show_bytes(int(limits.memory()))} of memory; {most}."
-        )
-    if backend == "nccl":
-        n_gpus = torch.cuda.device_count()
-        # a launcher may show each process its own GPU only
-        if not dist.is_nccl_available() or n_gpus < (1 if launched else n):
-            nccl = "with" if dist.is_nccl_available() else "without"
-            there = f"{n_gpus} GPU{'s' * (n_gpus != 1)} and PyTorch {nccl} NCCL"
-            raise UserError(f"--backend nccl needs a GPU for each of {n} processes; here: {there}. Use --backend gloo.")
-    if backend == "mpi":
-        need("mpi4py", "mpi", "--backend mpi")
-    if launched:
-        return _take_part(backend, sizes, seconds, world)
-    return _start_mpi(n, sizes, seconds) if backend == "mpi" else _start(n, backend, sizes, seconds)
+    most = limits.memory() / 4 / here  # each process holds what it sends and what it gets, twice over at times
+    if size > most:
+        raise UserError(f"--sizes {shown(size, BYTES)}: {here} processes hold {shown(most, BYTES)} at most.")
 
 
-def _take_part(backend: str, sizes: tuple[int, ...], seconds: float, world: World) -> list[Row] | None:
+def _take_part(backend: str, sizes: tuple[int, ...], world: World) -> list[Row] | None:
     """The rows on the first process, None on the others."""
     torch.set_num_threads(1)
     if backend == "mpi":
         seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
         if seen != world.size:
-            raise UserError(
-                f"{world.launcher} started {world.size} processes, but MPI sees {seen}: mpi4py uses another MPI. "
-                f"{MPI_HELP}"
-            )
+            started = f"{world.launcher} started {world.size} processes, but MPI sees {seen}"
+            raise UserError(f"{started}: mpi4py uses another MPI. {MPI_HELP}")
     else:
         worlds.join(world, "cuda" if backend == "nccl" else "cpu")
-    rows = measure(world, sizes, backend, seconds=seconds)
+    rows = measure(world, sizes, backend)
     return rows if world.first else None
-
-
-def _start(n: int, backend: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
-    """n workers on this machine, and what the first of them measured. What they print stays where one of them
-    failed."""
-    folder = Path(tempfile.mkdtemp(prefix="gradus-collectives-"))
-    rows = start(n, _take_part, backend, sizes, seconds, log=folder / "workers.log")[0]
-    shutil.rmtree(folder)
-    return rows
 
 
 MPI_HELP = "Start it with: mpirun -n 4 gradus collectives --backend mpi"
 
 
-def _start_mpi(n: int, sizes: tuple[int, ...], seconds: float) -> list[Row]:
+def _under_mpirun(n: int, words: list[str]) -> int:
+    """The exit code of this verb with these words, in n processes of MPI."""
+    need("mpi4py", "mpi", "--backend mpi")
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
     if mpirun is None:
         raise UserError(f"--backend mpi: there is no mpirun on PATH (Debian: apt-get install openmpi-bin). {MPI_HELP}")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # as root, and more processes than cores: Open MPI asks for a word on each (other MPIs do not, and heed none of
-        # these)
+        # as root, and more processes than cores: Open MPI asks for a word on each
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        command = [
-            mpirun, "-n", str(n), sys.executable, "-m", "gradus.measure.collectives", ",".join(map(str, sizes)),
-            str(seconds), str(file),
-        ]  # fmt: skip
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-        ) as started:
-            try:
-                out, err = started.communicate()
-            except BaseException:
-                started.terminate()  # mpirun ends its processes
-                raise
-        if started.returncode:
-            said = (err.strip() or out.strip() or "without a word").splitlines()
-            raise UserError(f"{mpirun} ended with {started.returncode}:\n" + "\n".join(said[-15:]))
-        return _read(file)
-
-
-def _write(file: Path, rows: list[Row]) -> None:
-    out = RowFile(file)
-    out.write(rows)
-    out.close()
-
-
-def _read(file: Path) -> list[Row]:
-    fields = ("name", "value", "unit")
-    return [Row(*(r.pop(f) for f in fields), conditions=r) for r in read_rows(file)]
+    command = [mpirun, "-n", str(n), sys.executable, "-m", "gradus", "collectives", "--backend", "mpi", *words]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as started:
+        try:
+            return started.wait()
+        except BaseException:
+            started.terminate()  # mpirun ends its processes
+            raise
 
 
 def collectives(args) -> int:
     """The verb: measure, print a table, keep the rows."""
+    if args.backend not in BACKENDS:
+        raise UserError(f"--backend {args.backend}: no such backend.{did_you_mean(args.backend, BACKENDS)}")
     sizes = parse_sizes(args.sizes) if args.sizes else SIZES
     if args.to:
         open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
-    # on the way out, what was started here is ended
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with ended_with_this():
+        if args.backend == "mpi" and worlds.find().launcher == "none":
+            n, to = args.processes or 2, ["--to", args.to] if args.to else []
+            possible(n, n, max(sizes))
+            return _under_mpirun(n, ["--sizes", ",".join(map(str, sizes)), *to])
         rows = run(args.backend, args.processes, sizes)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if rows is not None:
         for line in table(rows):
             print(line)
         if args.to:
-            _write(Path(args.to), rows)
+            with contextlib.closing(RowFile(Path(args.to))) as out:
+                out.write(rows)
             print(f"{len(rows)} rows added to {args.to}")
     return 0
 
@@ -435,65 +350,38 @@ def table(rows: list[Row]) -> Iterator[str]:
         "algorithm bandwidth: size / time; bus: as in nccl-tests"
     )
     yield ""
-    yield f"{'collective':15} {'size':>8} {'time':>9} {'quartiles':>20} {'calls':>5} {'algorithm':>11} {'bus':>11}"
-    found = {(r.name, r.conditions.get("bytes")): r for r in rows}
+    value = {(r.name, r.conditions.get("bytes")): r.value for r in rows}
+    lines = []
     for r in rows:
         if r.name.endswith("/time"):
             name, n_bytes = r.conditions["collective"], r.conditions["bytes"]
-            speed, bus = (
-                found[f"collective/{name}/{which}_bandwidth", n_bytes].value for which in ("algorithm", "bus")
-            )
-            quartiles = " .. ".join(map(show_seconds, r.conditions["quartiles"]))
-            yield (
-                f"{name:15} {show_bytes(n_bytes):>8} {show_seconds(r.value):>9} {quartiles:>20} "
-                f"{r.conditions['calls']:5}"
-                f" {show_speed(speed):>11} {show_speed(bus):>11}"
-            )
-    fits = [r for r in rows if r.name.endswith("/latency")]
-    if fits:
+            speeds = [value[f"collective/{name}/{which}_bandwidth", n_bytes] for which in ("algorithm", "bus")]
+            quartiles = " .. ".join(shown(t, SECONDS) for t in r.conditions["quartiles"])
+            lines.append([
+                name, shown(n_bytes, BYTES), shown(r.value, SECONDS), quartiles, str(r.conditions["calls"]),
+                *(shown(speed, SPEED) for speed in speeds),
+            ])  # fmt: skip
+    yield from columns(["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"], lines, range(1, 7))
+    lines = []
+    for r in rows:
+        if r.name.endswith("/latency"):
+            bandwidth = value.get((r.name.replace("latency", "bandwidth"), None))
+            lines.append([
+                r.conditions["collective"], shown(r.value, SECONDS),
+                shown(bandwidth, SPEED) if bandwidth else "no growth", f"{r.conditions['largest_error']:.0%}",
+            ])  # fmt: skip
+    if lines:
         yield ""
         yield "fitted: time = latency + size / bandwidth (least squares on relative errors)"
-        yield f"{'collective':15} {'latency':>9} {'bandwidth':>11} {'largest error':>14}"
-    for r in fits:
-        name = r.conditions["collective"]
-        bandwidth = found.get((f"collective/{name}/bandwidth", None))
-        yield (
-            f"{name:15} {show_seconds(r.value):>9} {show_speed(bandwidth.value) if bandwidth else 'no growth':>11}"
-            f" {r.conditions['largest_error']:>13.0%}"
-        )
+        yield from columns(["collective", "latency", "bandwidth", "largest error"], lines, range(1, 4))
 
 
-def show_bytes(n: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= size:
-            return f"{n / size:.4g} {unit}"
-    return f"{n} B"
+BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+SPEED = ((1e9, "GB/s"), (1e6, "MB/s"))
 
 
-def show_seconds(t: float) -> str:
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if t >= size:
-            return f"{t / size:.3g} {unit}"
-    return f"{t * 1e6:.3g} µs"
-
-
-def show_speed(bytes_per_second: float) -> str:
-    size, unit = (1e9, "GB/s") if bytes_per_second >= 1e9 else (1e6, "MB/s")
-    return f"{bytes_per_second / size:.3g} {unit}"
-
-
-def _main() -> None:
-    """A worker that mpirun has started: sizes, seconds, file."""
-    world = worlds.find()
-    if world.launcher == "none":
-        raise UserError(f"mpirun did not set the rank or the number of processes. {MPI_HELP}")
-    rows = _take_part("mpi", parse_sizes(sys.argv[1]), float(sys.argv[2]), world)
-    if rows is not None:
-        _write(Path(sys.argv[3]), rows)
-
-
-if __name__ == "__main__":
-    try:
-        _main()
-    except UserError as e:
-        sys.exit(f"error: {e}")
+def shown(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """In the largest unit of which it has one, to three digits or all before the point."""
+    size, unit = next((u for u in units if value >= u[0]), units[-1])
+    return f"{value / size:.{max(3, len(str(int(value / size))))}g} {unit}"

@@ -24,29 +24,13 @@ if TYPE_CHECKING:
     from gradus.train.session import Session
 
 
-def _cpu_attention(q, k, v, *_, out_shape=None, **__) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _cpu_attention_backward(grad, q, k, v, *_, out_shape=None, **__) -> int:
-    return sdpa_backward_flop_count(grad, q, k, v)
-
-
-def _experts(x, weights, *_, out_shape=None, **__) -> int:
-    return 2 * x[0] * weights[1] * weights[2]  # each row takes one expert
-
-
-def _experts_backward(x, y, *_, out_shape=None, **__) -> int:
-    return 2 * x[0] * x[1] * y[1]
-
-
 # PyTorch's counter knows the fused attention of GPUs only and takes a CPU's for nothing, and does not know our own
-# operators
+# operators. All get shapes; each row takes one expert.
 _MORE = {
-    FLASH_CPU: _cpu_attention,
-    FLASH_CPU_BACKWARD: _cpu_attention_backward,
-    torch.ops.gradus.grouped_mm: _experts,
-    torch.ops.gradus.grouped_outer: _experts_backward,
+    FLASH_CPU: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    FLASH_CPU_BACKWARD: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
+    torch.ops.gradus.grouped_mm: lambda x, weights, *_, **__: 2 * x[0] * weights[1] * weights[2],
+    torch.ops.gradus.grouped_outer: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[1],
 }
 
 
@@ -119,24 +103,16 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- peaks
 
 
-def known_peak(device_name: str, numbers: str) -> float | None:
-    """The dense peak in operations a second of a card, by its driver's name, for fp32, tf32, bf16 or fp16. None: not
-    known, never guessed.
+def peak_flops(session: Session) -> float | None:
+    """The dense peak in operations a second of the session's device, in the numbers that its matrix products are
+    computed in. None: not known, never guessed.
 
     From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and
     another name.
     """
-    device = hardware.by_driver(device_name)
-    return None if device is None else device.peaks.get(numbers)
-
-
-def peak_flops(session: Session) -> float | None:
-    """The peak of the session's device in the numbers that its matrix products are computed in; None where it is not
-    known."""
     if session.device.type != "cuda":
         return None
     layout = session.recipe.layout
     numbers = layout.precision.removeprefix("pure_")
-    if numbers == "fp32" and layout.tf32:
-        numbers = "tf32"
-    return known_peak(torch.cuda.get_device_name(session.device), numbers)
+    device = hardware.by_driver(torch.cuda.get_device_name(session.device))
+    return device and device.peaks.get("tf32" if numbers == "fp32" and layout.tf32 else numbers)

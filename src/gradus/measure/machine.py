@@ -1,42 +1,34 @@
-"""Prints the machine as found, with a word on each figure."""
+"""The machine as found, with a word on each figure; and under what anything is measured on it."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import socket
 from collections.abc import Iterator
 from typing import Any
 
-from gradus.train.machine import describe
+import torch
 
-GIB = 2**30
+from gradus import __version__, limits
+from gradus.train.machine import cpu_name, describe
 
-
-def _gib(n: int) -> str:
-    return f"{n / GIB:.1f} GiB"
-
-
-# key of describe() → (label, how to write it, a word on it)
+# key of describe() → (label, a word on it)
 MACHINE = {
-    "host": ("host", str, "name of this machine"),
-    "os": ("OS", str, "distribution"),
-    "system": ("system", str, "kernel, architecture and C library"),
-    "cpu": ("CPU", str, "the processor"),
-    "cpus": ("cores", str, "CPUs that the system counts (hardware threads)"),
-    "cpus_allowed": ("cores allowed", str, "of these, those that this process may use"),
-    "threads": ("threads", str, "that PyTorch computes with in one process"),
-    "cpu_flags": (
-        "instructions",
-        ", ".join,
-        "AVX: wide vectors; VNNI: int8 products; bf16, fp16: half precision in hardware; AMX: matrix tiles",
-    ),
-    "torch_cpu": ("PyTorch uses", str, "the widest vectors its own CPU kernels are built for here"),
-    "memory_bytes": ("RAM", _gib, "main memory"),
-    "memory_limit_bytes": ("RAM allowed", _gib, "limit of this container"),
+    "host": ("host", "name of this machine"),
+    "os": ("OS", "distribution"),
+    "system": ("system", "kernel, architecture and C library"),
+    "cpu": ("CPU", "the processor"),
+    "cpus": ("cores", "CPUs that the system counts (hardware threads)"),
+    "cpus_allowed": ("cores allowed", "of these, those that this process may use"),
+    "threads": ("threads", "that PyTorch computes with in one process"),
+    "cpu_flags": ("instructions", "AVX: wide vectors; VNNI: int8; bf16, fp16: half precision; AMX: matrix tiles"),
+    "torch_cpu": ("PyTorch uses", "the widest vectors its own CPU kernels are built for here"),
+    "memory_bytes": ("RAM", "main memory"),
+    "memory_limit_bytes": ("RAM allowed", "limit of this container"),
 }
-SOFTWARE = {
-    "gradus": ("gradus", str, "this program"),
-    "python": ("python", str, "the interpreter"),
-}
+SOFTWARE = {"gradus": ("gradus", "this program"), "python": ("python", "the interpreter")}
 PACKAGES = {
     "torch": "tensors, kernels, processes",
     "numpy": "the loader's arrays",
@@ -58,43 +50,35 @@ LAUNCHERS = {
     "srun": "starts a step of a Slurm job",
 }
 DRIVER = {
-    "driver": ("driver", str, "NVIDIA's kernel driver"),
-    "driver_cuda": ("CUDA of driver", str, "the newest CUDA that this driver can run"),
-    "torch_cuda": (
-        "CUDA of PyTorch", str, "the CUDA that PyTorch was built with: not newer than the driver's major version",
-    ),
-    "torch_gpus": ("GPUs for PyTorch", str, "GPUs that PyTorch sees here (CUDA_VISIBLE_DEVICES hides some)"),
-    "nvml_error": ("NVML", str, "the driver's management library is there and does not answer"),
+    "driver": ("driver", "NVIDIA's kernel driver"),
+    "driver_cuda": ("CUDA of driver", "the newest CUDA that this driver can run"),
+    "torch_cuda": ("CUDA of PyTorch", "the CUDA that it was built with: not newer than the driver's major version"),
+    "torch_gpus": ("GPUs for PyTorch", "GPUs that PyTorch sees here (CUDA_VISIBLE_DEVICES hides some)"),
+    "nvml_error": ("NVML", "the driver's management library is there and does not answer"),
 }
 GPU = {
-    "error": ("error", str, "what NVML says instead of its figures"),
-    "name": ("name", str, "the model"),
-    "temperature_c": ("temperature", lambda t: f"{t} °C", "of the chip; too hot, it clocks itself down"),
-    "performance_state": ("performance state", str, "P0 is the fastest; P8 and above is at rest"),
-    "persistence_mode": (
-        "persistence mode", str, "on: the driver stays loaded between programs, which then start sooner",
-    ),
-    "power_w": ("power", lambda w: f"{w:.0f} W", "drawn now: not what training draws, unless it trains now"),
-    "power_cap_w": ("power cap", lambda w: f"{w:.0f} W", "above this it clocks itself down"),
-    "bus_id": ("bus id", str, "domain:bus:device.function on PCIe"),
-    "display_active": ("display", str, "on: a screen is driven, which takes memory and time"),
-    "memory_used_bytes": ("memory used", _gib, "now, by all processes and the driver"),
-    "memory_bytes": ("memory", _gib, "in all"),
-    "ecc_mode": ("ECC", str, "error correction of the memory"),
-    "ecc_errors": (
-        "ECC errors", str, "that could not be corrected, since the driver was loaded; more than 0: drain this GPU",
-    ),
-    "utilisation": (
-        "utilisation", lambda u: f"{u} %", "share of the last second or less in which some kernel ran, however small",
-    ),
-    "memory_utilisation": ("memory utilisation", lambda u: f"{u} %", "share of it in which memory was read or written"),
-    "compute_mode": (
-        "compute mode", str, "default: many processes may use it; exclusive process: one; prohibited: none",
-    ),
-    "mig_mode": ("MIG", str, "on: cut into several smaller GPUs"),
-    "pcie": ("PCIe", str, "the link to the host now, and at most; at rest it falls back to save power"),
-    "nvlinks": ("NVLinks up", str, "direct links to other GPUs"),
+    "error": ("error", "what NVML says instead of its figures"),
+    "name": ("name", "the model"),
+    "temperature_c": ("temperature", "of the chip; too hot, it clocks itself down"),
+    "performance_state": ("performance state", "P0 is the fastest; P8 and above is at rest"),
+    "persistence_mode": ("persistence mode", "on: the driver stays loaded between programs, which then start sooner"),
+    "power_w": ("power", "drawn now: not what training draws, unless it trains now"),
+    "power_cap_w": ("power cap", "above this it clocks itself down"),
+    "bus_id": ("bus id", "domain:bus:device.function on PCIe"),
+    "display_active": ("display", "on: a screen is driven, which takes memory and time"),
+    "memory_used_bytes": ("memory used", "now, by all processes and the driver"),
+    "memory_bytes": ("memory", "in all"),
+    "ecc_mode": ("ECC", "error correction of the memory"),
+    "ecc_errors": ("ECC errors", "not corrected, since the driver was loaded; more than 0: drain this GPU"),
+    "utilisation": ("utilisation", "share of the last second or less in which some kernel ran, however small"),
+    "memory_utilisation": ("memory utilisation", "share of it in which memory was read or written"),
+    "compute_mode": ("compute mode", "default: many processes may use it; exclusive process: one; prohibited: none"),
+    "mig_mode": ("MIG", "on: cut into several smaller GPUs"),
+    "pcie": ("PCIe", "the link to the host now, and at most; at rest it falls back to save power"),
+    "nvlinks": ("NVLinks up", "direct links to other GPUs"),
 }
+# the end of a key → how its figure is written
+WRITTEN = {"temperature_c": "{} °C", "power_w": "{:.0f} W", "power_cap_w": "{:.0f} W", "utilisation": "{} %"}
 
 
 def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
@@ -120,8 +104,15 @@ def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
         yield "For the GPUs' figures: pip install 'gradus[gpu]'"
 
 
-def _told(figures: dict, found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(label, write(found[key]), word) for key, (label, write, word) in figures.items() if key in found]
+def _told(figures: dict[str, tuple[str, str]], found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(label, _written(key, found[key]), word) for key, (label, word) in figures.items() if key in found]
+
+
+def _written(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB"
+    shape = next((shape for end, shape in WRITTEN.items() if key.endswith(end)), "{}")
+    return ", ".join(value) if isinstance(value, list) else shape.format(value)
 
 
 def _section(title: str, told: list[tuple[str, str, str]]) -> Iterator[str]:
@@ -139,3 +130,14 @@ def env(args) -> int:
     for line in lines():
         print(line)
     return 0
+
+
+def conditions() -> dict[str, Any]:
+    """Of every row that is measured here."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cpus": limits.processors(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # what else the machine is doing
+        "versions": {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    }

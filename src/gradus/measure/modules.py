@@ -39,10 +39,7 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     check.validate(recipe, n)
     recipe = recipe.model_copy(update={"layout": layout})
     with fake_world(n, rank) as here:
-        if data:
-            config = open_session(recipe, world=here).recipe.model
-        else:
-            config = _complete(recipe)
+        config = open_session(recipe, world=here).recipe.model if data else _complete(recipe)
         mesh = Mesh.make(layout, here)
         with FakeTensorMode():
             precision = Precision(layout.precision, pick_device("cpu"))
@@ -54,15 +51,14 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
 
 def _complete(recipe: Recipe) -> ModelConfig:
     """Raises UserError for what only the data or the task would tell."""
-    model, unknown = recipe.model, {}
-    if hasattr(model, "head") and model.head == "none" and recipe.task.name in ("masked_lm", "classification"):
-        unknown["head"] = "the task chooses it"
-    if model.vocab_size is None and model.reads == "text":
-        unknown["vocab_size"] = "the tokenizer knows it"
-    if recipe.task.name == "classification" and model.n_classes is None:
-        unknown["n_classes"] = "the data know it"
-    for key, why in unknown.items():
-        raise UserError(f"model.{key}: not known, {why}. Set model.{key}, or leave out --no-data.")
+    model, task = recipe.model, recipe.task.name
+    for key, unknown in (
+        ("head", getattr(model, "head", None) == "none" and task in ("masked_lm", "classification")),
+        ("vocab_size", model.vocab_size is None and model.reads == "text"),
+        ("n_classes", task == "classification" and model.n_classes is None),
+    ):
+        if unknown:
+            raise UserError(f"model.{key}: only the data know it. Set model.{key}, or leave out --no-data.")
     return model
 
 

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from gradus.errors import UserError
+from gradus.hardware.tables import table as columns
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
@@ -82,42 +84,35 @@ class CudaTimeline:
         self.reserved[name] = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
 
-    def __exit__(self, *error: Any) -> None:
-        pass
-
     def phases(self) -> list[tuple[str, int, int]]:
         return self.rows
+
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 @contextlib.contextmanager
 def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, the trainer's step marks where its passes begin and end."""
-    task, precision, parallel = trainer.task, trainer.precision, trainer.parallel
-    own = {
-        (task, "losses"): task.losses, (parallel, "backward"): parallel.backward, (precision, "step"): precision.step,
-    }  # fmt: skip
 
-    def losses(model, batch):
-        mark("ready")
-        sums = own[task, "losses"](model, batch)
-        mark("forward")
-        return sums
+    def marking(owner: Any, name: str, after: str, before: str | None = None) -> Any:
+        own = getattr(owner, name)
 
-    def backward(loss):
-        own[parallel, "backward"](loss)
-        mark("backward")
+        def marked(*args: Any) -> Any:
+            if before:
+                mark(before)
+            result = own(*args)
+            mark(after)
+            return result
 
-    def step(optimizer, bad):
-        own[precision, "step"](optimizer, bad)
-        mark("step")
+        return mock.patch.object(owner, name, marked)
 
-    for (owner, name), replacement in zip(own, (losses, backward, step)):
-        setattr(owner, name, replacement)
-    try:
+    with (
+        marking(trainer.task, "losses", "forward", before="ready"),
+        marking(trainer.parallel, "backward", "backward"),
+        marking(trainer.precision, "step", "step"),
+    ):
         yield
-    finally:
-        for owner, name in own:
-            delattr(owner, name)  # the class's own is there again
 
 
 def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:
@@ -156,38 +151,34 @@ def tell_picture(
     """(a table, the same as rows) of two steps that were followed. state: bytes of weights, gradients and optimizer."""
     # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
     phases, cuda = timeline.phases(), isinstance(timeline, CudaTimeline)
-    last = {name: (allocated, peak) for name, allocated, peak in phases}
+    last = {name: allocated for name, allocated, _ in phases}
     peaks: dict[str, int] = {}
     for name, _, peak in phases:
         peaks[name] = max(peaks.get(name, 0), peak)
-    held = {name: state[name] for name in ("weights", "gradients", "optimizer")}
-    held["activations"] = last["step 2: forward"][0] - last["step 2: ready"][0]
-    held["peak"] = max(peaks.values())
-
-    shown = ["building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))]
-    lines = [f"  {'after':20} {'allocated':>12} {'peak':>12}" + (f" {'reserved':>12}" if cuda else "")]
-    rows = []
+    activations = last["step 2: forward"] - last["step 2: ready"]
     conditions = {
         "recipe": session.recipe.name,
         "device": str(session.device),
         "precision": session.recipe.layout.precision,
         "torch": torch.__version__,
     }
-    for name in shown:
-        numbers = {"allocated": last[name][0], "peak": peaks[name]}
-        if cuda:
-            numbers["reserved"] = timeline.reserved[name]
-        lines.append(f"  {name:20}" + "".join(f" {megabytes(n):>12}" for n in numbers.values()))
+    cells, rows = [], []
+    for name in ("building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))):
+        numbers = {"allocated": last[name], "peak": peaks[name]}
+        numbers |= {"reserved": timeline.reserved[name]} if cuda else {}
+        cells.append([f"  {name}", *map(megabytes, numbers.values())])
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
         rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
-    said = {
-        "weights": "", "gradients": "after the backward pass", "optimizer": "its state",
-        "activations": "kept for the backward pass, by one micro-batch", "peak": "the highest of all",
-    }  # fmt: skip
-    lines += ["", f"  {'component':20} {'MB':>12}"]
-    lines += [f"  {name:20} {megabytes(n):>12}  {said[name]}".rstrip() for name, n in held.items()]
-    rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n in held.items()]
-    return lines, rows
+    lines = columns(["  after", *numbers], cells, {1, 2, 3})
+    components = (
+        ("weights", state["weights"], ""), ("gradients", state["gradients"], "after the backward pass"),
+        ("optimizer", state["optimizer"], "its state"),
+        ("activations", activations, "kept for the backward pass, by one micro-batch"),
+        ("peak", max(peaks.values()), "the highest of all"),
+    )  # fmt: skip
+    cells = [[f"  {name}", megabytes(n), what] for name, n, what in components]
+    rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n, _ in components]
+    return [*lines, "", *columns(["  component", "MB", ""], cells, {1})], rows
 
 
 def megabytes(n: int) -> str:
@@ -206,11 +197,9 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
         path = folder / ("trace.json" if not written else f"trace-{len(written) + 1}.json")
         try:
             found.export_chrome_trace(str(path))
-            json_whole(path)
-        except (OSError, RuntimeError) as e:
-            raise UserError(
-                f"{path}: the trace could not be written ({e}). Free some space or give another --to."
-            ) from None
+            json.loads(path.read_text(encoding="utf-8"))  # the profiler does not look whether the disk took it all
+        except (OSError, RuntimeError, ValueError) as e:
+            raise UserError(f"{path}: the trace could not be written ({e}). Give another --to.") from None
         written.append(path)
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
@@ -222,15 +211,6 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
             trainer.take(next(steps))
             found.step()
     return table(found, cuda)
-
-
-def json_whole(path: Path) -> None:
-    """Raises OSError for a trace that was cut short (the profiler does not look whether the disk took it all)."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            json.load(file)
-    except ValueError:
-        raise OSError("cut short") from None
 
 
 def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
@@ -245,11 +225,9 @@ def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
         if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")
     ]
     total = sum(getattr(e, time) for e in events) or 1
-    lines = [f"  {'operation':56} {'ms':>10} {'share':>7} {'calls':>7} {'MB':>11}"]
+    cells = []
     for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:
-        spent = getattr(e, time)
-        name = e.key if len(e.key) <= 56 else e.key[:55] + "…"
-        lines.append(
-            f"  {name:56} {spent / 1e3:10.2f} {spent / total:7.1%} {e.count:7} {getattr(e, memory) / 1e6:11.2f}"
-        )
-    return lines
+        spent, name = getattr(e, time), e.key if len(e.key) <= 56 else e.key[:55] + "…"
+        numbers = f"{spent / 1e3:.2f}", f"{spent / total:.1%}", str(e.count), f"{getattr(e, memory) / 1e6:.2f}"
+        cells.append([f"  {name:56}", *numbers])
+    return columns(["  operation", "ms", "share", "calls", "MB"], cells, {1, 2, 3, 4})

@@ -4,21 +4,18 @@ goes, by name.
 Strong scaling keeps the global batch; weak scaling keeps the batch of a process. Every number of processes is started
 anew in every round, and runs the very trainer of `gradus train`.
 
-A step's time is told by five names that add up to it, from the clocks of every process's main thread, in the timed
-steps themselves:
+A step's time is told by five names that add up to it, from the clocks of every process's main thread:
 
 - computing: on a processor (data excepted), the copies that collectives need included;
 - communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps it waiting;
 - waiting: blocked longer than that: for a process that comes later. Where a step has several meeting points at which
-different
-  processes come last, some of this is told as communication;
+  different processes come last, some of this is told as communication;
 - data: making the batch, or waiting for it;
 - other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process
-alone is blocked.
+  alone is blocked.
 
 Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with
-one until it is done, the wait for the last process to call it included. A part of it, or all, is hidden behind
-computing.
+one until it is done, the wait for the last process to call it included. Some may be hidden behind computing.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,13 +36,15 @@ import torch
 from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError, need
-from gradus.measure.collectives import show_bytes
-from gradus.measure.conditions import conditions, processors
+from gradus.hardware.tables import table as columns
+from gradus.limits import processors
+from gradus.measure.collectives import BYTES, shown
+from gradus.measure.machine import conditions
 from gradus.measure.profile import endless
-from gradus.measure.workers import start
+from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check
 from gradus.parallel import world as worlds
-from gradus.parallel.mesh import AXES, DATA, sizes
+from gradus.parallel.mesh import DATA, needed, sizes
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.parallel.traffic import collective
 from gradus.parallel.world import World
@@ -123,11 +120,9 @@ def without_replicas(layout: Layout) -> dict[str, Any]:
     """The keys of a layout that have nothing to do where there is one replica, as they are then."""
     plain = {"replicate": "auto", "shard_optimizer": False, "local_sgd": None, "diloco": None}
     keeps = ("auto", "none", "data_parallel")  # the last is one process by itself
-    return {
-        k: v
-        for k, v in plain.items()
-        if getattr(layout, k) != v and not (k == "replicate" and layout.replicate in keeps)
-    }
+    if layout.replicate in keeps:
+        del plain["replicate"]
+    return {k: v for k, v in plain.items() if getattr(layout, k) != v}
 
 
 @dataclasses.dataclass
@@ -218,10 +213,9 @@ def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dic
     A collective goes by the name that it was called by: gloo does a reduce_scatter by an all_reduce. What was called
     first is done first, so the calls' order tells which is which.
     """
-    called = [
-        name.removeprefix("c10d::") for name, *_ in sorted(events, key=lambda e: e[1]) if name.startswith("c10d::")
-    ]
-    scattered = [name for name in map(collective, called) if name in ("all_reduce", "reduce_scatter")]
+    called = [name for name, *_ in sorted(events, key=lambda e: e[1]) if name.startswith("c10d::")]
+    names = (collective(name.removeprefix("c10d::")) for name in called)
+    scattered = [name for name in names if name in ("all_reduce", "reduce_scatter")]
     done = sorted((start, end, name.removeprefix("gloo:")) for name, start, end in events if name.startswith("gloo:"))
     if len(scattered) == sum(name == "all_reduce" for *_, name in done):
         order = iter(scattered)
@@ -299,14 +293,11 @@ class Found:
         """The first process's last round."""
         return self.rounds[-1].ranks[0]
 
-    def against(self, base: Found) -> tuple[float, float]:
-        """(speed-up, efficiency) of the steps."""
+    def against(self, base: Found, whole: bool = False) -> tuple[float, float]:
+        """(speed-up, efficiency) of the steps, or of the whole training."""
         ratio = self.middle.speed / base.middle.speed
-        return ratio, ratio * base.n / self.n
-
-    def whole_against(self, base: Found) -> tuple[float, float]:
-        """(speed-up, efficiency) of the whole training."""
-        ratio = base.summary["train_runtime"] / self.summary["train_runtime"]
+        if whole:
+            ratio = base.summary["train_runtime"] / self.summary["train_runtime"]
         return ratio, ratio * base.n / self.n
 
     def memory(self) -> list[int]:
@@ -327,26 +318,19 @@ class Found:
         mean = {name: np.mean([t.get(name, (0.0, 0.0)) for t in timed], axis=0).tolist() for name in names}
         return {name: (*mean[name], sent[name][1] if name in sent else None) for name in names}
 
-    def metric(self) -> tuple[str, float] | None:
-        """The task's own metric after the whole training."""
-        best, metrics = (self.summary["best"], self.summary["metrics"]) if self.summary else (None, {})
-        return (best["metric"], metrics[best["metric"]]) if best and best["metric"] in metrics else None
-
 
 def work(found: Found, base: Found) -> float:
     """A process's samples a step, against the base's: 1/2 with twice the processes (strong), 1 (weak)."""
     return found.middle.ranks[0].samples * base.n / (base.middle.ranks[0].samples * found.n)
 
 
-def lost(found: Found, base: Found) -> dict[str, float] | None:
+def lost(found: Found, base: Found) -> dict[str, float]:
     """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
 
     Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling
     as they are.
     """
     parts, ideal = found.middle.parts(), base.middle.parts()
-    if parts is None or ideal is None:
-        return None
     return {name: (parts[name] - ideal[name] * work(found, base)) / found.middle.step for name in PARTS}
 
 
@@ -367,7 +351,7 @@ def rows_of(all_found: list[Found], common: dict[str, Any]) -> list[Row]:
         add("step", f.middle.step, "s")
         for name, t in (f.middle.parts() or {}).items():
             add(f"step/{name}", t, "s")
-        for name, share in ((f is not base and lost(f, base)) or {}).items():
+        for name, share in ((f is not base and f.middle.parts() and lost(f, base)) or {}).items():
             add(f"lost/{name}", share, "of the step", against_processes=base.n)
         if (sent := f.sent()) is not None:
             by = {name: {"calls": calls, "bytes": b} for name, (calls, b) in (f.last.sent or {}).items()}
@@ -375,13 +359,12 @@ def rows_of(all_found: list[Found], common: dict[str, Any]) -> list[Row]:
         for name, (calls, t, b) in f.collectives().items():
             add(f"collective/{name}", t, "s", calls=calls, bytes=b, of="a step, from begin to end")
         if s := f.summary:
-            ratio, efficiency = f.whole_against(base)
+            ratio, efficiency = f.against(base, whole=True)
             add("whole/runtime", s["train_runtime"], "s", s["steps"])
             add("whole/samples_per_s", s["train_samples_per_second"], "samples/s", s["steps"])
-            add("whole/speed_up", ratio, "", s["steps"], against_processes=base.n)
-            add("whole/efficiency", efficiency, "", s["steps"], against_processes=base.n)
-            add("whole/train_loss", s["train_loss"], "", s["steps"])
-            for name, value in s["metrics"].items():
+            for name, value in {"speed_up": ratio, "efficiency": efficiency}.items():
+                add(f"whole/{name}", value, "", s["steps"], against_processes=base.n)
+            for name, value in {"train_loss": s["train_loss"], **s["metrics"]}.items():
                 add(f"whole/{name}", value, "", s["steps"])
     return rows
 
@@ -393,13 +376,6 @@ def conditions_of(f: Found) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ what is shown
-
-
-def columns(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligned to the right."""
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    for line in (head, *lines):
-        yield "  ".join(cell.rjust(w) for cell, w in zip(line, widths))
 
 
 def ms(seconds: float) -> str:
@@ -417,10 +393,10 @@ def table(all_found: list[Found]) -> Iterator[str]:
     lines = []
     for f in all_found:
         spread = f" [{figure(min(f.speeds))} .. {figure(max(f.speeds))}]" if len(f.speeds) > 1 else ""
-        sent = "-" if f.sent() is None else show_bytes(round(f.sent()))
+        sent = "-" if f.sent() is None else shown(f.sent(), BYTES)
         lines.append((
             str(f.n), f"{f.recipe.batch.samples or f.recipe.batch.tokens:,}", figure(f.middle.speed) + spread,
-            *(f"{ratio:.2f}" for ratio in f.against(base)), show_bytes(max(f.memory())), sent,
+            *(f"{ratio:.2f}" for ratio in f.against(base)), shown(max(f.memory()), BYTES), sent,
             f"{f.middle.ranks[0].loss:.5f}",
         ))  # fmt: skip
     batch = f"batch, {'samples' if base.recipe.batch.samples else 'tokens'}"
@@ -433,44 +409,28 @@ def table(all_found: list[Found]) -> Iterator[str]:
         yield "\na step in ms, mean over the processes; the parts add up to it:"
         parts = [(str(f.n), ms(f.middle.step), *map(ms, f.middle.parts().values())) for f in all_found]
         yield from columns(("processes", "step", *PARTS), parts)
+        yield f"\nlost against {base.processes}, in % of the step:"
+        gone = [(1 - f.against(base)[1], *lost(f, base).values()) for f in all_found]
+        cells = [(str(f.n), *(f"{100 * share:+.1f}" for share in shares)) for f, shares in zip(all_found, gone)]
+        yield from columns(("processes", "in all", *PARTS), cells)
     else:
         yield f"\nthe parts of a step are told on a CPU only; this was on {facts['device']}"
-    calls = [
-        (str(f.n), name, f"{n:g}", ms(t), "-" if b is None else show_bytes(round(b)))
-        for f in all_found
-        for name, (n, t, b) in f.collectives().items()
-    ]
+    each = [(f.n, name, *figures) for f in all_found for name, figures in f.collectives().items()]
+    calls = [(str(n), name, f"{k:g}", ms(t), "-" if b is None else shown(b, BYTES)) for n, name, k, t, b in each]
     if calls:
         yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"
         yield "some may lie behind computing:"
         yield from columns(("processes", "collective", "calls", "ms", "sent"), calls)
-    if len(all_found) > 1 and facts["device"] == "cpu":
-        yield ""
-        yield from (bottleneck(f, base, lost(f, base)) for f in all_found[1:])
     if base.summary:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
         yield from whole_table(all_found)
-
-
-def bottleneck(f: Found, base: Found, gone: dict[str, float]) -> str:
-    """For example: `2 processes lose 9.0 % of the step against 1: communication +6.1 % (all_reduce), computing +3.0
-    %`."""
-    total = 1 - f.against(base)[1]
-    by_time = sorted(f.collectives().items(), key=lambda item: -item[1][1])
-    named = []
-    for name, share in sorted(gone.items(), key=lambda item: -item[1]):
-        note = f" ({by_time[0][0]})" if name == "communication" and by_time and share > 0 else ""
-        if abs(share) >= 0.0005:
-            named.append(f"{name} {100 * share:+.1f} %{note}")
-    what = f"{'lose' if total >= 0 else 'gain'} {100 * abs(total):.1f} % of the step against {base.n}"
-    return f"{f.n} processes {what}; lost to: {', '.join(named)}"
 
 
 def whole_table(all_found: list[Found]) -> Iterator[str]:
     names = list(all_found[0].summary["metrics"])
     lines = []
     for f in all_found:
-        s, against = f.summary, f.whole_against(all_found[0])
+        s, against = f.summary, f.against(all_found[0], whole=True)
         lines.append((
             str(f.n), f"{s['steps']:,}", f"{s['samples']:,}", f"{f.recipe.optimizer.lr:.3g}",
             figure(s["train_runtime"]), *(f"{x:.2f}" for x in against),
@@ -485,13 +445,11 @@ COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999"
 
 
 def plot(all_found: list[Found], title: str, file: Path) -> None:
-    """Speed-up with the ideal line, a step by its parts, and after whole trainings their metric. Raises UserError
-    without matplotlib."""
+    """Speed-up with the ideal line, and a step by its parts. Raises UserError without matplotlib."""
     Figure = need("matplotlib.figure", "plot", "a plot").Figure
-    panels = [plot_speed_up, plot_step, *([plot_metric] if all_found[0].metric() else [])]
-    fig = Figure(figsize=(5.0 * len(panels), 4.6), layout="constrained", dpi=120)
+    fig = Figure(figsize=(10.0, 4.6), layout="constrained", dpi=120)
     fig.suptitle(title, fontsize=10)
-    for draw, axes in zip(panels, fig.subplots(1, len(panels))):
+    for draw, axes in zip((plot_speed_up, plot_step), fig.subplots(1, 2)):
         draw(axes, all_found)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
@@ -508,7 +466,7 @@ def plot_speed_up(axes: Any, all_found: list[Found]) -> None:
     line = {"fmt": "o-", "capsize": 4, "color": COLOURS["computing"], "label": "steps: median, all rounds"}
     axes.errorbar(places, ratios, yerr=[below, above], **line)
     if base.summary:
-        faster = [f.whole_against(base)[0] for f in all_found]
+        faster = [f.against(base, whole=True)[0] for f in all_found]
         axes.plot(places, faster, "s-", color=COLOURS["communication"], label="whole training, once")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -530,41 +488,20 @@ def plot_step(axes: Any, all_found: list[Found]) -> None:
     axes.set_xticks(places, [str(f.n) for f in all_found])
 
 
-def plot_metric(axes: Any, all_found: list[Found]) -> None:
-    name, first = all_found[0].metric()
-    places, values = range(len(all_found)), [f.metric()[1] for f in all_found]
-    axes.plot(places, values, "s-", color=COLOURS["communication"], label="once")
-    axes.set(xlabel="processes", ylabel=name, title="after the whole training")
-    axes.set_xticks(places, [str(f.n) for f in all_found])
-    # rounding looks like no difference
-    axes.set_ylim(min(values) - 0.02 * abs(first) - 1e-6, max(values) + 0.02 * abs(first) + 1e-6)
-
-
 # ------------------------------------------------------------ the verb
 
 
 def examine(recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool) -> list[Recipe]:
     """The recipe for each number of processes. Raises UserError, in the terms of this verb where it has its own."""
-    layout = recipe.layout
-    named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate" and getattr(layout, axis) > 1}
-    taken = math.prod(named.values())
-    for n in counts:
-        if n % taken:
-            keys = ", ".join(f"layout.{axis}={k}" for axis, k in named.items())
-            raise UserError(
-                f"--processes {n}: {keys} needs a multiple of {taken}, since replicas vary here. Use --processes "
-                f"{taken},{2 * taken}"
-            )
-    if layout.transport == "mpi":
-        raise UserError(
-            "layout.transport=mpi: processes are started here without mpirun. Leave it out, or use mpirun -n N "
-            "gradus train."
-        )
-    enough_devices(layout.device, counts[-1])
+    if recipe.layout.transport == "mpi":
+        raise UserError("layout.transport=mpi: processes are started here without mpirun. Leave it out.")
+    enough_devices(recipe.layout.device, counts[-1])
     found = []
     for n in counts:
-        found.append(recipe_for(recipe, n, weak=weak, scale_lr=scale_lr))
+        if n % needed(recipe.layout):
+            raise UserError(f"--processes {n}: this layout needs a multiple of {needed(recipe.layout)}.")
         try:
+            found.append(recipe_for(recipe, n, weak=weak, scale_lr=scale_lr))
             check.validate(found[-1], n)
         except UserError as e:
             raise UserError(f"--processes {n}: {e}") from None
@@ -623,8 +560,7 @@ def _noted(recipe: Recipe, found: list[Found], how: Settings, say: Callable[[str
             say(f"note: {f.processes}: one replica, so {', '.join(f'layout.{k}' for k in left_out)} left out")
     most, threads = found[-1].n, found[-1].recipe.layout.threads
     if threads and most * threads > processors():
-        each = f"{threads} thread{'s' * (threads > 1)}"
-        say(f"note: {most} processes of {each} share {processors()} processors, so they keep each other waiting")
+        say(f"note: {most} processes × {threads} threads share {processors()} processors: they keep each other waiting")
     return how
 
 
@@ -656,10 +592,7 @@ def _take_rounds(
 def _tell(found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]) -> None:
     """The table, and the plot."""
     kept = "the same batch for every process" if how.weak else "the same global batch"
-    threads = (
-        f", {common['threads']} thread{'s' * (common['threads'] > 1)} a process" if common["device"] == "cpu" else ""
-    )
-    where = f"{common['precision']} on {common['device']}{threads}"
+    where = f"{common['precision']} on {common['device']}, threads a process: {common['threads']}"
     title = f"{common['recipe']}, {common['scaling']} scaling ({kept}): {where}"
     machine = f"{common['cpu']}, {common['cpus']} processors, load {common['load']} before"
     say(f"\n{title}; {machine}; torch {torch.__version__}")
@@ -684,19 +617,10 @@ def scale(recipe: Recipe, counts: list[int], args: Any, plan: Any = None) -> int
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
     folder = Path(args.to) if args.to else Path("scale") / recipe.name / time.strftime("%Y%m%d-%H%M%S")
     if args.warmup < COUNTED_STEP:
-        raise UserError(
-            f"--warmup {args.warmup}: must be at least {COUNTED_STEP} (what the first steps set up is not to be timed)."
-        )
+        raise UserError(f"--warmup {args.warmup}: must be at least {COUNTED_STEP}, for what the first steps set up.")
     if args.scale_lr and not args.weak:
-        raise UserError(
-            "--scale-lr: without --weak the global batch stays, and so does its learning rate. Add --weak, or leave "
-            "it out."
-        )
+        raise UserError("--scale-lr: without --weak the global batch stays, and its learning rate too. Add --weak.")
     how = Settings(args.steps, args.warmup, args.repeat, args.weak, args.scale_lr, args.to_the_end or args.weak)
-    # on the way out, what was started here is ended
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with ended_with_this():
         measure(recipe, sorted(counts), folder, how, plan=plan)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0

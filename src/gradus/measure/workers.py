@@ -3,6 +3,7 @@ first."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
             process.join()
 
 
+@contextlib.contextmanager
+def ended_with_this() -> Iterator[None]:
+    """SIGTERM ends this process by way of every `finally`, so that what was started here is ended too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _work(pipe: connection.Connection, log: str, here: World, function: Callable, args: tuple) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends all
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -71,12 +82,8 @@ def _work(pipe: connection.Connection, log: str, here: World, function: Callable
     except UserError as e:
         answer = ("mistake", str(e))
     except torch.OutOfMemoryError as e:
-        text = str(e).splitlines()[0]
-        answer = (
-            "mistake",
-            f"rank {here.rank} of {here.size}: the memory is full ({text}). Set a smaller layout.micro_batch, or "
-            "more processes.",
-        )
+        text = f"the memory is full ({str(e).splitlines()[0]}). Set a smaller layout.micro_batch."
+        answer = ("mistake", f"rank {here.rank} of {here.size}: {text}")
     except BaseException:
         answer = ("failed", traceback.format_exc())
     pipe.send(answer)

@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import itertools
 import math
-import os
 import re
 import statistics
 import time
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradus import hardware, torch_private
+from gradus import hardware, limits, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
 from gradus.measure import collectives
@@ -497,7 +496,7 @@ def device_here(on: torch.device, measured: dict[str, Any]) -> Device:
 def link_here(on: torch.device) -> tuple[Link, dict[str, Any]]:
     """The link between two processes of this machine, and what was fitted of each collective: seconds of latency, bytes/s."""
     backend = "nccl" if on.type == "cuda" else "gloo"
-    rows = collectives.run(backend, 2, sizes=tuple(2**k for k in range(10, 25, 2)), seconds=0.1)
+    rows = collectives.run(backend, 2)
     found: dict[str, dict[str, float]] = {}
     for row in rows or []:
         _, name, what = row.name.split("/")
@@ -510,7 +509,7 @@ def link_here(on: torch.device) -> tuple[Link, dict[str, Any]]:
 def calibrate(seconds: float, on: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
     """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s."""
     start = time.perf_counter()
-    several = torch.cuda.device_count() > 1 if on.type == "cuda" else len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
+    several = torch.cuda.device_count() > 1 if on.type == "cuda" else limits.processors() > 1
     measured = measure(on, max(10.0, seconds - (30 if several else 10)), say)
     say(f"{measured['rounds']} rounds in {time.perf_counter() - start:.0f} s; median spread {measured['spread']:.1%}")
     device = device_here(on, measured)

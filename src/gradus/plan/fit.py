@@ -18,8 +18,8 @@ from gradus import limits
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Device
+from gradus.hardware.tables import table as columns
 from gradus.measure.profile import endless
-from gradus.measure.scaling import columns
 from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed, sizes

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gradus import __version__
+from gradus import __version__, limits
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "transformers", "mpi4py", "nvidia-ml-py")
 LAUNCHERS = ("torchrun", "mpirun", "srun")
@@ -55,7 +55,7 @@ def describe() -> dict[str, Any]:
         "versions": _versions(),
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
-        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpus_allowed": limits.processors(),
         "cpu_flags": _cpu_flags(),
         "threads": torch.get_num_threads(),
         "memory_bytes": memory,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradus import models, tasks
+from gradus import limits, models, tasks
 from gradus.data.loader import Loader
 from gradus.errors import UserError, did_you_mean
 from gradus.models.values import Deferred
@@ -99,8 +99,7 @@ def _open_device(layout: Layout, world: World) -> torch.device:
     if layout.threads:
         torch.set_num_threads(layout.threads)
     elif world.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        bound = hasattr(os, "sched_getaffinity")  # srun and mpirun may bind each process
-        allowed = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+        allowed = limits.processors()  # srun and mpirun may bind each process
         torch.set_num_threads(max(1, min(allowed, (os.cpu_count() or 1) // world.local_size)))
     device = pick_device(layout.device)
     if device.type == "cuda":
