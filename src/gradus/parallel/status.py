@@ -398,8 +398,8 @@ class Lost(UserError):
         self.quiet, self.code = quiet, code
 
 
-def supervised() -> bool:
-    """Whether a parent watches this process, and tells the user how it ended."""
+def has_parent() -> bool:
+    """Whether a parent process started this one, watches it, and tells the user how it ended."""
     return os.environ.get(PARENT) == str(os.getppid())
 
 
@@ -420,7 +420,7 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     waited = _WAITED.search(str(exception))
     seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
     _leave_word(folder, world.rank, exception, lost=seconds)
-    if supervised():
+    if has_parent():
         return Lost("another rank is gone", quiet=True)
     end = time.monotonic() + patience
     while time.monotonic() < end:
