@@ -155,22 +155,23 @@ def shallow(tree: Any, where: object, most: float = math.inf) -> None:
     raise UserError(f"{where}: nested deeper than {DEPTH} levels.")
 
 
-def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
-    """The content of a YAML file with the limits of a JSON one. Raises UserError with one line."""
+def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES) -> Any:
+    """The content of a YAML text, of at most `most` values, with the limits of JSON. Raises UserError with one line."""
     import yaml
 
     try:
-        found = yaml.load(read_text(path, most), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = yaml.load(text, loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        shallow(found, where, most)
     except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not YAML ({getattr(e, 'problem', None) or e}).") from None
+        mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        what = getattr(e, "problem", None) or getattr(e, "reason", None) or "cannot be read"
+        raise UserError(f"{where}: {place}not valid YAML: {what}.") from None
     except RecursionError:
-        raise UserError(f"{path}: nested deeper than {DEPTH} levels.") from None
+        raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
     except (ValueError, TypeError, OverflowError, AttributeError) as e:  # a date such as 2026-99-99, a list as a key
         reason = str(e).splitlines()[0][:120]
-        raise UserError(f"{path}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
-    shallow(found, path, NODES)
+        raise UserError(f"{where}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
     return found
 
 

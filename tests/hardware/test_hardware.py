@@ -293,7 +293,7 @@ def test_a_wrong_entry_is_named(tmp_path, more, says):
         ("devices: [1, 2]", "devices: expected keys"),
         ("devices: {X: 3}", "devices.X: expected keys"),
         ("devices: {3090: {}}", "put the name in quotes"),
-        ("a: [", "not YAML"),
+        ("a: [", "not valid YAML"),
         ("- 3", "expected keys"),
         (
             "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "

@@ -106,7 +106,7 @@ class Table:
 
 @functools.lru_cache(maxsize=16)
 def _parsed(file: Path, stamp: int) -> Any:
-    return limits.read_yaml(file)
+    return limits.parse_yaml(limits.read_text(file, limits.HARDWARE_FILE), file)
 
 
 def read(file: Path) -> Table:

@@ -56,8 +56,8 @@ def load(
     """
     name = str(name_or_path)
     source = texts.find(name_or_path) if text is None else texts.Source(name, text, name)
-    tree, order, found = texts.read(source.text, source.label)
-    layers = Layers(source.label, tree, order, [] if notes is None else notes)
+    tree = texts.read(source.text, source.label)
+    layers = Layers(source.label, tree, [path for path, _ in texts.leaves(tree)], [] if notes is None else notes)
     arguments = (texts.flat(key, texts.plain(value)) for key, value in more.items())
     flags, malformed = texts.words(overrides)
     for layer, given in ((ARGUMENT, arguments), (COMMAND_LINE, [flags])):
@@ -70,7 +70,7 @@ def load(
         if path := texts.absolute(get(tree, key), source.folder):
             put(tree, key, path)
     sizes_known, trouble = _fill(layers, configure)
-    return layers.recipe([*found, *malformed, *trouble], lambda _: layers.stated(), sizes_known)
+    return layers.recipe([*malformed, *trouble], lambda _: layers.stated(), sizes_known)
 
 
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -78,7 +78,7 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
     Only values that differ from their defaults count as asked for."""
     tree = {name: dict(section) if isinstance(section, Mapping) else section for name, section in raw.items()}
-    layers = Layers(source, tree, list(texts.leaves(tree)), [])
+    layers = Layers(source, tree, texts.stated(tree), [])
     return layers.recipe([], check.changed)
 
 
@@ -137,7 +137,7 @@ class Layers:
         return self.said.get(self.key_of(path), NOBODY)
 
     def stated(self) -> set[str]:
-        return {path for path in texts.leaves(self.tree) if self.said.get(path, NOBODY).by is None}
+        return {path for path in texts.stated(self.tree) if self.said.get(path, NOBODY).by is None}
 
     # ---- the one rule
 

@@ -154,26 +154,10 @@ def fields(name: str) -> dict[str, Any]:
     return PRESETS[ALIASES.get(name, name)]
 
 
-def expand(section: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's model section with its preset's fields filled in under the keys that are stated; the section itself is
-    not changed.
-
-    Without a preset it comes back as it is. Raises UserError as `fields`, and for a `family` that is not the preset's.
-    """
-    name = section.get("preset")
-    if name is None:
-        return dict(section)
-    stated = fields(name)
-    if section.get("family", stated["family"]) != stated["family"]:
-        text = f"is of family {stated['family']}, not {section['family']}. Leave model.family out"
-        raise UserError(f"model.preset={name} {text}")
-    return {**stated, **section}
-
-
-def config_of(name: str, **fields: Any) -> ModelConfig:
-    """The configuration of a preset, `fields` replaced. Raises UserError for an unknown preset."""
-    section = expand({"preset": name, **fields})
-    return MODELS[section["family"]](**section)
+def config_of(name: str, **more: Any) -> ModelConfig:
+    """The configuration of a preset, with `more` in place of its own fields. Raises UserError for an unknown preset."""
+    stated = {**fields(name), "preset": name, **more}
+    return MODELS[stated["family"]](**stated)
 
 
 def beside_weights(init: str) -> dict[str, Any] | None:
