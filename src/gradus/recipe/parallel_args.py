@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradus.errors import did_you_mean
+from gradus import limits
+from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import Layout
 
 if TYPE_CHECKING:
     from gradus.recipe.training_args import Arguments
 
-NAMES = ("ddp_backend", "ddp_bucket_cap_mb", "ddp_timeout", "deepspeed", "fsdp", "fsdp_config")
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")  # of fsdp
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")  # those that keep the gathered weights for the backward pass
 WORDS = (*STRATEGIES, "no_shard", "offload", "auto_wrap")
@@ -37,20 +35,13 @@ def layouts(m: Arguments) -> None:
 
 def _read(m: Arguments, name: str, value: Any) -> dict[str, Any]:
     """The object itself, or the JSON file that is named, from the working folder as with Hugging Face."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not isinstance(value, str):
-        raise m.wrong(name, f": expected an object or the name of a JSON file, got {json.dumps(value)}.")
     try:
-        found = json.loads(Path(os.path.expanduser(value)).read_text(encoding="utf-8"))
-    except OSError as e:
-        text = f"={value}: cannot be read ({e.strerror}). Give its path from here, or its content."
-        raise m.wrong(name, text) from None
-    except ValueError as e:
-        raise m.wrong(name, f"={value}: not readable as JSON ({e}).") from None
+        found = limits.read_json(value, limits.RECIPE_FILE) if isinstance(value, str) else value
+    except UserError as e:
+        raise m.wrong(name, f": {e}") from None
     if not isinstance(found, dict):
-        raise m.wrong(name, f"={value}: not a JSON object.")
-    return found
+        raise m.wrong(name, f": expected an object or the name of a JSON file with one, got {json.dumps(value)}.")
+    return dict(found)
 
 
 def _ddp(m: Arguments, sharded: bool) -> None:
@@ -75,8 +66,8 @@ def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> 
     if processes > 1:
         m.ours |= keys
         return
-    alone = "one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"
-    m.notes.append(f"{what}: {alone}")
+    text = "one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"
+    m.notes.append(f"{what}: {text}")
     if m.resuming:
         m.ours |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
 
@@ -101,8 +92,7 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
     else:
         keep = str(strategy if reshard is None else reshard).lower()
         if keep not in ("true", "false", *STRATEGIES):
-            text = f": expected true or false, got {json.dumps(reshard)}."
-            raise m.wrong("fsdp_config.reshard_after_forward", text)
+            raise m.wrong("fsdp_config.reshard_after_forward", f": expected true or false, got {json.dumps(reshard)}.")
         among = m.on_host if strategy.startswith("hybrid") else m.sharing
         keys = {"layout.shard": among, "layout.offload": True} if offload else {"layout.shard": among}
         if reshard is not None or keep in GATHERED_ONCE:
@@ -121,8 +111,7 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
     zero = part(config, "zero_optimization")
     stage = zero.pop("stage", 0)
     if stage not in (0, 1, 2, 3):
-        text = f": expected 0, 1, 2 or 3, got {json.dumps(stage)}."
-        raise m.wrong("deepspeed.zero_optimization.stage", text)
+        raise m.wrong("deepspeed.zero_optimization.stage", f": expected 0, 1, 2 or 3, got {json.dumps(stage)}.")
     devices = {name: part(zero, name).get("device", "none") for name in ("offload_optimizer", "offload_param")}
     what = f"deepspeed, ZeRO stage {stage}"
     if stage == 1:
