@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from gradus import limits
@@ -161,7 +160,7 @@ def holds_text(path: str) -> bool:
 
 def unsettable(path: str) -> bool:
     """Whether null takes the key out. Where the schema knows null it is kept, to win over a preset; an unknown key
-    stays, to be told."""
+    stays, for its error."""
     fields = fields_of(path)
     return bool(fields) and not any(type(None) in get_args(f.annotation) for f in fields)
 
@@ -186,17 +185,9 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"keys ({', '.join(annotation.model_fields)})"
     if annotation not in (int, float):
         return {bool: "true or false", str: "text"}[annotation]
-    bounds = " and ".join(filter(None, (_bound(m, annotation is int) for m in marks)))
-    return " ".join(filter(None, ("a whole number" if annotation is int else "a number", bounds)))
-
-
-def _bound(mark: Any, whole: bool) -> str:
-    """'' for what is no bound, and for an upper one that only a slip of the keyboard reaches."""
-    if isinstance(mark, annotated_types.Gt):
-        return f"≥ {mark.gt + 1}" if whole else f"> {mark.gt:g}"
-    if isinstance(mark, annotated_types.Ge):
-        return f"≥ {mark.ge:g}"
-    if isinstance(mark, annotated_types.Lt):
-        return f"< {mark.lt:g}"
-    told = isinstance(mark, annotated_types.Le) and not whole and mark.le < limits.REAL
-    return f"≤ {mark.le:g}" if told else ""
+    bounds = [
+        f"{sign} {limit:g}" for mark in marks for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if (limit := getattr(mark, name, None)) is not None
+        and not (name == "le" and (annotation is int or limit >= limits.REAL))  # only a slip of the keyboard reaches it
+    ]  # fmt: skip
+    return " ".join(("a whole number" if annotation is int else "a number", " and ".join(bounds))).strip()

@@ -103,9 +103,7 @@ class ModelConfig(Section):
         networks = getattr(self, "n_experts", None) or 1
         about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
         if about > limits.PARAMETERS:
-            raise ValueError(
-                f"these sizes together are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned"
-            )
+            raise ValueError(f"these sizes are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
         return self
 
 
@@ -119,9 +117,7 @@ class ExpertsConfig(ModelConfig):
     @model_validator(mode="after")
     def _enough_experts(self):
         if self.n_experts is not None and self.top_k > self.n_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is more than n_experts={self.n_experts}; set top_k={self.n_experts} or fewer"
-            )
+            raise ValueError(f"top_k={self.top_k} is more than n_experts={self.n_experts}")
         return self
 
 
@@ -146,9 +142,7 @@ class Seq2SeqConfig(ModelConfig):
     @model_validator(mode="after")
     def _sharing(self):
         if self.share_embeddings and self.target_vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                "share_embeddings=true needs one vocabulary; leave target_vocab_size out or set share_embeddings=false"
-            )
+            raise ValueError("share_embeddings=true needs one vocabulary; leave target_vocab_size out or set it false")
         return self
 
 
@@ -161,9 +155,7 @@ class BertConfig(ModelConfig):
     seq_len: Length = 512  # longest sequence in tokens
     n_token_types: upto(limits.HEADS) = 2  # segments that a text can have, such as two sentences
     dropout: Fraction = 0.1
-    head: Literal[
-        "none", "masked_lm", "pretraining", "classification"
-    ] = "none"  # pretraining: masked_lm + next sentence
+    head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
@@ -201,7 +193,7 @@ class T5Config(ModelConfig):
     dropout: Fraction = 0.1
     gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
     tie_output: bool = True  # output projection = token embedding
-    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions tell apart
+    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
 
@@ -251,17 +243,12 @@ class LlamaConfig(ExpertsConfig):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.qkv_bias and self.n_experts is not None:
-            raise ValueError(
-                "qkv_bias=true with n_experts: no weights layout of ours holds both; leave one of them out"
-            )
+            raise ValueError("qkv_bias=true with n_experts: no weights layout of ours holds both; leave one out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
         if self.d_ff > limits.FF:
-            raise ValueError(
-                f"d_ff={self.d_ff:,} follows from ffn_multiplier={self.ffn_multiplier:g}; "
-                f"at most {limits.FF:,} is planned"
-            )
+            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier; at most {limits.FF:,} is planned")
         return self
 
 
@@ -462,16 +449,6 @@ class TokenizerConfig(Section):
 # ---------------------------------------------------------------- optimisation
 
 
-class AdamW(Section):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: Rate  # learning rate, times what the schedule says
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
-    eps: Epsilon = 1e-8  # added to the root of the mean square
-    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
-
-
 class Adam(Section):
     """Adam (Kingma & Ba 2015)."""
 
@@ -479,6 +456,13 @@ class Adam(Section):
     lr: Rate  # learning rate, times what the schedule says
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
     eps: Epsilon = 1e-8  # added to the root of the mean square
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
+
+    name: Literal["adamw"] = "adamw"
+    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
 
 
 class SGD(Section):
@@ -558,14 +542,14 @@ class Evaluate(Section):
 
 
 class LocalSGD(Section):
-    """Workers take `every` steps alone, then average their weights (Stich 2019)."""
+    """Workers take `every` local steps, then average their weights (Stich 2019)."""
 
     every: Steps  # steps between two averages
 
 
 class DiLoCo(Section):
-    """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard
-    et al. 2023)."""
+    """Workers take `every` inner steps; their mean movement is the gradient of an outer Nesterov step (Douillard et al.
+    2023)."""
 
     every: Steps  # steps between two outer steps
     outer_lr: PositiveFloat = 0.7  # learning rate of the outer step
@@ -610,8 +594,8 @@ class Layout(Section):
     context: Axis = 1  # processes that split the sequence, attention included
     context_method: Literal["ring", "ulysses"] = "ring"  # of context: keys sent around, or heads exchanged for sequence
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
-    local_sgd: LocalSGD | None = None  # workers train apart and average their weights
-    diloco: DiLoCo | None = None  # workers train apart and take an outer step together
+    local_sgd: LocalSGD | None = None  # workers take local steps and average their weights
+    diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
     timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before a process is given up
 
 
@@ -627,18 +611,13 @@ def right_name(text: str) -> str:
 
 def _name(text: str) -> str:
     if text != right_name(text):
-        raise ValueError(
-            f"{text[:50]!r}: a name is that of a folder: no slashes, line breaks or other control characters, "
-            f"none of space . - at its ends, at most 100 bytes. Try {right_name(text)!r}"
-        )
+        raise ValueError(f"{text[:50]!r} cannot be the name of a folder. Try {right_name(text)!r}")
     return text
 
 
 def _folder(text: str | None) -> str | None:
     if text is not None and re.search(r"[\0-\x1f\x7f]", text):
-        raise ValueError(
-            f"{text[:100]!r}: a folder has no line breaks or control characters in its name. Leave them out"
-        )
+        raise ValueError(f"{text[:80]!r}: a folder has no line breaks or control characters in its name")
     return text
 
 

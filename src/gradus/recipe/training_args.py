@@ -134,7 +134,7 @@ class Arguments:
             group()
         parallel_args.layouts(self)
         for name, value in self.left.items():
-            near = difflib.get_close_matches(name, self.known - {name}, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(name, self.known - {name}, n=1, cutoff=0.9)
             misspelt = f"not a name of TrainingArguments. Did you mean {near[0]}?" if near else NOT_TAKEN
             self.note(name, value, ADVICE.get(name, misspelt))
 
