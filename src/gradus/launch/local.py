@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradus.errors import FAULT, UserError
+from gradus.errors import FAULT, UserError, tell_error
 from gradus.parallel import status
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def train(
         again = () if resume or auto_resume else ("--auto-resume",)
         code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
     if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
-        _tell(f"Go on from the last checkpoint with: {status.command(folder, n)}")
+        print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -120,13 +120,14 @@ def run(
                 if outcome.code in (0, 2) or signals.came:
                     break
                 if outcome.text:
-                    _tell(f"error: {outcome.text}")
+                    tell_error(outcome.text)
                 if restart < max_restarts:
-                    _tell(f"starting again from the last checkpoint: {restart + 1} of {max_restarts}")
+                    text = f"starting again from the last checkpoint: {restart + 1} of {max_restarts}"
+                    print(text, file=sys.stderr, flush=True)
         if signals.came:
             return outcome.code if outcome.code == 0 else 128 + signals.came[0]
         if outcome.code == 2 and outcome.text:
-            _tell(f"error: {outcome.text}")
+            tell_error(outcome.text)
         return outcome.code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
@@ -136,10 +137,6 @@ def run(
             for p in made:
                 with contextlib.suppress(OSError):  # not empty
                     p.rmdir()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_counts(n: int, max_restarts: int) -> None:
