@@ -392,25 +392,23 @@ def plan(args) -> int | Iterable[str]:
     return (row.json() for row in rows) if args.json else lines
 
 
+OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
+TAKEN = {  # by which questions of `gradus plan`
+    "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
+    "all": {"plan", "serve"}, "json": {*OF_A_RECIPE, "examples"} - {"web"},
+    **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
+}  # fmt: skip
+
+
 def _only_with(args, mode: str) -> None:
     """Raises UserError for what would have no effect."""
-    belongs = {"port": "web", "host": "web", "batch": "serve", "length": "serve", "bits": "serve"}
-    for option, owner in belongs.items():
-        if getattr(args, option) is not None and mode != owner:
-            raise UserError(f"gradus plan: --{option} is of --{owner}. Give both, or leave it out.")
-    if args.all and (args.json or mode not in ("plan", "serve")):
-        without = "json, which holds every figure" if args.json else mode
-        raise UserError(f"gradus plan: --all has no effect on --{without}. Leave it out.")
-    if args.json and mode in ("accuracy", "web"):
-        raise UserError(f"gradus plan: --json has no effect on --{mode}. Leave it out.")
-    if mode in ("accuracy", "examples"):
-        given = [name for name in ("recipe", "on", "tokens", "days", "json_file") if getattr(args, name) is not None]
-        if given:
-            option = given[0].replace("recipe", "RECIPE")
-            raise UserError(f"gradus plan --{mode}: {option} has no effect on it. Leave it out.")
-
-
-
+    for option, modes in TAKEN.items():
+        if getattr(args, option) not in (None, False) and mode not in modes:
+            where = f"without --{next(iter(modes))}" if len(modes) == 1 else f"on --{mode}"
+            word = "RECIPE" if option == "recipe" else f"--{option}"
+            raise UserError(f"gradus plan: {word} has no effect {where}. Leave it out.")
+    if args.all and args.json:
+        raise UserError("gradus plan: --all has no effect on --json, which holds every figure. Leave it out.")
 
 
 def show(args) -> int:
