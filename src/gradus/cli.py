@@ -508,10 +508,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
-    machine: `errors.FAULT`).
-
-    One of several processes does not come back from here: it ends when the others do.
-    """
+    machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
     code = run(argv)
     world = sys.modules.get("gradus.parallel.world")
     if world is not None and world.joined():

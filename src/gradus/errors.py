@@ -24,10 +24,8 @@ MISTAKES = {
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The command line prints it as one line and exits with 2, without a traceback.
-
-    The text says what is wrong, where, the nearest right thing, and what to do.
-    """
+    """A mistake the user can mend. The command line prints it as one line and exits with 2, without a traceback. The
+    text says what is wrong, where, the nearest right thing, and what to do."""
 
 
 class DataError(UserError):

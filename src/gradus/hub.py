@@ -46,9 +46,7 @@ def is_saved(folder: Path) -> bool:
 
 def data_set(name: str, where: str) -> dict[str, Any]:
     """The splits of `NAME[:CONFIG]`, or of a folder that `save_to_disk` wrote, as tables of the package `datasets`.
-
-    where: begins the error. Raises DataError where it cannot be loaded.
-    """
+    where: begins the error. Raises DataError where it cannot be loaded."""
     datasets = need("datasets", "hf", where, DataError)
     folder = Path(os.path.expanduser(name))
     try:

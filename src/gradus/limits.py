@@ -89,10 +89,8 @@ def regular(path: str | Path, most: float = math.inf) -> Path:
 
 
 def read_text(path: str | Path, most: float) -> str:
-    """The text of a regular file of at most `most` bytes, in UTF-8.
-
-    Raises UserError with one line for whatever keeps it from being read.
-    """
+    """The text of a regular file of at most `most` bytes, in UTF-8. Raises UserError with one line for whatever keeps
+    it from being read."""
     path = Path(os.path.expanduser(path))
     try:
         return regular(path, most).read_text(encoding="utf-8")
@@ -105,10 +103,8 @@ def read_text(path: str | Path, most: float) -> str:
 
 
 def read_json(path: str | Path, most: float, **options: Any) -> Any:
-    """The content of a JSON file: not deeper than DEPTH, no half characters (lone surrogates).
-
-    options: of json.loads. Raises UserError with one line.
-    """
+    """The content of a JSON file: not deeper than DEPTH, no half characters (lone surrogates). options: of json.loads.
+    Raises UserError with one line."""
     return parse_json(read_text(path, most), path, **options)
 
 
@@ -128,10 +124,8 @@ def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
 
 
 def shallow(tree: Any, where: object, most: float = math.inf) -> None:
-    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values.
-
-    An alias counts each time.
-    """
+    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values. An
+    alias counts each time."""
     level, n = [tree], 0
     for _ in range(DEPTH):
         below: list[Any] = []
@@ -218,10 +212,8 @@ def shown(text: str) -> str:
 
 
 def words(arguments: list[str]) -> None:
-    """Raises UserError for a word of the command line that is not text in UTF-8.
-
-    Python turns bytes that are not UTF-8 into half characters (lone surrogates).
-    """
+    """Raises UserError for a word of the command line that is not text in UTF-8. Python turns bytes that are not UTF-8
+    into half characters (lone surrogates)."""
     for word in arguments:
         try:
             word.encode()

@@ -69,10 +69,8 @@ PORTS = range(20_000, 32_768)  # below those that Linux assigns by itself, to an
 
 
 def find(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that a launcher has described in the environment; a world of one process where none has.
-
-    Raises UserError where the description is incomplete.
-    """
+    """The world that a launcher has described in the environment; a world of one process where none has. Raises
+    UserError where the description is incomplete."""
     half = None
     for launcher in LAUNCHERS:
         missing = [name for name in launcher[1:] if name not in environment]
@@ -166,10 +164,7 @@ def first_host(nodes: str) -> str:
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
     """Join the process group (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout` in
-    seconds.
-
-    Raises UserError where the other processes cannot be reached.
-    """
+    seconds. Raises UserError where the other processes cannot be reached."""
     if world.size == 1 or dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -74,9 +74,8 @@ def load(
 
 
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe from a tree of plain values, with the same checks and error lines as `load`.
-
-    Only values that differ from their defaults count as asked for."""
+    """A recipe from a tree of plain values, with the same checks and error lines as `load`. Only values that differ
+    from their defaults count as asked for."""
     tree = {name: dict(section) if isinstance(section, Mapping) else section for name, section in raw.items()}
     layers = Layers(source, tree, texts.stated(tree), [])
     return layers.recipe([], check.changed)

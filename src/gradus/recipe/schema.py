@@ -78,10 +78,8 @@ class ModelConfig(Section):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them.
-
-        A recipe has them in task.classes.
-        """
+        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them. A recipe has
+        them in task.classes."""
         return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
 
     def named(self, classes: Sequence[str] | None) -> Self:
@@ -479,9 +477,8 @@ Optimizer = Annotated[AdamW | Adam | SGD, Field(discriminator="name")]
 
 
 class Schedule(Section):
-    """The learning rate as a multiple of optimizer.lr. `noam` is
-    factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5) (Vaswani et al. 2017, equation 3);
-    linear and cosine fall to `final` × lr at the last step."""
+    """The learning rate as a multiple of optimizer.lr. `noam` is factor · d_model^-0.5 · min(step^-0.5, step ·
+    warmup^-1.5) (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
     warmup_steps: upto(limits.STEPS, 0) = 0  # steps in which the rate rises from 0

@@ -127,10 +127,7 @@ def _launchers() -> dict[str, str]:
 
 def open_nvml() -> tuple[ModuleType | None, str | None]:
     """(NVIDIA's management library, opened: end with its nvmlShutdown(); None), else (None, why a driver that is there
-    does not answer).
-
-    (None, None) where there is no driver, or no package nvidia-ml-py to ask it with.
-    """
+    does not answer). (None, None) where there is no driver, or no package nvidia-ml-py to ask it with."""
     try:
         import pynvml
     except ModuleNotFoundError:
