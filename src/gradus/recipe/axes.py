@@ -6,7 +6,7 @@ import math
 
 from gradus.recipe.schema import Layout
 
-AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # from the farthest apart to the nearest
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # from the farthest to the nearest ranks
 DATA = ("replicate", "shard", "expert")  # along these, processes see different samples
 
 

@@ -2,7 +2,7 @@
 
 A key holds as the highest layer says it. What this makes void in the layers below (a setting that the new kind does not
 know or that takes no effect beside it) is left out, with a note; any other conflict is an error that shows both places.
-Every problem is told at once, a line each.
+Every problem is reported at once, a line each.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Layers:
 
 
 def _exclusive(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Each of two keys that mean the same is void beside the other; both in one layer is for the schema to tell."""
+    """Each of two keys that mean the same is void beside the other; both in one layer is an error of the schema."""
     for pair in EXCLUSIVE:
         if all(get(tree, path) is not None for path in pair):
             yield from (Problem(path, "", (other,), void=True) for path, other in (pair, pair[::-1]))

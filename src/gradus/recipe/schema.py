@@ -47,6 +47,13 @@ class Section(BaseModel):
     """A part of the recipe. Unknown keys, NaN and infinities are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), validate_default=True)
+    alternatives: ClassVar[tuple[str, ...]] = ()  # keys of which exactly one is given
+
+    @model_validator(mode="after")
+    def _one(self):
+        if self.alternatives and sum(getattr(self, key) is not None for key in self.alternatives) != 1:
+            raise ValueError(f"give exactly one of {' and '.join(self.alternatives)}")
+        return self
 
 
 # ---------------------------------------------------------------- model
@@ -497,19 +504,15 @@ class Batch(Section):
     """What one optimizer step sees, over all devices: so many samples, or as many as fit into so many tokens (padding
     counted)."""
 
+    alternatives = ("samples", "tokens")
     samples: Batches | None = None  # samples a step, over all processes
     tokens: Batches | None = None  # tokens a step at most, padding counted, over all processes
-
-    @model_validator(mode="after")
-    def _one(self):
-        if (self.samples is None) == (self.tokens is None):
-            raise ValueError("give exactly one of samples and tokens")
-        return self
 
 
 class Train(Section):
     """How long, from which seed, and what to do when something goes wrong."""
 
+    alternatives = ("steps", "epochs")
     steps: Steps | None = None  # optimizer steps; or give epochs
     epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over training data; or give steps
     seed: upto(limits.SEED, 0) = 0  # of the initial weights, the order of the data and dropout
@@ -517,12 +520,6 @@ class Train(Section):
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
-
-    @model_validator(mode="after")
-    def _one(self):
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        return self
 
 
 class Evaluate(Section):

@@ -179,18 +179,19 @@ def _table(path: str | Path, file: Path, text_column: str | None, label: str | N
     for option, column in (("--text", text_column), ("--label", label)):
         if column is not None and column not in columns:
             raise UserError(f"{option} {column}: {file} has no such column.{did_you_mean(column, columns)}")
-    picture = next((c for c, v in columns.items() if _is_image(v[0])), None)
+    images = (c for c, v in columns.items() if isinstance(v[0], bytes) or (isinstance(v[0], dict) and "bytes" in v[0]))
+    picture = next(images, None)
     words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
-    if picture is not None:
-        what, first, why, other = "image", picture, "it holds images", ""
-    elif text_column is not None:
-        what, first, why, other = "text", text_column, "--text", ""
+    if picture or text_column:
+        first, why = (picture, "it holds images") if picture else (text_column, "--text")
     elif words:
-        what, other = "text", "; another with --text COLUMN"
-        first, why = _text_column(words)
+        first = _named(words, TEXT_NAMES)
+        why = f"{'by its name' if first else 'it holds the longest texts'}; another with --text COLUMN"
+        first = first or max(words, key=lambda c: sum(map(len, words[c])))
     else:
         raise UserError(f"{file}: no column holds text in every row; there are: {there}. Name one: --text COLUMN.")
-    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}{other}"]
+    what = "image" if picture else "text"
+    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}"]
     if label:
         lines.append(f"label      column {label!r}: --label")
     else:
@@ -204,17 +205,6 @@ def _table(path: str | Path, file: Path, text_column: str | None, label: str | N
     return Found(data | ({"label": label} if label else {}), lines)
 
 
-def _is_image(cell: Any) -> bool:
-    return isinstance(cell, bytes) or (isinstance(cell, dict) and "bytes" in cell)
-
-
-def _text_column(words: dict[str, list[str]]) -> tuple[str, str]:
-    """(column, why)."""
-    if column := _named(words, TEXT_NAMES):
-        return column, "by its name"
-    return max(words, key=lambda c: sum(map(len, words[c]))), "it holds the longest texts"
-
-
 def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
     """The column with the first of these names that there is."""
     found = {c.strip().casefold(): c for c in reversed([*columns])}
@@ -226,7 +216,10 @@ def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
     values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
     most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
     small = {c: v for c, v in columns.items() if 1 <= len(values[c]) <= most}
-    few = [c for c, v in small.items() if all(_is_label(x) for x in v if x not in (None, ""))]
+    few = [
+        c for c, v in small.items()
+        if all(isinstance(x, str | int | None) or (isinstance(x, float) and x.is_integer()) for x in v)
+    ]  # fmt: skip
     column = named = _named(few, LABEL_NAMES)
     column = column or min((c for c in few if len(values[c]) > 1), key=lambda c: len(values[c]), default=None)
     if column is None:
@@ -234,10 +227,6 @@ def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
     n = len(values[column])
     why = f"by its name; {n}" if named else f"it has only {n}"
     return column, f"{why} value{'s' if n > 1 else ''} in the first {len(columns[column]):,} rows"
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
 
 
 # ---------------------------------------------------------------- what is in them
@@ -314,18 +303,17 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> Sectio
     """The sections of a recipe that opens these data."""
     kind, path = found.kind, found.data["path"]
     size = {"n_layers": 2 if kind in ("labelled", "pairs") else 4, "d_model": 128, "n_heads": 4}
-    if init:
-        model: dict[str, Any] = {"init": init}
-    elif kind == "images":
-        model = {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256}
-    elif kind == "text":
-        model = {"family": "gpt", **size, "seq_len": 128, "bias": False}
-    elif kind == "pairs":
-        model = {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512}
-    else:
-        model = {"family": "bert", **size, "d_ff": 512, "seq_len": 512}
+    scratch: Sections = {
+        "images": {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256},
+        "text": {"family": "gpt", **size, "seq_len": 128, "bias": False},
+        "pairs": {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512},
+        "labelled": {"family": "bert", **size, "d_ff": 512, "seq_len": 512},
+    }
+    model = {"init": init} if init else scratch[kind]
     sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
-    if init and kind != "images":
+    if init and kind == "images":
+        sections["data"] |= _normalisation(init)
+    elif init:
         sections["tokenizer"] = {"kind": "file"}
         if kind == "text":
             sections["data"]["max_len"] = min(config.seq_len, 128)
@@ -335,8 +323,6 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> Sectio
     elif kind != "images":
         lowercase = {"lowercase": True} if kind == "labelled" else {}
         sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
-    if init and kind == "images":
-        sections["data"] |= _normalisation(init)
     rate = (models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
