@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gradus import __version__, limits
-from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, not_written, tell_error
+from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
 
@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         if action.dest == "verb":
             raise UserError(f"gradus {value}: no such verb.{_meant(str(value), action.choices)} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
-        known, near = ", ".join(map(str, action.choices)), did_you_mean(str(value), action.choices)
-        raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{near if 'Known' not in near else ''}")
+        known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
+        raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
 
 
 MEANING = {  # a verb by what it does
@@ -84,17 +84,23 @@ def _overrides(p: argparse.ArgumentParser, example: str) -> None:
     json_file(p)
 
 
+FLAG: dict = {"action": "store_true"}
+
+
+def whole(most: int, least: int = 1, name: str = "N") -> dict:
+    """Of an option: a whole number."""
+    return {"type": limits.whole(least, most), "metavar": name}
+
+
 def _running(verb: Verb) -> None:
     add = verb("train", train, "train a recipe into a run folder").add_argument
-    add("--resume", action="store_true",
-        help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
-    add("--auto-resume", action="store_true",
-        help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+    add("--resume", **FLAG, help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
+    add("--auto-resume", **FLAG, help="start, or go on where log.dir holds a run already: for jobs that are requeued")
+    add("--processes", **whole(limits.PROCESSES),
         help="start N processes on this machine (others: torchrun, mpirun, srun)")
-    add("--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
+    add("--max-restarts", **whole(10**6, 0, name="K"), default=0,
         help="of --processes: start again from the last checkpoint, up to K times")
-    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     text = "look at data of your own and write a recipe for them"
     add = verb("new", lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), text,
         recipe=False, words="").add_argument
@@ -119,51 +125,48 @@ def _planning(verb: Verb) -> None:
         help="to train on, in place of the recipe's steps, e.g. 300e9")
     add("--days", type=limits.real(above=0, most=1e6), metavar="D",
         help="a deadline: with --on DEVICE, how many of them are needed")
-    add("--all", action="store_true", help="every component by table, and the notes in full")
-    add("--json", action="store_true", help="the rows as JSON lines")
+    add("--all", **FLAG, help="every component by table, and the notes in full")
+    add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
-    add("--devices", action="store_true", help="which single device, at which precision and price")
-    add("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
-    add("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
-    add("--batch", type=limits.whole(1, limits.BATCH), metavar="B", help="of --serve: sequences at a time (default 1)")
-    add("--length", type=limits.whole(1, limits.LENGTH), metavar="N",
+    add("--devices", **FLAG, help="which single device, at which precision and price")
+    add("--search", **FLAG, help="the best layouts on this hardware, and why the others lose")
+    add("--serve", **FLAG, help="to use the model, not to train it: weights and cache, time a token")
+    add("--batch", **whole(limits.BATCH, name="B"), help="of --serve: sequences at a time (default 1)")
+    add("--length", **whole(limits.LENGTH),
         help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
-    add("--bits", type=limits.whole(1, 32), metavar="Q",
-        help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
-    add("--optimal", action="store_true",
-        help="how many tokens suit the model; with --tokens, how large a model suits them")
+    add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
     add("--accuracy", nargs="?", const="", metavar="POINTS.json",
         help="how far from published measurements (default: as stored)")
-    add("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
-    add("--web", action="store_true", help="serve the plan as a local page")
+    add("--examples", **FLAG, help="the worked examples of the sources, computed (docs/errata.md)")
+    add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
     text = "what was planned of finished runs beside what was measured"
     add = verb("prove", lambda a: room("plan.prove").prove(a.runs, a.json), text, recipe=False,
         words="runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
-    add("--json", action="store_true", help="the figures as JSON lines")
+    add("--json", **FLAG, help="the figures as JSON lines")
 
 
 def _looking(verb: Verb) -> None:
     text = "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, "
     text += "speed of the loader"
     add = verb("check", lambda a: room("plan.check").check(load_recipe(a), a.json), text).add_argument
-    add("--json", action="store_true", help="the lines as JSON rows")
+    add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
     add = verb("fit", lambda a: room("plan.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
     add("--sweep", metavar="N,...",
         help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
     add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
-    add("--json", action="store_true", help="the figures as JSON rows")
+    add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
-    add("--no-data", action="store_true", help="only what follows without opening the data")
-    add("--modules", action="store_true",
+    add("--no-data", **FLAG, help="only what follows without opening the data")
+    add("--modules", **FLAG,
         help="print the module tree as the layout places it instead: each parameter's shape and part")
-    add("--processes", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="as one of so many (default: as many as the layout's axes need)")
-    add("--rank", type=limits.whole(0, limits.AXIS), metavar="R", help="of --modules: on this process (default 0)")
+    add("--processes", **whole(limits.AXIS), help="as one of so many (default: as many as the layout's axes need)")
+    add("--rank", **whole(limits.AXIS, 0, name="R"), help="of --modules: on this process (default 0)")
     text = "every key of a recipe: its default, type and meaning"
     add = verb("keys", keys, text, recipe=False, words="section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
@@ -180,8 +183,8 @@ def _preparing(verb: Verb) -> None:
     add = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files").add_argument
     add("action", choices=["train"])
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    add("--vocab-size", type=limits.whole(1, limits.TOKEN_IDS), required=True, metavar="N")
-    add("--lowercase", action="store_true")
+    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
+    add("--lowercase", **FLAG)
     add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     add = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes").add_argument
@@ -199,7 +202,7 @@ def _using(verb: Verb) -> None:
         help="texts or image files; none: standard input; -: its lines, each answered as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
-    add("--features", action="store_true", help="print or save hidden states instead of a prediction")
+    add("--features", **FLAG, help="print or save hidden states instead of a prediction")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
@@ -209,21 +212,21 @@ def _using(verb: Verb) -> None:
         help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
-    add("--max-new", type=limits.whole(1, limits.LENGTH), default=200, metavar="N", help="tokens (default 200)")
+    add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
-    add("--sliding-window", action="store_true",
+    add("--sliding-window", **FLAG,
         help="go on beyond the model's places, reading only the latest tokens (slower there)")
-    add("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
+    add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
     add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
 
 
 def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
     add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, recipe=False).add_argument
-    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+    add("--processes", **whole(limits.PROCESSES),
         help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
     add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
     add("--sizes", metavar="SIZE,...",
@@ -232,21 +235,17 @@ def _measuring(verb: Verb) -> None:
     text = "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name"
     add = verb("scale", scale, text).add_argument
     add("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
-    add("--steps", type=limits.whole(1, limits.STEPS), default=30, metavar="N",
-        help="steps that are timed in a round (default 30)")
-    add("--warmup", type=limits.whole(0, limits.STEPS), default=5, metavar="N", help="steps before them (default 5)")
-    add("--repeat", type=limits.whole(1, 10**6), default=3, metavar="N",
-        help="rounds, each with every number of processes (default 3)")
-    add("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
-    add("--weak", action="store_true",
-        help="the recipe's batch for every process, not for all together; also to the end")
-    add("--scale-lr", action="store_true",
-        help="of --weak: the learning rate times the number of processes (the linear rule)")
-    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    add("--steps", **whole(limits.STEPS), default=30, help="steps that are timed in a round (default 30)")
+    add("--warmup", **whole(limits.STEPS, 0), default=5, help="steps before them (default 5)")
+    add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
+    add("--to-the-end", **FLAG, help="also the whole training once, with its evaluations")
+    add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
+    add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
+    add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
     text = "the machine as found, with a word on each figure"
     add = verb("env", lambda a: room("measure.machine").env(a), text, recipe=False).add_argument
-    add("--json", action="store_true", help="as JSON")
+    add("--json", **FLAG, help="as JSON")
     text = "the devices and links that the plan knows, with their sources"
     add = verb("hardware", lambda a: room("hardware").lines(" ".join(a.name) or None), text, recipe=False,
         words="name").add_argument
@@ -255,7 +254,7 @@ def _measuring(verb: Verb) -> None:
     add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, recipe=False).add_argument
     add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S",
         help="about how long (default 180)")
-    add("--threads", type=limits.whole(1, limits.THREADS), metavar="N", help="CPU threads (default: PyTorch's choice)")
+    add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE",
         help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
 
@@ -574,7 +573,3 @@ def _nobody_reads() -> bool:
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (AttributeError, OSError, ValueError):
         return False
-
-
-if __name__ == "__main__":
-    sys.exit(main())

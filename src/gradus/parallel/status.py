@@ -83,7 +83,7 @@ class Status:
             _reported_path(folder).unlink(missing_ok=True)
         set_aside(error_path(folder, world.rank))
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self.head = f'{{"rank":{world.rank},"pid":{os.getpid()},"host":{json.dumps(host())},"count":'
+        self.head = {"rank": world.rank, "pid": os.getpid(), "host": host()}
         self.at("starting")
 
     def at(self, what: str, step: int | None = None) -> None:
@@ -95,13 +95,11 @@ class Status:
         """
         if self.file is None:
             return
+        assert len(what) <= 64, f"no name for a phase: {what}"
         self.count += 1
-        if step is not None:
-            self.step = step
-        at_step = "null" if self.step is None else self.step
-        record = f'{self.head}{self.count},"step":{at_step},"time":{time.time():.3f},"what":"{what}"}}'
-        assert len(what) <= 64 and '"' not in what and len(record) < SIZE - 20, f"no name for a phase: {what}"
-        os.pwrite(self.file, record.encode().ljust(SIZE - 1) + b"\n", 0)  # a shorter record covers a longer one
+        self.step = self.step if step is None else step
+        record = {"count": self.count, "step": self.step, "time": round(time.time(), 3), "what": what}
+        os.pwrite(self.file, _line({**self.head, **record}), 0)
 
     def __enter__(self) -> Status:
         return self
@@ -116,6 +114,11 @@ class Status:
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+
+def _line(record: Mapping[str, object]) -> bytes:
+    """As long as any other, so that it covers what it is written over."""
+    return json.dumps(record, separators=(",", ":")).encode().ljust(SIZE - 1) + b"\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,9 +427,8 @@ def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) ->
     if mine is None:
         return
     fields = {k: v for k, v in (dataclasses.asdict(mine) | word).items() if v is not None or k == "step"}
-    record = json.dumps(fields, separators=(",", ":"))
     with contextlib.suppress(OSError), open(record_path(folder, rank), "r+b", buffering=0) as file:
-        file.write(record.encode().ljust(SIZE - 1) + b"\n")
+        file.write(_line(fields))
 
 
 @contextlib.contextmanager
