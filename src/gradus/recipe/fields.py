@@ -101,12 +101,8 @@ def fields_of(path: str) -> list[FieldInfo]:
 
 def every_key() -> dict[str, str]:
     """Key -> dotted key, of all sections and kinds; of a key that several sections have, the first."""
-    found: dict[str, str] = {}
-    for section in filter(is_section, Recipe.model_fields):
-        for c in classes_of(section).values():
-            for key in c.model_fields:
-                found.setdefault(key, f"{section}.{key}")
-    return found
+    sections = [s for s in Recipe.model_fields if is_section(s)]
+    return {key: f"{s}.{key}" for s in reversed(sections) for c in classes_of(s).values() for key in c.model_fields}
 
 
 def elsewhere(word: str) -> str | None:
@@ -121,12 +117,6 @@ def owner_of(section: str, raw: dict[str, Any]) -> type[Section] | None:
     return classes_of(section).get(kind) if kind is None or isinstance(kind, str) else None
 
 
-def _has(section: str, key: str, raw: dict[str, Any]) -> bool:
-    """Whether the section, of the kind it has in this recipe, knows the key."""
-    owner = owner_of(section, raw)
-    return any(key in c.model_fields for c in ([owner] if owner else classes_of(section).values()))
-
-
 def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
     """An unknown key: where it belongs, or what is nearest to it."""
     path, section = (f"{above}.{key}" if above else key), above.split(".")[0]
@@ -138,11 +128,13 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
         if others:
             text = f"unknown key with {section}.{kind}={raw[section][kind]}. It is for {', '.join(others)}."
             return Problem(path, text, (f"{section}.{kind}",), void=True)
-    others = [s for s in Recipe.model_fields if s != section]
-    places = [f"{s}.{key}" for s in others if key != kinds_of(s)[0] and _has(s, key, raw)]
+    places = []
+    for other in [s for s in Recipe.model_fields if s != section and key != kinds_of(s)[0]]:
+        kind = owner_of(other, raw)  # of the kind it has in this recipe
+        if any(key in c.model_fields for c in ([kind] if kind else classes_of(other).values())):
+            places.append(f"{other}.{key}")
     places += [key] if above and is_section(key) else []
-    if not places and (other := elsewhere(key)):
-        places = [other]
+    places = places or list(filter(None, [elsewhere(key)]))
     if places:
         return Problem(path, f"unknown key. It is {' or '.join(places)}.")
     known, everywhere = list(owner.model_fields if owner else Recipe.model_fields), every_key()
