@@ -89,7 +89,8 @@ def new(
     about += f"about {minutes} minute{'s' if minutes > 1 else ''} on two CPU cores (an estimate)"
     what = f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {family}"
     commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
-    _write(target, _text(target, sections, [what, about, *commands], init))
+    with open(target, "x", encoding="utf-8") as written:
+        written.write(_text(target, sections, [what, about, *commands], init))
     yield f"wrote      {file}: {family}, {about}"
     yield f"next       gradus check {file}, then gradus train {file}"
 
@@ -404,29 +405,29 @@ def _recipe(target: Path, sections: Sections) -> Recipe:
 
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
-    kind = sections["data"]["kind"]
-    split = {
+    held_out = {
         "labelled": "A tenth of each class is held out where there is no valid file (data.valid=FILE names one).",
         "images": "A tenth of each class is held out where there is no valid folder. flip: true mirrors by chance.",
         "text": "The last tenth is held out to evaluate on where there is no valid file (data.valid_fraction).",
         "pairs": "Every tenth pair is held out where there is no valid file. Swap source and target for the other way.",
-    }[kind]
-    classes = " The classes and their names come from the data." if kind in ("labelled", "images") else ""
-    scratch = "Small, for a first result on a CPU. More data or a GPU: more n_layers and d_model, or model.init=FOLDER."
-    afresh = "a head of another number of classes starts afresh"
-    tuned = f"Fine-tuned from these weights, whose configuration holds; {afresh}."
-    small = "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual."
-    return {
-        "task": f"What is learnt.{classes}",
-        "model": tuned if init else scratch,
-        "data": f"A relative path is looked for below the working directory, then beside this file. {split}",
-        "tokenizer": "Beside the weights." if init else "Made from the training text and kept with the weights.",
-        "optimizer": small if init else "The first thing to tune: 3e-4 to 3e-3.",
+    }[sections["data"]["kind"]]
+    classes = sections["task"]["name"] == "classification"
+    comments = {
+        "task": f"What is learnt.{' The classes and their names come from the data.' if classes else ''}",
+        "model": "Small, for a first result on a CPU. With more data: more n_layers and d_model, or model.init=FOLDER.",
+        "data": f"A relative path is looked for below the working directory, then beside this file. {held_out}",
+        "tokenizer": "Made from the training text and kept with the weights.",
+        "optimizer": "The first thing to tune: 3e-4 to 3e-3.",
         "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
         "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
+    return comments | ({} if init is None else {
+        "model": "Fine-tuned from these weights, whose configuration holds; a head for other classes is new.",
+        "tokenizer": "Beside the weights.",
+        "optimizer": "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual.",
+    })  # fmt: skip
 
 
 def _text(target: Path, sections: Sections, head: list[str], init: str | None) -> str:
@@ -442,11 +443,3 @@ def _text(target: Path, sections: Sections, head: list[str], init: str | None) -
         body = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
         lines += ["", *(f"# {line}" for line in textwrap.wrap(comments[name], 110)), f"{name}: {body.strip()}"]
     return "\n".join(lines) + "\n"
-
-
-def _write(target: Path, content: str) -> None:
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(content)
-    except OSError as e:
-        raise UserError(f"{target}: cannot be written ({e.strerror or e}). Give another place.") from None
