@@ -215,10 +215,8 @@ def words(arguments: list[str]) -> None:
     """Raises UserError for a word of the command line that is not text in UTF-8. Python turns bytes that are not UTF-8
     into half characters (lone surrogates)."""
     for word in arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.") from None
+        if word != word.encode(errors="replace").decode():
+            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.")
 
 
 def memory() -> float:

@@ -42,15 +42,11 @@ def entries(path: str, owner: type[Section], only: set[str] | None = None) -> It
             continue
         name = f"{path}.{key}" if path else key
         inside = classes_inside(field.annotation)
-        default = "required" if field.is_required() else _default(field.default)
+        default = "required" if field.is_required() else said(field.default)
         kind = expected(field.annotation, field.metadata)
         yield name, default, f"{kind}: {meaning(owner, key)}{_of_kinds(path, key)}"
         for c in inside:
             yield from entries(name, c)
-
-
-def _default(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else said(value)
 
 
 def _of_kinds(section: str, key: str) -> str:

@@ -97,7 +97,9 @@ def show(value: Any) -> str:
 
 def said(value: Any) -> str:
     """A value as after `key=`."""
-    return value if isinstance(value, str) else show(value)
+    if value is None or isinstance(value, bool | str):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return show(value)
 
 
 def same(a: Any, b: Any) -> bool:
