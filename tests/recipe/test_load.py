@@ -388,14 +388,6 @@ def test_a_mistake_gets_its_line(write, change, line):
     assert problems(write(COPY.replace(*change))) == [f"r.yaml: {line}"]
 
 
-def test_the_rest_of_a_section_of_misspelt_kind_is_looked_at_too(write):
-    text = COPY.replace("family: seq2seq, n_layers: 2", "family: seq2sec, n_layers: two")
-    assert problems(write(text)) == [
-        "r.yaml: model.family: no such model: 'seq2sec'. Did you mean seq2seq?",
-        "r.yaml: model.n_layers: expected a whole number ≥ 1, got 'two'.",
-    ]
-
-
 def test_a_misspelt_key_does_not_make_others_look_idle(write):
     text = COPY.replace("kind: synthetic", "kind: synthetic, workrs: 2, prefetch: 4")
     assert problems(write(text)) == ["r.yaml: data.workrs: unknown key. Did you mean data.workers?"]

@@ -31,7 +31,7 @@ def needs(section: str) -> str:
 
 def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
     """A problem in our words from one of pydantic's errors."""
-    kind, loc, key = error["type"], list(error["loc"]), discriminator(section)
+    kind, loc, key = error["type"], error["loc"][1:], discriminator(section)
     if kind == "union_tag_not_found":
         return Problem(f"{section}.{key}", f"missing. Give one of {', '.join(classes_of(section))}.")
     if kind == "union_tag_invalid":

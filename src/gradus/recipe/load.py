@@ -8,16 +8,14 @@ Every problem is reported at once, a line each.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from gradus.errors import UserError
 from gradus.recipe import check, presets
@@ -266,13 +264,9 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
 # ---------------------------------------------------------------- tree → sections
 
 
-@cache
-def _adapter(section: str) -> TypeAdapter:
-    field = Recipe.model_fields[section]
-    annotation = field.rebuild_annotation()
-    if field.discriminator:
-        annotation = Annotated[annotation, Field(discriminator=field.discriminator)]
-    return TypeAdapter(annotation)
+def _valid(name: str, value: Any) -> Any:
+    """A section by the schema. Raises ValidationError."""
+    return getattr(Recipe.__pydantic_validator__.validate_assignment(Recipe.model_construct(), name, value), name)
 
 
 def _sections(raw: dict[str, Any], broken: Iterable[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -307,19 +301,12 @@ def _section(name: str, value: Any, raw: dict[str, Any]) -> tuple[dict[str, Any]
         hint = f"Did you mean {name}.{kind}={value}?" if meant else needs(name)
         return {}, [Problem(name, f"expected keys, got {show(value)}. {hint}")]
     try:
-        return {name: _adapter(name).validate_python(value)}, []
+        return {name: _valid(name, value)}, []
     except ValidationError as e:
         errors = e.errors()
-    found: list[Problem] = []
-    if errors[0]["type"] == "union_tag_invalid":  # tell what else is wrong with what was probably meant
-        near = difflib.get_close_matches(str(value[kind]), list(known), n=1)
-        if near:
-            others = _section(name, {**value, kind: near[0]}, {**raw, name: {**value, kind: near[0]}})[1]
-            found = [p for p in others if not p.text.startswith(("missing", "unknown key with"))]
-    found += [explain(name, error, raw) for error in errors]
+    found = [explain(name, error, raw) for error in errors]
     unknown = [error["loc"][-1] for error in errors if error["type"] == "extra_forbidden"]
     if len(unknown) == len(errors):  # the rest can still be held against the other sections
         with contextlib.suppress(ValidationError):
-            sound = _adapter(name).validate_python({k: v for k, v in value.items() if k not in unknown})
-            return {name: sound}, found
+            return {name: _valid(name, {k: v for k, v in value.items() if k not in unknown})}, found
     return {}, found
