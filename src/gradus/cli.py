@@ -320,11 +320,7 @@ def train(args) -> int:
 
 
 def _train(args, here, proof) -> int:
-    from gradus.measure.flops import for_run
-    from gradus.parallel import status
     from gradus.train import resolve
-    from gradus.train.run import train as run
-    from gradus.train.signals import Stopped
 
     given, folder = resolve.Given(args.json_file, here), None
     if args.resume:
@@ -333,6 +329,11 @@ def _train(args, here, proof) -> int:
         folder = resolve.started(args.recipe, args.overrides, given, here)
     args.recipe = str(folder or args.recipe)
     recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
+    from gradus.measure.flops import for_run
+    from gradus.parallel import status
+    from gradus.train.run import train as run
+    from gradus.train.signals import Stopped
+
     longer = args.resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in args.overrides)
     try:
         outcome = run(recipe, resume=folder, flops=for_run, plan=proof, world=here, longer=longer)
