@@ -92,11 +92,10 @@ def from_training_args(
     worked with.
     """
     arguments, notes = _read(Path(path))
-    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
+    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes, resuming)
     mapping.shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
     mapping.sharing = max(1, mapping.shares // layout.expert)
     mapping.on_host = min(mapping.sharing, on_host or mapping.sharing)
-    mapping.resuming = resuming
     mapping.run()
     return mapping.ours, notes
 
@@ -119,13 +118,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
 class Arguments:
     """Takes the arguments one group after another; what is left has no counterpart."""
 
-    def __init__(self, where: str, arguments: dict[str, Any], notes: list[str]):
-        self.where, self.left, self.notes = where, dict(arguments), notes
+    shares: int  # processes that see samples of their own
+    sharing: int  # of them, those that can share weights
+    on_host: int  # and of these, those on this host
+
+    def __init__(self, where: str, arguments: dict[str, Any], notes: list[str], resuming: bool):
+        self.where, self.left, self.notes, self.resuming = where, arguments, notes, resuming
         self.ours: dict[str, Any] = {}
         self.known = {*SAME, *ADVICE}  # and what is taken
-        self.shares = 1  # processes that see samples of their own
-        self.sharing = self.on_host = 1  # processes that can share weights: of all, and of this host
-        self.resuming = False
 
     def run(self) -> None:
         self.ours |= {key: self.left.pop(name) for name, key in SAME.items() if name in self.left}
