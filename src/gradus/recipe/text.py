@@ -235,7 +235,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 class _Reader(yaml.BaseLoader):
-    """Every scalar as text, but for null. Keys are words, each stands once, and tags mean nothing."""
+    """Every scalar as text, but for null. Keys are words, each given once; a tag of its own is an error."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
@@ -245,9 +245,9 @@ class _Reader(yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for key, child in node.value:
-            twice = key.value in tree if isinstance(key, yaml.ScalarNode) else None
-            if twice is not False:
-                what = "a key must be a word" if twice is None else f"{key.value} is given twice. Keep one"
+            word = isinstance(key, yaml.ScalarNode)
+            if not word or key.value in tree:
+                what = f"{key.value} is given twice. Keep one" if word else "a key must be a word"
                 raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
             tree[key.value] = self.construct_object(child)
         return tree
