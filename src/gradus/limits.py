@@ -47,7 +47,7 @@ RATE = 1e30  # a learning rate: above it fp32 has no square
 REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
 
 # ---- files
-KB, MB, GB = 10**3, 10**6, 10**9
+MB, GB = 10**6, 10**9
 RECIPE_FILE = MB  # the largest packaged one has 2 kB
 CONFIG_FILE = 100 * MB  # config.json, and the index of shards: 9 MB for DeepSeek-V3
 TOKENIZER_FILE = 200 * MB  # Gemma 3's has 33 MB
