@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -176,7 +177,7 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
     module = place.load(precision)
     if not hasattr(module, "place"):
         module.place, module.tokenizer = place, None
-        with contextlib.suppress(UserError):  # told once texts are to be read
+        with contextlib.suppress(UserError):  # raised once texts are to be read
             module.tokenizer = place.tokenizers()[""]
         module.register_forward_pre_hook(_take_their_names, with_kwargs=True)
     return module
@@ -187,8 +188,6 @@ THEIRS = {"input_ids": ("ids", "source"), "attention_mask": ("keep", "source_kee
 
 
 def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    import inspect
-
     known = inspect.signature(module.forward).parameters
     for theirs, names in THEIRS.items():
         ours = next((name for name in names if name in known), None)
@@ -248,9 +247,8 @@ def generate(
 
     choose, place = sampler(temperature, top_k, top_p, seed), _place(model)
     with _as_it_was(place):
-        found = Continuation(
-            place, [prompt] if isinstance(prompt, str) else list(prompt), max_new=max_new, sliding=sliding_window
-        )
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        found = Continuation(place, prompts, max_new=max_new, sliding=sliding_window)
         for _ in found.steps(choose):
             pass
     return found.texts[0] if isinstance(prompt, str) else found.texts
@@ -262,10 +260,8 @@ def _place(model: Any) -> Place:
     if hasattr(model, "place"):
         return model.place
     if not isinstance(model, str | os.PathLike):
-        what = type(model).__name__
-        raise UserError(
-            f"expected a model, got {what}. Give what gradus.api.load returned, a run, or the folder of one."
-        )
+        what = f"expected a model, got {type(model).__name__}"
+        raise UserError(f"{what}. Give what gradus.api.load returned, a run, or the folder of one.")
     return find(os.fspath(model))
 
 

@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import select
-import shlex
 import shutil
 import sys
 import traceback
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gradus import __version__, limits
-from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, not_written, tell_error
+from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
 
@@ -36,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         if action.dest == "verb":
             raise UserError(f"gradus {value}: no such verb.{_meant(str(value), action.choices)} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
-        known, near = ", ".join(map(str, action.choices)), did_you_mean(str(value), action.choices)
-        raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{near if 'Known' not in near else ''}")
+        known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
+        raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
 
 
 MEANING = {  # a verb by what it does
@@ -85,18 +84,26 @@ def _overrides(p: argparse.ArgumentParser, example: str) -> None:
     json_file(p)
 
 
+FLAG: dict = {"action": "store_true"}
+
+
+def whole(most: int, least: int = 1, name: str = "N") -> dict:
+    """Of an option: a whole number."""
+    return {"type": limits.whole(least, most), "metavar": name}
+
+
 def _running(verb: Verb) -> None:
     add = verb("train", train, "train a recipe into a run folder").add_argument
-    add("--resume", action="store_true",
-        help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
-    add("--auto-resume", action="store_true",
-        help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+    add("--resume", **FLAG, help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
+    add("--auto-resume", **FLAG, help="start, or go on where log.dir holds a run already: for jobs that are requeued")
+    add("--processes", **whole(limits.PROCESSES),
         help="start N processes on this machine (others: torchrun, mpirun, srun)")
-    add("--max-restarts", type=limits.whole(0, 10**6), default=0, metavar="K",
+    add("--max-restarts", **whole(10**6, 0, name="K"), default=0,
         help="of --processes: start again from the last checkpoint, up to K times")
-    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
-    add = verb("new", new, "look at data of your own and write a recipe for them", recipe=False, words="").add_argument
+    add("--force", **FLAG, help="start even if the plan says that the run will not fit")
+    text = "look at data of your own and write a recipe for them"
+    add = verb("new", lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), text,
+        recipe=False, words="").add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, "
     kinds += "or the two files of parallel text"
@@ -118,49 +125,48 @@ def _planning(verb: Verb) -> None:
         help="to train on, in place of the recipe's steps, e.g. 300e9")
     add("--days", type=limits.real(above=0, most=1e6), metavar="D",
         help="a deadline: with --on DEVICE, how many of them are needed")
-    add("--all", action="store_true", help="every component by table, and the notes in full")
-    add("--json", action="store_true", help="the rows as JSON lines")
+    add("--all", **FLAG, help="every component by table, and the notes in full")
+    add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
-    add("--devices", action="store_true", help="which single device, at which precision and price")
-    add("--search", action="store_true", help="the best layouts on this hardware, and why the others lose")
-    add("--serve", action="store_true", help="to use the model, not to train it: weights and cache, time a token")
-    add("--batch", type=limits.whole(1, limits.BATCH), metavar="B", help="of --serve: sequences at a time (default 1)")
-    add("--length", type=limits.whole(1, limits.LENGTH), metavar="N",
+    add("--devices", **FLAG, help="which single device, at which precision and price")
+    add("--search", **FLAG, help="the best layouts on this hardware, and why the others lose")
+    add("--serve", **FLAG, help="to use the model, not to train it: weights and cache, time a token")
+    add("--batch", **whole(limits.BATCH, name="B"), help="of --serve: sequences at a time (default 1)")
+    add("--length", **whole(limits.LENGTH),
         help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
-    add("--bits", type=limits.whole(1, 32), metavar="Q",
-        help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
-    add("--optimal", action="store_true",
-        help="how many tokens suit the model; with --tokens, how large a model suits them")
+    add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
     add("--accuracy", nargs="?", const="", metavar="POINTS.json",
         help="how far from published measurements (default: as stored)")
-    add("--examples", action="store_true", help="the worked examples of the sources, computed (docs/errata.md)")
-    add("--web", action="store_true", help="serve the plan as a local page")
+    add("--examples", **FLAG, help="the worked examples of the sources, computed (docs/errata.md)")
+    add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
-    add("--host", help="of --web (default 127.0.0.1: this machine alone)")
+    add("--host", help="of --web (default 127.0.0.1: this machine only)")
     text = "what was planned of finished runs beside what was measured"
-    add = verb("prove", prove, text, recipe=False, words="runs").add_argument
+    add = verb("prove", lambda a: room("plan.prove").prove(a.runs, a.json), text, recipe=False,
+        words="runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
-    add("--json", action="store_true", help="the figures as JSON lines")
+    add("--json", **FLAG, help="the figures as JSON lines")
 
 
 def _looking(verb: Verb) -> None:
     text = "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, "
     text += "speed of the loader"
-    add = verb("check", check, text).add_argument
-    add("--json", action="store_true", help="the lines as JSON rows")
-    add = verb("fit", fit, "the largest micro-batch that fits: planned, then confirmed by one step").add_argument
+    add = verb("check", lambda a: room("plan.check").check(load_recipe(a), a.json), text).add_argument
+    add("--json", **FLAG, help="the lines as JSON rows")
+    text = "the largest micro-batch that fits: planned, then confirmed by one step"
+    add = verb("fit", lambda a: room("plan.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
     add("--sweep", metavar="N,...",
         help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
     add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
-    add("--json", action="store_true", help="the figures as JSON rows")
+    add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
-    add("--no-data", action="store_true", help="only what follows without opening the data")
-    add("--modules", action="store_true",
+    add("--no-data", **FLAG, help="only what follows without opening the data")
+    add("--modules", **FLAG,
         help="print the module tree as the layout places it instead: each parameter's shape and part")
-    add("--processes", type=limits.whole(1, limits.AXIS), metavar="N",
-        help="as one of so many (default: as many as the layout's axes need)")
-    add("--rank", type=limits.whole(0, limits.AXIS), metavar="R", help="of --modules: on this process (default 0)")
+    add("--processes", **whole(limits.AXIS), help="as one of so many (default: as many as the layout's axes need)")
+    add("--rank", **whole(limits.AXIS, 0, name="R"), help="of --modules: on this process (default 0)")
     text = "every key of a recipe: its default, type and meaning"
     add = verb("keys", keys, text, recipe=False, words="section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
@@ -177,8 +183,8 @@ def _preparing(verb: Verb) -> None:
     add = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files").add_argument
     add("action", choices=["train"])
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    add("--vocab-size", type=limits.whole(1, limits.TOKEN_IDS), required=True, metavar="N")
-    add("--lowercase", action="store_true")
+    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
+    add("--lowercase", **FLAG)
     add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     add = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes").add_argument
@@ -190,36 +196,37 @@ def _using(verb: Verb) -> None:
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     text = "text or image in: label, filled mask, translation or features out"
-    add = verb("predict", predict, text, recipe=False, words="inputs").add_argument
+    add = verb("predict", lambda a: room("infer.predict").predict(a), text, recipe=False, words="inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("inputs", nargs="*", metavar="INPUT",
         help="texts or image files; none: standard input; -: its lines, each answered as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
-    add("--features", action="store_true", help="print or save hidden states instead of a prediction")
+    add("--features", **FLAG, help="print or save hidden states instead of a prediction")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
-    add = verb("generate", generate, "continue a text", recipe=False, words="prompt").add_argument
+    add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", recipe=False,
+        words="prompt").add_argument
     add("model", metavar="RUN_OR_MODEL",
         help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
-    add("--max-new", type=limits.whole(1, limits.LENGTH), default=200, metavar="N", help="tokens (default 200)")
+    add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
-    add("--sliding-window", action="store_true",
-        help="go on beyond the model's places, reading the latest tokens alone (slower there)")
-    add("--no-cache", action="store_true", help="compute everything again for every token (slower, the same text)")
+    add("--sliding-window", **FLAG,
+        help="go on beyond the model's places, reading only the latest tokens (slower there)")
+    add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
     add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
 
 
 def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
-    add = verb("collectives", collectives, text, recipe=False).add_argument
-    add("--processes", type=limits.whole(1, limits.PROCESSES), metavar="N",
+    add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, recipe=False).add_argument
+    add("--processes", **whole(limits.PROCESSES),
         help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
     add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
     add("--sizes", metavar="SIZE,...",
@@ -228,28 +235,26 @@ def _measuring(verb: Verb) -> None:
     text = "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name"
     add = verb("scale", scale, text).add_argument
     add("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
-    add("--steps", type=limits.whole(1, limits.STEPS), default=30, metavar="N",
-        help="steps that are timed in a round (default 30)")
-    add("--warmup", type=limits.whole(0, limits.STEPS), default=5, metavar="N", help="steps before them (default 5)")
-    add("--repeat", type=limits.whole(1, 10**6), default=3, metavar="N",
-        help="rounds, each with every number of processes (default 3)")
-    add("--to-the-end", action="store_true", help="also the whole training once, with its evaluations")
-    add("--weak", action="store_true",
-        help="the recipe's batch for every process, not for all together; also to the end")
-    add("--scale-lr", action="store_true",
-        help="of --weak: the learning rate times the number of processes (the linear rule)")
-    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    add("--steps", **whole(limits.STEPS), default=30, help="steps that are timed in a round (default 30)")
+    add("--warmup", **whole(limits.STEPS, 0), default=5, help="steps before them (default 5)")
+    add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
+    add("--to-the-end", **FLAG, help="also the whole training once, with its evaluations")
+    add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
+    add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
+    add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
-    add = verb("env", env, "the machine as found, with a word on each figure", recipe=False).add_argument
-    add("--json", action="store_true", help="as JSON")
+    text = "the machine as found, with a word on each figure"
+    add = verb("env", lambda a: room("measure.machine").env(a), text, recipe=False).add_argument
+    add("--json", **FLAG, help="as JSON")
     text = "the devices and links that the plan knows, with their sources"
-    add = verb("hardware", hardware, text, recipe=False, words="name").add_argument
+    add = verb("hardware", lambda a: room("hardware").lines(" ".join(a.name) or None), text, recipe=False,
+        words="name").add_argument
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
-    add = verb("calibrate", calibrate, text, recipe=False).add_argument
+    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, recipe=False).add_argument
     add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S",
         help="about how long (default 180)")
-    add("--threads", type=limits.whole(1, limits.THREADS), metavar="N", help="CPU threads (default: PyTorch's choice)")
+    add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE",
         help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
 
@@ -265,12 +270,18 @@ def _elsewhere(verb: Verb) -> None:
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
     text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
-    add = verb("export", export, text, recipe=False, words="model").add_argument
-    add("model", nargs=1, metavar="RUN_OR_CHECKPOINT",
+    add = verb("export", lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb), text,
+        recipe=False, words="").add_argument
+    add("model", metavar="RUN_OR_CHECKPOINT",
         help="a run folder (its best checkpoint, else its newest), or a checkpoint")
     add("--to", required=True, metavar="DIR", help="folder to write")
     add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB",
         help="largest file of weights (default 5); as much memory is used")
+
+
+def room(name: str):
+    """Imported when a verb is called, so that `--help` is quick."""
+    return importlib.import_module(f"gradus.{name}")
 
 
 def load_recipe(args, here=None, quiet: bool = False, resuming: bool = False):
@@ -292,26 +303,14 @@ def on_this_host(n: int | None):
     return World(size=max(1, n or 1), local_size=max(1, n or 1))
 
 
-def new(args) -> int:
-    from gradus.train.new import new as write
-
-    for line in write(args.file, args.data, args.init, args.text, args.label):
-        print(line, flush=True)
-    return 0
-
-
 def train(args) -> int:
     if args.max_restarts and args.processes is None:
-        text = "another launcher restarts by its own rules. Leave it out."
-        raise UserError(f"--max-restarts has no effect without --processes: {text}")
+        raise UserError("--max-restarts has no effect without --processes. Leave it out: another launcher restarts.")
     if args.resume and args.auto_resume:
-        text = "the second starts where there is nothing to resume. Give one of them."
-        raise UserError(f"--resume and --auto-resume: {text}")
+        raise UserError("--resume and --auto-resume: the second starts where nothing is to resume. Give one of them.")
     if args.processes is not None:
-        from gradus.launch import local
-
-        found = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
-        return local.train(args.processes, args.recipe, args.overrides, **found)
+        options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
+        return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
     from gradus.parallel import world
     from gradus.plan.prove import Proof
 
@@ -323,15 +322,15 @@ def train(args) -> int:
 def _train(args, here, proof) -> int:
     from gradus.train import resolve
 
-    given = resolve.Given(args.json_file, here)
+    given, folder = resolve.Given(args.json_file, here), None
     if args.resume:
         folder = resolve.run_to_resume(args.recipe, args.overrides, given)
-    else:
-        folder = resolve.started(args.recipe, args.overrides, given, here) if args.auto_resume else None
-    if folder:
-        args.recipe = str(folder)
+    elif args.auto_resume:
+        folder = resolve.started(args.recipe, args.overrides, given, here)
+    args.recipe = str(folder or args.recipe)
     recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
     from gradus.measure.flops import for_run
+    from gradus.parallel import status
     from gradus.train.run import train as run
     from gradus.train.signals import Stopped
 
@@ -340,22 +339,17 @@ def _train(args, here, proof) -> int:
         outcome = run(recipe, resume=folder, flops=for_run, plan=proof, world=here, longer=longer)
     except Stopped as stop:
         if here.first:
-            from gradus.parallel import status
-
-            run_folder = stop.checkpoint.parent.parent
-            alone = f"gradus train {shlex.quote(str(run_folder))} --resume"
-            how = status.command(run_folder, here.size) if status.supervised() else alone
+            how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)
             print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
         return 128 + stop.signal_number
     if recipe.task.name == "copy" and here.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
-        for line in outcome.trainer.task.examples(outcome.trainer.model.eval(), 1):
-            print(line)
+        print("\n".join(outcome.trainer.task.examples(outcome.trainer.model.eval(), 1)))
     return 0
 
 
-def plan(args) -> int:
+def plan(args) -> int | Iterable[str]:
     from gradus.plan.answer import Request
 
     questions = ("explain", "devices", "search", "serve", "optimal", "accuracy", "examples", "web")
@@ -365,161 +359,108 @@ def plan(args) -> int:
     mode = modes[0] if modes else "plan"
     _only_with(args, mode)
     if mode == "accuracy":
-        from gradus.plan.accuracy import lines
-
-        print("\n".join(lines(args.accuracy or None)))
-        return 0
+        return room("plan.accuracy").lines(args.accuracy or None)
     if mode == "examples":
-        from gradus.plan.examples import lines, rows
-
-        print("\n".join([row.json() for row in rows()] if args.json else lines()))
-        return 0
+        examples = room("plan.examples")
+        return (row.json() for row in examples.rows()) if args.json else examples.lines()
     request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
-        from gradus.plan.web import serve
-
         port = 8000 if args.port is None else args.port
-        return serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=port)
+        return room("plan.web").serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=port)
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, screen
 
-    if mode in ("devices", "search", "optimal", "serve"):
-        more = {}
-        if mode == "serve":
-            more = {"batch": 1 if args.batch is None else args.batch, "length": args.length, "bits": args.bits}
-        lines, rows = getattr(answer, mode)(request, **more)
-        if mode == "serve" and args.all:
+    if mode == "serve":
+        lines, rows = answer.serve(request, batch=args.batch or 1, length=args.length, bits=args.bits)
+        if args.all:
             lines = [*lines, *components(rows)]
-        elif mode == "serve":
+        else:
             head = [line for line in lines if line and not line.startswith("note: ")]
             notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
             lines = first_screen(head, notes, ["--all for components, --json for rows"])
-        print("\n".join([row.json() for row in rows] if args.json else lines))
-        return 0
-    made = answer.answer(request)
-    if args.json:
-        rows = made.rows if mode == "plan" else named(made.rows, args.explain)
-        print("\n".join(row.json() for row in rows))
-        for note in made.notes:
-            print(f"note: {note}", file=sys.stderr)
+    elif mode in ("devices", "search", "optimal"):
+        lines, rows = getattr(answer, mode)(request)
     else:
-        print("\n".join(explain(made.rows, args.explain) if mode == "explain" else screen(made, args.all)))
-    return 0
+        made = answer.answer(request)
+        if args.json:
+            rows = made.rows if mode == "plan" else named(made.rows, args.explain)
+            print("".join(f"note: {note}\n" for note in made.notes), end="", file=sys.stderr)
+        else:
+            lines = explain(made.rows, args.explain) if mode == "explain" else screen(made, args.all)
+    return (row.json() for row in rows) if args.json else lines
+
+
+OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
+TAKEN = {  # by which questions of `gradus plan`
+    "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
+    "all": {"plan", "serve"}, "json": {*OF_A_RECIPE, "examples"} - {"web"},
+    **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
+}  # fmt: skip
 
 
 def _only_with(args, mode: str) -> None:
     """Raises UserError for what would have no effect."""
-    belongs = {"port": "web", "host": "web", "batch": "serve", "length": "serve", "bits": "serve"}
-    for option, owner in belongs.items():
-        if getattr(args, option) is not None and mode != owner:
-            raise UserError(f"gradus plan: --{option} is of --{owner}. Give both, or leave it out.")
-    if args.all and (args.json or mode not in ("plan", "serve")):
-        without = "json, which holds every figure" if args.json else mode
-        raise UserError(f"gradus plan: --all has no effect on --{without}. Leave it out.")
-    if args.json and mode in ("accuracy", "web"):
-        raise UserError(f"gradus plan: --json has no effect on --{mode}. Leave it out.")
-    if mode in ("accuracy", "examples"):
-        given = [name for name in ("recipe", "on", "tokens", "days", "json_file") if getattr(args, name) is not None]
-        if given:
-            option = given[0].replace("recipe", "RECIPE")
-            raise UserError(f"gradus plan --{mode}: {option} has no effect on it. Leave it out.")
-
-
-def prove(args) -> int:
-    from gradus.plan.prove import prove as run
-
-    for line in run(args.runs, args.json):
-        print(line)
-    return 0
-
-
-def check(args) -> int:
-    from gradus.plan.check import check as run
-
-    return run(load_recipe(args), args.json)
-
-
-def fit(args) -> int:
-    from gradus.plan.fit import fit as run
-
-    for line in run(load_recipe(args), args):
-        print(line, flush=True)
-    return 0
+    for option, modes in TAKEN.items():
+        if getattr(args, option) not in (None, False) and mode not in modes:
+            where = f"without --{next(iter(modes))}" if len(modes) == 1 else f"on --{mode}"
+            word = "RECIPE" if option == "recipe" else f"--{option}"
+            raise UserError(f"gradus plan: {word} has no effect {where}. Leave it out.")
+    if args.all and args.json:
+        raise UserError("gradus plan: --all has no effect on --json, which holds every figure. Leave it out.")
 
 
 def show(args) -> int:
-    from gradus import recipe as recipe_room
+    import yaml
+
+    from gradus.recipe import dump
 
     recipe = load_recipe(args, on_this_host(args.processes))
     if args.modules:
-        from gradus.measure.modules import modules
-
-        print("\n".join(modules(recipe, args.processes, args.rank or 0, data=not args.no_data)))
-        return 0
+        return room("measure.modules").modules(recipe, args.processes, args.rank or 0, data=not args.no_data)
     if args.rank is not None:
         raise UserError("--rank has no effect without --modules. Leave it out.")
     if args.no_data:
-        print(recipe_room.dump(recipe), end="")
-        return 0
-    import yaml
-
-    from gradus.train.session import derive, open_for
-
-    session = open_for(recipe, args.processes)
-    print(recipe_room.dump(session.recipe), end="")
-    print("\n# derived")
-    print(yaml.safe_dump({"derived": derive(session)}, sort_keys=False), end="")
-    return 0
+        return dump(recipe).splitlines()
+    session = room("train.session").open_for(recipe, args.processes)
+    derived = yaml.safe_dump({"derived": room("train.session").derive(session)}, sort_keys=False)
+    return [*dump(session.recipe).splitlines(), "", "# derived", *derived.splitlines()]
 
 
-def keys(args) -> int:
-    from gradus.recipe import keys as table
-
+def keys(args) -> Iterable[str]:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(line for asked in args.section or [None] for line in table.keys(asked, width)).rstrip())
-    return 0
+    lines = (line for asked in args.section or [None] for line in room("recipe.keys").keys(asked, width))
+    return "\n".join(lines).rstrip().splitlines()
 
 
-def recipes(args) -> int:
-    from gradus import recipe as recipe_room
+def recipes(args) -> Iterable[str]:
+    from gradus.recipe import header, names
 
-    for name in recipe_room.names():
-        print(f"{name:22} {recipe_room.header(name)[0]}")
-    return 0
+    return (f"{name:22} {header(name)[0]}" for name in names())
 
 
-def models(args) -> int:
-    from gradus import models as models_room
-    from gradus.recipe.presets import ALIASES, PRESETS, config_of
+def models(args) -> Iterable[str]:
+    from gradus.models import count
+    from gradus.recipe.presets import PRESETS, config_of
 
-    for name in args.names:
-        if name not in PRESETS and name not in ALIASES:
-            raise UserError(f"{name}: no such preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
     if args.names:
         for name in args.names:
-            counts = models_room.count(config_of(name))
-            print(name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items()))
-        return 0
-    print(f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}")
+            counts = count(config_of(name))
+            yield name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items())
+        return
+    yield f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}"
     for name in PRESETS:
         c = config_of(name)
-        total = models_room.count(c)["total"]
-        print(f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {total:>19,}", flush=True)
-    return 0
+        yield f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {count(c)['total']:>19,}"
 
 
-def fetch(args) -> int:
-    from gradus.train.fetch import fetch as stage
-
+def fetch(args) -> Iterable[str]:
     words = [args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]
-    for line in stage(load_recipe(args), Path(args.to), words):
-        print(line, flush=True)
-    return 0
+    return room("train.fetch").fetch(load_recipe(args), Path(args.to), words)
 
 
-def tokenizer(args) -> int:
+def tokenizer(args) -> Iterable[str]:
     from gradus.data.corpus import Corpus
     from gradus.data.tokenizers import train_bpe
 
@@ -527,46 +468,18 @@ def tokenizer(args) -> int:
     made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     made.save(Path(args.to))
     use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
-    print(f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}")
-    return 0
+    return [f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}"]
 
 
-def profile(args) -> int:
-    from gradus.measure.profile import profile as run
-
+def profile(args) -> Iterable[str]:
     recipe = load_recipe(args)
-    for line in run(recipe, Path(args.to or f"profile/{recipe.name}")):
-        print(line)
-    return 0
+    return room("measure.profile").profile(recipe, Path(args.to or f"profile/{recipe.name}"))
 
 
-def evaluate(args) -> int:
-    from gradus.infer.predict import evaluate as run
-
-    for name, value in run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file).items():
-        print(f"{name:26} {value:.4f}")
-    return 0
-
-
-def predict(args) -> int:
-    from gradus.infer.predict import predict as run
-
-    for line in run(args):
-        print(line, flush=True)
-    return 0
-
-
-def generate(args) -> int:
-    from gradus.infer.generate import generate as run
-
-    run(args)
-    return 0
-
-
-def collectives(args) -> int:
-    from gradus.measure.collectives import collectives as run
-
-    return run(args)
+def evaluate(args) -> Iterable[str]:
+    run = room("infer.predict").evaluate
+    metrics = run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
+    return (f"{name:26} {value:.4f}" for name, value in metrics.items())
 
 
 def scale(args) -> int:
@@ -577,38 +490,8 @@ def scale(args) -> int:
     return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args, Scaled(args.force))
 
 
-def env(args) -> int:
-    from gradus.measure.machine import env as run
-
-    return run(args)
-
-
-def calibrate(args) -> int:
-    from gradus.plan.calibrate import run
-
-    return run(args)
-
-
-def hardware(args) -> int:
-    from gradus.hardware import lines
-
-    for line in lines(" ".join(args.name) or None):
-        print(line)
-    return 0
-
-
-def export(args) -> int:
-    from gradus.infer.export_weights import export as run
-
-    if len(args.model) != 1:
-        raise UserError(f"gradus export: one model, not {len(args.model)} ({', '.join(args.model)}).")
-    for line in run(args.model[0], Path(args.to), args.shard_gb):
-        print(line, flush=True)
-    return 0
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Words may stand before, between and after options, which argparse alone does not allow below a verb."""
+    """Words may stand before, between and after options, which argparse does not allow below a verb."""
     limits.words(sys.argv[1:] if argv is None else argv)
     top = parser()
     args, rest = top.parse_known_args(argv)
@@ -625,10 +508,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
-    machine: `errors.FAULT`).
-
-    One of several processes does not come back from here: it ends when the others do.
-    """
+    machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
     code = run(argv)
     world = sys.modules.get("gradus.parallel.world")
     if world is not None and world.joined():
@@ -642,9 +522,13 @@ def run(argv: list[str] | None) -> int:
         if args.verb is None:
             parser().print_help()
             return 0
-        code = args.function(args)
+        answer = args.function(args)  # an exit code, or lines
+        if not isinstance(answer, int):
+            for line in answer or ():
+                print(line, flush=True)
+            answer = 0
         sys.stdout.flush()  # here, so that a reader who has gone is heard of below
-        return code
+        return answer
     except UserError as e:
         world = sys.modules.get("gradus.parallel.world")
         text = world.mistake(str(e)) if world is not None and world.joined() else str(e)
@@ -657,7 +541,7 @@ def run(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except OSError as e:  # a file that may not be read, a disk that fails: where it is not told nearer by
+    except OSError as e:  # a file that may not be read, a disk that fails: where nothing nearer by has a message
         if isinstance(e, BrokenPipeError) and _nobody_reads():  # what is left to be flushed at the end goes nowhere
             with contextlib.suppress(ValueError):  # standard output may be no file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -665,14 +549,14 @@ def run(argv: list[str] | None) -> int:
         code = exit_code(e)
         if code == 1:
             raise
-        if code == FAULT and not e.filename:  # its text alone does not say where
+        if code == FAULT and not e.filename:  # its text does not say where
             traceback.print_exc()
         tell_error(_os_error(e, code))
         return code
 
 
 def _os_error(e: OSError, code: int) -> str:
-    """One line for an error of the system that nothing nearer by has told."""
+    """One line for an error of the system without a message nearer by."""
     if disk_full(e) and e.filename:
         then = "free some space; a run goes on with --resume, from its last checkpoint."
         return str(not_written(Path(e.filename), e, then))
@@ -690,7 +574,3 @@ def _nobody_reads() -> bool:
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (AttributeError, OSError, ValueError):
         return False
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import importlib
 import os
 import re
 import shutil
@@ -23,10 +24,8 @@ MISTAKES = {
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The command line prints it as one line and exits with 2, without a traceback.
-
-    The text says what is wrong, where, the nearest right thing, and what to do.
-    """
+    """A mistake the user can mend. The command line prints it as one line and exits with 2, without a traceback. The
+    text says what is wrong, where, the nearest right thing, and what to do."""
 
 
 class DataError(UserError):
@@ -42,14 +41,14 @@ def _number(error: BaseException) -> int | None:
     """The system's number of an error; what is written in Rust (safetensors, tokenizers) has it in its text."""
     if isinstance(error, OSError):
         return error.errno
-    told = re.search(r"\(os error (\d+)\)", str(error)) if not isinstance(error, UserError) else None
-    return int(told[1]) if told else None
+    number = re.search(r"\(os error (\d+)\)", str(error)) if not isinstance(error, UserError) else None
+    return int(number[1]) if number else None
 
 
 def is_fault(error: BaseException) -> bool:
     """Whether an error of the system is the machine's fault, and not that of a path or a port that the user gave."""
     number = _number(error)
-    if number is None:  # some of Python's own say so by their class alone; those of libraries have other reasons too
+    if number is None:  # some of Python's own say so only by their class; those of libraries have other reasons too
         own = type(error).__module__ in ("builtins", "http.client")
         return own and isinstance(error, ConnectionError | TimeoutError)
     return number not in MISTAKES
@@ -106,15 +105,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         return "_" + re.sub(r"\W", "_", name.lower()) + "_"
 
     given, known = str(word).lower(), sorted({str(k) for k in known})
-    spelt = [k for k in known if likeness(k) >= 0.5]
-    for near in (
-        [k for k in known if k == given or (len(given) > 1 and parts(given) in parts(k))],
-        spelt,
-        [k for k in known if (len(given) > 2 and given in k.lower()) or (len(k) > 1 and parts(k) in parts(given))],
-    ):
-        if near:
-            return max(near, key=likeness)
-    return None
+    near = (
+        [k for k in known if k == given or (len(given) > 1 and parts(given) in parts(k))]
+        or [k for k in known if likeness(k) >= 0.5]
+        or [k for k in known if (len(given) > 2 and given in k.lower()) or (len(k) > 1 and parts(k) in parts(given))]
+    )
+    return max(near, key=likeness, default=None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -131,28 +127,19 @@ COLOURS = {"red": 31, "green": 32}
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """The text in a colour where the stream is a terminal.
-
-    NO_COLOR and TERM=dumb mean no colour, FORCE_COLOR means always.
-    """
+    """The text in a colour where the stream is a terminal, not for TERM=dumb; NO_COLOR: never, FORCE_COLOR: always."""
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
 
 
 def tell_error(text: str) -> None:
     """One error on standard error in one write, so that the lines of several processes do not run into each other."""
-    between = "\n" if "\n" in text else " "
-    sys.stderr.write(f"{coloured('error:', 'red', sys.stderr)}{between}{text}\n")
+    sys.stderr.write(f"{coloured('error:', 'red', sys.stderr)} {text}\n")
     sys.stderr.flush()
 
 
 def need(package: str, extra: str, what: str, error: type[UserError] = UserError):
-    """Import an optional package, or say which extra brings it.
-
-    Raises `error` when the package is missing.
-    """
-    import importlib
-
+    """Import an optional package. Raises `error`, which says what extra brings it, where it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as e:

@@ -31,15 +31,10 @@ def download(
             if enough(folder):
                 break
     except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
+        why = f"no such file or folder, and the hub does not give it ({_reason(e)})"
         if offline and to is None:
-            raise UserError(
-                f"{where}: no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1). "
-                "Where there is internet run `gradus fetch RECIPE --to DIR`, then give the folder"
-            ) from None
-        raise UserError(
-            f"{where}: no such file or folder, and the hub does not give it ({_reason(e)}). "
-            "Check the name and the connection, or `gradus fetch` it elsewhere."
-        ) from None
+            why = "no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1)"
+        raise UserError(f"{where}: {why}. Check the name, or `gradus fetch RECIPE --to DIR` elsewhere.") from None
     return folder
 
 
@@ -51,9 +46,7 @@ def is_saved(folder: Path) -> bool:
 
 def data_set(name: str, where: str) -> dict[str, Any]:
     """The splits of `NAME[:CONFIG]`, or of a folder that `save_to_disk` wrote, as tables of the package `datasets`.
-
-    where: begins the error. Raises DataError where it cannot be loaded.
-    """
+    where: begins the error. Raises DataError where it cannot be loaded."""
     datasets = need("datasets", "hf", where, DataError)
     folder = Path(os.path.expanduser(name))
     try:

@@ -47,7 +47,7 @@ RATE = 1e30  # a learning rate: above it fp32 has no square
 REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
 
 # ---- files
-KB, MB, GB = 10**3, 10**6, 10**9
+MB, GB = 10**6, 10**9
 RECIPE_FILE = MB  # the largest packaged one has 2 kB
 CONFIG_FILE = 100 * MB  # config.json, and the index of shards: 9 MB for DeepSeek-V3
 TOKENIZER_FILE = 200 * MB  # Gemma 3's has 33 MB
@@ -82,19 +82,15 @@ def regular(path: str | Path, most: float = math.inf) -> Path:
     path = Path(path)
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "FIFO (a pipe)"), (stat.S_ISSOCK, "socket"))
-        kind = next((name for test, name in kinds if test(about.st_mode)), "device")
-        raise UserError(f"{path}: cannot be read: a {kind}, not a file. Give a regular file.")
+        raise UserError(f"{path}: cannot be read: a folder, pipe, socket or device. Give a regular file.")
     if about.st_size > most:
         raise UserError(f"{path}: {about.st_size:,} bytes; such a file has at most {most:,.0f}. Is it the right one?")
     return path
 
 
 def read_text(path: str | Path, most: float) -> str:
-    """The text of a regular file of at most `most` bytes, in UTF-8.
-
-    Raises UserError with one line for whatever keeps it from being read.
-    """
+    """The text of a regular file of at most `most` bytes, in UTF-8. Raises UserError with one line for whatever keeps
+    it from being read."""
     path = Path(os.path.expanduser(path))
     try:
         return regular(path, most).read_text(encoding="utf-8")
@@ -102,17 +98,13 @@ def read_text(path: str | Path, most: float) -> str:
         raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}).") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}.") from None
-    except ValueError as e:  # a zero byte in the name
-        raise UserError(f"{str(path)!r}: cannot be read: {e}.") from None
+    except (OSError, ValueError) as e:  # ValueError: a zero byte in the name
+        raise UserError(f"{str(path)!r}: cannot be read: {getattr(e, 'strerror', e)}.") from None
 
 
 def read_json(path: str | Path, most: float, **options: Any) -> Any:
-    """The content of a JSON file: not deeper than DEPTH, no half characters (lone surrogates).
-
-    options: of json.loads. Raises UserError with one line.
-    """
+    """The content of a JSON file: not deeper than DEPTH, no half characters (lone surrogates). options: of json.loads.
+    Raises UserError with one line."""
     return parse_json(read_text(path, most), path, **options)
 
 
@@ -126,20 +118,14 @@ def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
         raise UserError(f"{where}: line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}.") from None
     except RecursionError:
         raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where}: half a character (a lone surrogate, \\ud800 to \\udfff) in it. Write the whole character."
-        ) from None
-    except ValueError as e:  # not UTF-8, or a number of more digits than Python takes
+    except ValueError as e:  # not UTF-8, half a character (a lone surrogate), or more digits than Python takes
         raise UserError(f"{where}: not valid JSON: {str(e).split(';')[0]}.") from None
     return found
 
 
 def shallow(tree: Any, where: object, most: float = math.inf) -> None:
-    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values.
-
-    An alias counts each time.
-    """
+    """Raises UserError where mappings and lists are nested deeper than DEPTH, or there are more than `most` values. An
+    alias counts each time."""
     level, n = [tree], 0
     for _ in range(DEPTH):
         below: list[Any] = []
@@ -155,22 +141,23 @@ def shallow(tree: Any, where: object, most: float = math.inf) -> None:
     raise UserError(f"{where}: nested deeper than {DEPTH} levels.")
 
 
-def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
-    """The content of a YAML file with the limits of a JSON one. Raises UserError with one line."""
+def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES) -> Any:
+    """The content of a YAML text, of at most `most` values, with the limits of JSON. Raises UserError with one line."""
     import yaml
 
     try:
-        found = yaml.load(read_text(path, most), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = yaml.load(text, loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        shallow(found, where, most)
     except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not YAML ({getattr(e, 'problem', None) or e}).") from None
+        mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        what = getattr(e, "problem", None) or getattr(e, "reason", None) or "cannot be read"
+        raise UserError(f"{where}: {place}not valid YAML: {what}.") from None
     except RecursionError:
-        raise UserError(f"{path}: nested deeper than {DEPTH} levels.") from None
+        raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
     except (ValueError, TypeError, OverflowError, AttributeError) as e:  # a date such as 2026-99-99, a list as a key
         reason = str(e).splitlines()[0][:120]
-        raise UserError(f"{path}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
-    shallow(found, path, NODES)
+        raise UserError(f"{where}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
     return found
 
 
@@ -178,61 +165,44 @@ def read_yaml(path: str | Path, most: float = HARDWARE_FILE) -> Any:
 
 
 def whole(least: int = 1, most: int = SEED) -> Callable[[str], int]:
-    """For argparse: a whole number from `least` to `most`.
+    """For argparse: a whole number from `least` to `most`."""
+    return _reader(int, None, least, most)
 
-    An error's text begins with "="; the parser (cli.Parser) puts the option's name before it.
-    """
 
-    def read(text: str) -> int:
+def real(above: float | None = None, least: float = -math.inf, most: float = REAL) -> Callable[[str], float]:
+    """For argparse: a finite number above `above`, of at least `least` and at most `most`."""
+    return _reader(float, above, least, most)
+
+
+def _reader(kind: type, above: float | None, least: float, most: float) -> Callable[[str], Any]:
+    """An error's text begins with "="; the parser (cli.Parser) puts the option's name before it."""
+
+    def read(text: str) -> Any:
         try:
-            number = int(text) if text.isascii() and len(text) < 40 else float(text if text.isascii() else "x")
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"={text[:40]}: must be a whole number.") from None
-        return _between(text, number, least, most)
-
-    return read
-
-
-def real(above: float | None = None, least: float | None = None, most: float = REAL) -> Callable[[str], float]:
-    """For argparse: a finite number above `above`, or of at least `least`, and at most `most`."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
+            digits = text.encode("ascii")
+            number = kind(digits) if len(digits) < 40 else float(digits)
         except ValueError:
             number = math.nan
-        if math.isnan(number):
-            raise argparse.ArgumentTypeError(f"={text[:40]}: must be a {'positive ' if above == 0 else ''}number.")
-        if above is not None and number <= above:
-            wanted = "a positive number" if above == 0 else f"above {above:g}"
-            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {wanted}.")
-        return _between(text, number, -math.inf if least is None else least, most)
+        wrong = None
+        if math.isnan(number) or (above is not None and number <= above):
+            wrong = f"a {'positive ' if above == 0 else ''}{'whole ' if kind is int else ''}number"
+        elif not least <= number <= most:
+            wrong = f"at least {least:,.15g}" if number < least else f"at most {most:,.15g}"
+        if wrong:
+            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {wrong}.")
+        return number
 
     return read
-
-
-def _between(text: str, number: Any, least: float, most: float) -> Any:
-    if number < least:
-        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at least {least:,}.")
-    if number > most:
-        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
-        raise argparse.ArgumentTypeError(f"={text[:40]}: must be at most {limit}.")
-    return number
 
 
 def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> list[int]:
     """`8,16,32` → [8, 16, 32], each once, in their order. Raises UserError."""
-    found = []
-    for word in (word.strip() for word in text.split(",")):
+    found = [word.strip() for word in text.split(",")]
+    for word in found:
         if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
-            kind = "positive whole number" if least == 1 else f"whole number of {least} or more"
-            limit = f" up to {most:,}" if re.fullmatch(r"[0-9]+", word) and (len(word) > 18 or int(word) > most) else ""
-            raise UserError(
-                f"{option} {text[:80]}: {word[:40] or 'nothing'!r} is no {kind}{limit}. "
-                f"Write for example {option} 1,2,4"
-            )
-        found.append(int(word))
-    return list(dict.fromkeys(found))
+            what = f"{word[:40] or 'nothing'!r} is no whole number from {least} to {most:,}"
+            raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
+    return list(dict.fromkeys(map(int, found)))
 
 
 def shown(text: str) -> str:
@@ -242,15 +212,11 @@ def shown(text: str) -> str:
 
 
 def words(arguments: list[str]) -> None:
-    """Raises UserError for a word of the command line that is not text in UTF-8.
-
-    Python turns bytes that are not UTF-8 into half characters (lone surrogates).
-    """
+    """Raises UserError for a word of the command line that is not text in UTF-8. Python turns bytes that are not UTF-8
+    into half characters (lone surrogates)."""
     for word in arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.") from None
+        if word != word.encode(errors="replace").decode():
+            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.")
 
 
 def memory() -> float:

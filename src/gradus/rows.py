@@ -62,10 +62,8 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without a last line that a kill cut short.
-
-    Raises UserError for any other line that is no row.
-    """
+    """The rows of a file, without a last line that a kill cut short. Raises UserError for any other line that is no
+    row."""
     lines = limits.read_text(path, limits.ROWS_FILE).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):

@@ -286,7 +286,7 @@ def test_a_wrong_entry_is_named(tmp_path, more, says):
         ("devices: [1, 2]", "devices: expected keys"),
         ("devices: {X: 3}", "devices.X: expected keys"),
         ("devices: {3090: {}}", "devices.3090: 3090 is not text; put it in quotes"),
-        ("a: [", "not YAML"),
+        ("a: [", "not valid YAML"),
         ("- 3", "expected keys"),
         (
             "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "

@@ -122,7 +122,7 @@ def test_the_commands_are_printed(tmp_path, monkeypatch, capsys):
         (["--host", "me@-oProxyCommand"], "--host=me@-oProxyCommand: no host."),
         (["log.dir=-x"], "log.dir=-x: it is the same below this folder and below the one there."),
         (["log.dir=a:b"], "log.dir=a:b: it is the same below this folder and below the one there."),
-        (["name=../x"], "name: '../x': a name is that of a folder"),
+        (["name=../x"], "name: '../x' cannot be the name of a folder"),
         (["--follow"], "--follow cannot take effect where nothing is run. Give --host, without --dry-run."),
         (["--processes", "0"], "--processes=0: must be at least 1."),
         (["log.dir=../a"], "log.dir=../a: it is the same below this folder and below the one there."),

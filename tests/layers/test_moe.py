@@ -481,7 +481,7 @@ def test_operations_of_a_run_are_counted(tmp_path):
     [
         (["model.top_k=1"], r"model\.top_k: cannot take effect without experts\. Set model\.n_experts=8"),
         (["model.balance=0.1"], r"model\.balance: cannot take effect without experts"),
-        (["model.n_experts=4", "model.top_k=5"], r"top_k=5 is more than n_experts=4; set top_k=4 or fewer"),
+        (["model.n_experts=4", "model.top_k=5"], r"top_k=5 is more than n_experts=4"),
         (["model.n_expert=4"], r"Did you mean model\.n_experts\?"),
     ],
 )

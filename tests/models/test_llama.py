@@ -108,7 +108,7 @@ def test_qwen2_there_and_back(tmp_path, tied):
 def test_a_window_that_is_used_is_refused():
     with pytest.raises(UserError, match="sliding_window=8 is not supported"):
         config_from_hf({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8})
-    with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one of them out"):
+    with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one out"):
         LlamaConfig(**TINY, qkv_bias=True, n_experts=4)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.recipe.presets import ALIASES, PRESETS, config_of, expand
+from gradus.recipe.presets import ALIASES, PRESETS, config_of
 
 
 @functools.cache
@@ -110,24 +110,21 @@ def test_feedforward_sizes_of_llama_follow_the_rule():
 
 
 def test_stated_keys_win_and_the_preset_stays_as_it_is():
-    section = {"preset": "vit-b16", "n_classes": 10, "image_size": 32, "patch_size": 4}
-    assert expand(section) == {**PRESETS["vit-b16"], **section}
+    config = config_of("vit-b16", n_classes=10, image_size=32, patch_size=4)
+    assert (config.n_classes, config.image_size, config.patch_size, config.d_model) == (10, 32, 4, 768)
     assert PRESETS["vit-b16"]["n_classes"] == 1000
-    assert expand({"family": "gpt", "n_layers": 2}) == {"family": "gpt", "n_layers": 2}
 
 
 def test_aliases_name_presets():
     assert set(ALIASES.values()) <= set(PRESETS)
-    assert expand({"preset": "gpt2"})["d_model"] == 768
+    assert config_of("gpt2").d_model == 768
 
 
 def test_mistakes():
     with pytest.raises(UserError, match=r"model.preset=gpt2-smal: unknown preset. Did you mean gpt2-small\?"):
-        expand({"preset": "gpt2-smal"})
-    with pytest.raises(UserError, match=r"model.preset=gpt2 is of family gpt, not llama"):
-        expand({"preset": "gpt2", "family": "llama"})
+        config_of("gpt2-smal")
 
 
 def test_presets_need_no_torch():
-    code = "import sys; from gradus.recipe.presets import expand; expand({'preset': 'gpt2'}); assert 'torch' not in sys.modules"
+    code = "import sys; from gradus.recipe.presets import config_of; config_of('gpt2'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -134,7 +134,7 @@ def test_the_watchdog_of_nccl(tmp_path):
 
 def test_other_ends(tmp_path):
     put(tmp_path, 0, "the gradient all-reduce", lost=30.0)
-    assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never came as far as to write a record")
+    assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never wrote a record")
     put(tmp_path, 1, "the gradient all-reduce", ago=5)
     put(tmp_path, 2, "the gradient all-reduce", ago=5)
     assert "rank 1 on far is in the gradient all-reduce of step 37 as the others are, but did not answer" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
@@ -177,7 +177,7 @@ def test_errors_that_speak_of_peers(text):
     assert status.speaks_of_peers(text)
 
 
-def test_other_errors_are_left_alone(tmp_path):
+def test_other_errors_are_left_workers(tmp_path):
     here = Status(tmp_path, World(0, 2))
     gloo = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39485"
     for error in (
@@ -287,21 +287,21 @@ with watched(sys.argv[1], here):
 """
 
 
-def _alone(folder: Path, *argv: str) -> tuple[list[subprocess.Popen], list[str]]:
+def _workers(folder: Path, *argv: str) -> tuple[list[subprocess.Popen], list[str]]:
     """Three workers without a parent, ended, and what each wrote to standard error."""
     port, processes = str(free_port()), []
     for rank in range(3):
-        told = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, "-c", WORKER, str(folder), *argv]
-        processes.append(subprocess.Popen(command, env=os.environ | told, stderr=subprocess.PIPE, text=True))
+        processes.append(subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True))
     return processes, [p.communicate(timeout=120)[1] for p in processes]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2])
 def test_without_a_parent_the_others_name_the_rank_that_died(tmp_path, who):
-    processes, errors = _alone(tmp_path, str(who))
+    processes, errors = _workers(tmp_path, str(who))
     assert [p.returncode for p in processes] == [-9 if rank == who else LOST for rank in range(3)], errors
     said = [error for error in errors if error]
     assert len(said) == 1 and re.match(
@@ -311,7 +311,7 @@ def test_without_a_parent_the_others_name_the_rank_that_died(tmp_path, who):
 
 def test_without_a_parent_all_end_with_the_code_of_the_rank_that_failed(tmp_path):
     """srun and mpirun give one code for all: that of a fault of the machine must be known by it."""
-    processes, errors = _alone(tmp_path, "1", "raise")
+    processes, errors = _workers(tmp_path, "1", "raise")
     # Python's own end, in this stand-in, is 1, or an abort where a thread of gloo's is still at work
     assert [p.returncode for p in processes] in ([74, 1, 74], [74, -6, 74]), errors
     assert "Traceback" in errors[1] and "ConnectionResetError: [Errno 104] Connection reset by peer\n" in errors[1]

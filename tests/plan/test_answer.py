@@ -155,8 +155,8 @@ def test_optimal_sizes_are_of_decoders():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["llama2-7b", "--port", "80"], "--port is of --web"),
-        (["llama2-7b", "--batch", "4"], "--batch is of --serve"),
+        (["llama2-7b", "--port", "80"], "--port has no effect without --web"),
+        (["llama2-7b", "--batch", "4"], "--batch has no effect without --serve"),
         (["llama2-7b", "--serve", "--batch", "0"], "--batch=0: must be at least 1"),
         (["llama2-7b", "--serve", "--search"], "different questions"),
         (["--accuracy", "--json"], "--json has no effect"),

@@ -373,8 +373,8 @@ learning_rate: 1
         (("d_ff: 128", "d_ff: 128, norm_first: maybe"), "model.norm_first: expected true or false, got 'maybe'."),
         (("d_ff: 128", "d_ff: 128, dropout: 1.0"), "model.dropout: expected a number ≥ 0 and < 1, got 1.0."),
         (("warmup_steps: 400", "warmup_steps: 400, final: 0.1"), "schedule.final: cannot take effect with schedule.name=noam. It is for linear and cosine."),
-        (("{epochs: 2}", "{epochs: 2, seed: 1, seed: 2}"), "train.seed: given twice, in lines 8 and 8. Keep one."),
-        (("train:", "train: {epochs: 1}\ntrain:"), "train: given twice, in lines 8 and 9. Keep one."),
+        (("{epochs: 2}", "{epochs: 2, seed: 1, seed: 2}"), "line 8, column 29: not valid YAML: seed is given twice. Keep one."),
+        (("train:", "train: {epochs: 1}\ntrain:"), "line 9, column 1: not valid YAML: train is given twice. Keep one."),
         (("{epochs: 2}", "{epochs: 2}\ntrain.seed: 3"), "train.seed: unknown key. In a file, write it inside its section: train: {seed: ...}."),
         (("{epochs: 2}", "{epochs: 2, every: 3}"), "train.every: unknown key. It is evaluate.every or log.every."),
         (("{epochs: 2}", "{epochs: 2, zzz: 3}"),
@@ -386,14 +386,6 @@ learning_rate: 1
 def test_a_mistake_gets_its_line(write, change, line):
     assert change[0] in COPY
     assert problems(write(COPY.replace(*change))) == [f"r.yaml: {line}"]
-
-
-def test_the_rest_of_a_section_of_misspelt_kind_is_looked_at_too(write):
-    text = COPY.replace("family: seq2seq, n_layers: 2", "family: seq2sec, n_layers: two")
-    assert problems(write(text)) == [
-        "r.yaml: model.family: no such model: 'seq2sec'. Did you mean seq2seq?",
-        "r.yaml: model.n_layers: expected a whole number ≥ 1, got 'two'.",
-    ]
 
 
 def test_a_misspelt_key_does_not_make_others_look_idle(write):
@@ -423,7 +415,7 @@ def test_nested_keys_have_their_path(write):
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
 def test_empty_file(write, text):
     assert len(lines := problems(write(text))) == 1
-    assert re.match(r"r\.yaml: (the file is empty|expected sections such as model, task, data, optimizer, batch, train, got nothing)", lines[0])
+    assert re.match(r"r\.yaml: expected sections such as model, task, data, optimizer, batch, train, got nothing", lines[0])
 
 
 def test_a_list_or_a_word_at_the_top(write):
@@ -439,7 +431,7 @@ def test_a_list_or_a_word_at_the_top(write):
         ("a: b: c\n", "r.yaml: line 1, column 5: not valid YAML: mapping values are not allowed here."),
         ("a:\n\tb: 1\n", "r.yaml: line 2, column 1: not valid YAML: "),
         ("a: !!python/object/apply:os.system [ls]\n", "r.yaml: line 1, column 4: not valid YAML: the tag "),
-        ("a: &x [*x]\n", "r.yaml: line 1, column 4: not valid YAML: an alias of itself."),
+        ("a: &x [*x]\n", "r.yaml: line 1, column 4: not valid YAML: found unconstructable recursive node."),
         ("? [a]\n: 1\n", "r.yaml: line 1, column 3: not valid YAML: a key must be a word."),
         ("a: 1\n---\nb: 2\n", "r.yaml: line 2, column 1: not valid YAML: "),
         ("a: \x00\n", "r.yaml: not valid YAML: special characters are not allowed."),
@@ -459,16 +451,16 @@ def test_names_and_paths_that_are_not_there(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(COPY, "mine.yaml")
     for name, text in [
-        ("copy-tsk", "copy-tsk: no such recipe. Did you mean copy-task? Give a packaged recipe, a .yaml or .json file, or a run folder."),
-        ("mine", "mine: no such recipe. Did you mean mine.yaml? Give a packaged recipe, a .yaml or .json file, or a run folder."),
+        ("copy-tsk", "copy-tsk: no such recipe. Did you mean copy-task? Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
+        ("mine", "mine: no such recipe. Did you mean mine.yaml? Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
         ("minee.yaml", "minee.yaml: no such file. Did you mean mine.yaml?"),
-        (str(tmp_path), f"{tmp_path}: a folder without recipe.yaml is not a run. Give a packaged recipe, a .yaml file or a run folder."),
+        (str(tmp_path), f"{tmp_path}: a folder without recipe.yaml is not a run. Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
     ]:
         with pytest.raises(UserError) as e:
             load(name)
         assert str(e.value) == text
     write("x", "notes.txt")
-    with pytest.raises(UserError, match=r"a recipe is a \.yaml, \.yml or \.json file"):
+    with pytest.raises(UserError, match=r"notes\.txt: not a recipe\. Give a packaged recipe, a \.yaml, \.yml or \.json file"):
         load("notes.txt")
 
 
@@ -663,12 +655,12 @@ def test_reading_recipes_loads_no_torch():
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("name=../../x", "command line: name: '../../x': a name is that of a folder: no slashes, line breaks .* Try 'x'."),
-        ("name=/etc/x", "command line: name: '/etc/x': .* Try 'etc-x'."),
-        ("name=a\nb", r"command line: name: 'a\\nb': .* Try 'a-b'."),
+        ("name=../../x", "command line: name: '../../x' cannot be the name of a folder. Try 'x'."),
+        ("name=/etc/x", "command line: name: '/etc/x' .* Try 'etc-x'."),
+        ("name=a\nb", r"command line: name: 'a\\nb' .* Try 'a-b'."),
         ("name=a\x1b[31m", r"command line: name: .* Try 'a-\[31m'."),
-        ("name=..", "command line: name: '..': .* Try 'recipe'."),
-        ("name=" + "x" * 101, "command line: name: .* at most 100 bytes"),
+        ("name=..", "command line: name: '\\.\\.' .* Try 'recipe'."),
+        ("name=" + "x" * 101, f"command line: name: .* Try '{'x' * 100}'"),
         ("log.dir=a\nb", r"command line: log.dir: 'a\\nb': a folder has no line breaks or control characters in its name."),
         ("log.dir=a\0b", r"command line: log.dir: 'a\\x00b': "),
     ],

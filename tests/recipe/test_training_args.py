@@ -9,7 +9,7 @@ import pytest
 
 from gradus.errors import UserError
 from gradus.parallel import check
-from gradus.recipe import load, training_args
+from gradus.recipe import load
 from gradus.recipe.schema import Layout
 from gradus.recipe.training_args import from_training_args
 
@@ -120,7 +120,7 @@ def test_what_is_mapped(read, arguments, ours):
     ("arguments", "note"),
     [
         ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
-        ({"zzzz": [1]}, "zzzz=[1]: not a name of TrainingArguments. See the names of transformers.TrainingArguments."),
+        ({"zzzz": [1]}, "zzzz=[1]: it has no counterpart here and is not taken over"),
         ({"optim": "adafactor"}, "optim=adafactor: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"optim": "adamw_torch_8bit"},
          "optim=adamw_torch_8bit: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
@@ -135,7 +135,7 @@ def test_what_is_mapped(read, arguments, ours):
         ({"eval_steps": 5}, "eval_steps=5.0: no effect without eval_strategy=steps. Set evaluate.every"),
         ({"push_to_hub": True}, "push_to_hub=true: nothing is uploaded"),
         ({"use_liger_kernel": True},
-         "use_liger_kernel=true: it has no counterpart here and is not taken over. Take it out of the file, or run without it"),
+         "use_liger_kernel=true: it has no counterpart here and is not taken over"),
         ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 holds instead, as with Hugging Face"),
     ],
 )  # fmt: skip
@@ -220,8 +220,8 @@ def test_what_of_a_layout_is_not_taken_over_is_told(read, processes, arguments, 
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": 3}}, "fsdp_config.reshard_after_forward: expected true or false, got 3."),
         ({"deepspeed": {ZERO: {"stage": 4}}}, "deepspeed.zero_optimization.stage: expected 0, 1, 2 or 3, got 4."),
         ({"deepspeed": {ZERO: 3}}, "deepspeed.zero_optimization: expected an object, got 3."),
-        ({"deepspeed": "no.json"}, "deepspeed=no.json: cannot be read (No such file or directory). Give its path from here, or its content."),
-        ({"deepspeed": 3}, "deepspeed: expected an object or the name of a JSON file, got 3."),
+        ({"deepspeed": "no.json"}, "deepspeed: no.json: no such file."),
+        ({"deepspeed": 3}, "deepspeed: expected an object or the name of a JSON file with one, got 3."),
     ],
 )
 def test_a_layout_that_makes_no_sense_is_one_line(read, tmp_path, arguments, text):
@@ -237,26 +237,20 @@ def test_a_configuration_of_deepspeed_may_be_a_file(read, tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({ZERO: {"stage": 3}}))
     assert read(2, deepspeed=str(tmp_path / "zero.json")) == ({"layout.shard": 2}, [])
     (tmp_path / "zero.json").write_text("[")
-    with pytest.raises(UserError, match="not readable as JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         read(2, deepspeed=str(tmp_path / "zero.json"))
 
 
-def test_every_name_of_the_library_is_known():
-    """Oracle: the dataclass of the installed transformers. Each of its names is taken up in exactly one place."""
+def test_no_name_of_the_library_is_passed_over(read):
+    """Oracle: the dataclass of the installed transformers. Each of its names is taken over or has a note, and none is taken for misspelt."""
     transformers = pytest.importorskip("transformers")
-    theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    places = [training_args.SAME, training_args.MAPPED, training_args.ADVICE, training_args.WITHOUT_COUNTERPART]
-    assert theirs - {name for place in places for name in place} == set()
-    assert [name for name in theirs if sum(name in place for place in places) > 1] == []
-
-
-def test_a_name_that_is_mapped_is_taken(read):
-    """Nothing falls through: every mapped name leaves the list of those that are left."""
-    for name in [*training_args.SAME, *training_args.MAPPED]:
-        value = True if name in ("fp16", "bf16", "gradient_checkpointing", "group_by_length", "torch_compile", "use_cpu", "no_cuda") else 1
-        value = "no" if name.endswith(("_strategy", "_type", "_mode", "optim", "report_to", "_backend")) else value
-        value = {"fsdp": "full_shard", "fsdp_config": {}, "deepspeed": {}}.get(name, value)
-        assert not any("not a name" in note or "no counterpart" in note for note in read(**{name: value})[1])
+    flags = ("fp16", "bf16", "gradient_checkpointing", "group_by_length", "torch_compile", "use_cpu", "no_cuda")
+    quiet = ("fsdp_config", "deepspeed")  # they are empty here
+    for name in [field.name for field in dataclasses.fields(transformers.TrainingArguments)]:
+        value = True if name in flags else "no" if name.endswith(("_strategy", "_type", "_mode", "optim", "_to", "_backend")) else 2
+        ours, notes = read(**{name: {"fsdp": "full_shard", "fsdp_config": {}, "deepspeed": {}}.get(name, value)})
+        assert ours or notes or name in quiet, name
+        assert not any("Did you mean" in note for note in notes), notes
 
 
 def test_values_go_through_the_recipes_own_checks(read):
@@ -291,8 +285,7 @@ def test_a_value_that_cannot_be_worked_with_is_one_line(read, tmp_path, argument
         ('{"TrainingArgs": {"seed": 1, "seed": 2}}', "seed: given twice. Keep one."),
         ("[]", 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
         ('{"TrainingArg": {}}',
-         'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'
-         " Did you mean TrainingArg?"),
+         'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
         ('{"TrainingArgs": 3}', 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
     ],
 )  # fmt: skip

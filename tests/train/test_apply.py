@@ -125,7 +125,7 @@ def test_tensorboard_gets_the_rows(tmp_path):
 def test_a_bad_sample_is_named_and_the_run_ends_in_one_line(tmp_path):
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na film\t0\na good film\t7\n")
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t0\n")
-    command = [sys.executable, "-m", "gradus.cli", "train", "sst2-bert", "model.init=null", "model.preset=null", "model.family=bert", "model.n_layers=1", "model.d_model=16",
+    command = [sys.executable, "-m", "gradus", "train", "sst2-bert", "model.init=null", "model.preset=null", "model.family=bert", "model.n_layers=1", "model.d_model=16",
                "model.n_heads=2", "model.d_ff=32", "tokenizer.kind=byte", f"data.path={tmp_path}", f"data.cache={tmp_path / 'cache'}",
                "schedule.warmup_steps=0"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)

@@ -376,7 +376,7 @@ def test_a_pair_in_two_folders_is_told_where_to_lie(tmp_path):
     (tmp_path / "x").mkdir()
     for file in ("short.en", "x/short.de"):
         (tmp_path / file).write_text("a\n")
-    with pytest.raises(UserError, match=r"lie in one folder as NAME\.en and NAME\.de"):
+    with pytest.raises(UserError, match=r"must lie in one folder as NAME\.en and NAME\.de"):
         look(["short.en", "x/short.de"])
 
 

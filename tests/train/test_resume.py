@@ -77,7 +77,7 @@ def test_a_run_folder_holds_what_it_should_and_nothing_else(undisturbed):
 def test_kill_9_at_any_instant(seed, undisturbed, tmp_path):
     """SIGKILL at random moments, writing included, until it gets through: the same weights, every step once in the rows."""
     run, rng, kills = tmp_path / "run", random.Random(seed), 0
-    command = [sys.executable, "-m", "gradus.cli", "train"]
+    command = [sys.executable, "-m", "gradus", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     while True:
         arguments = [str(run), "--resume"] if (run / "recipe.yaml").exists() else ["copy-task", *TINY, f"log.dir={run}"]
@@ -101,7 +101,7 @@ def test_kill_9_at_any_instant(seed, undisturbed, tmp_path):
 
 def test_sigterm_saves_and_says_how_to_go_on(undisturbed, tmp_path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "gradus.cli", "train", "copy-task", *TINY, f"log.dir={run}", "train.checkpoint_every=null"]
+    command = [sys.executable, "-m", "gradus", "train", "copy-task", *TINY, f"log.dir={run}", "train.checkpoint_every=null"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
     while process.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.005)

@@ -157,11 +157,11 @@ def test_an_error_is_red_on_a_terminal_and_plain_in_a_file(monkeypatch, capsys):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     assert main(["models", "gpt9"]) == 2
-    assert capsys.readouterr().err.startswith("error: gpt9: no such preset.")
+    assert capsys.readouterr().err.startswith("error: model.preset=gpt9: unknown preset.")
     screen = Terminal(80)
     monkeypatch.setattr(sys, "stderr", screen.out)
     assert main(["models", "gpt9"]) == 2
-    assert screen.close().startswith("\x1b[31merror:\x1b[0m gpt9: no such preset.")
+    assert screen.close().startswith("\x1b[31merror:\x1b[0m model.preset=gpt9: unknown preset.")
 
 
 def test_the_end_says_which_step_was_best_and_by_what(tmp_path, capsys):

@@ -163,7 +163,7 @@ class CifarSource:
         return (image for _, records in self.records for image in records[:, 1:].reshape(-1, 3, 32, 32))
 
 
-def _cifar(path: Path) -> Path | None:
+def find_cifar(path: Path) -> Path | None:
     """Where CIFAR-10's binary version lies in this folder, or what file of it this is. Raises UserError for pickles."""
     if path.is_file():
         return path if re.search(r"\.(tar|tar\.gz|tgz)$", path.name) else None
@@ -196,7 +196,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         tables = {split: [table] for split, table in found.items() if table is not None}
     elif not path.exists():
         raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
-    elif cifar := _cifar(path):
+    elif cifar := find_cifar(path):
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
         return {split: source for split, source in sources.items() if cifar.is_file() or source.files()}

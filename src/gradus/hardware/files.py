@@ -66,7 +66,7 @@ def checked(kind: type[T], found: Any, where: str, context: dict[str, Any] | Non
 
 @functools.lru_cache(maxsize=16)
 def _parsed(file: Path, stamp: int) -> Any:
-    return limits.read_yaml(file)
+    return limits.parse_yaml(limits.read_text(file, limits.HARDWARE_FILE), file)
 
 
 def read(kind: type[T], file: Path) -> T:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradus import limits
-from gradus.errors import FAULT, UserError
+from gradus.errors import FAULT, UserError, tell_error
 from gradus.parallel import status
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
@@ -78,7 +78,7 @@ def train(
         again = () if resume or auto_resume else ("--auto-resume",)
         code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
     if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
-        _tell(f"Go on from the last checkpoint with: {status.command(folder, n)}")
+        print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -108,11 +108,12 @@ def run(
             if workers.signals:
                 return code and 128 + workers.signals[0]
             if text:
-                _tell(f"error: {text}")
+                tell_error(text)
             if code in (0, 2):
                 break
             if restart < max_restarts:
-                _tell(f"starting again from the last checkpoint: {restart + 1} of {max_restarts}")
+                attempt = f"{restart + 1} of {max_restarts}"
+                print(f"starting again from the last checkpoint: {attempt}", file=sys.stderr, flush=True)
         return code
     finally:
         for number, handler in handlers.items():
@@ -124,10 +125,6 @@ def run(
             for p in made:
                 with contextlib.suppress(OSError):  # not empty
                     p.rmdir()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _kill(process: subprocess.Popen, number: int) -> None:

@@ -17,14 +17,13 @@ import re
 import shlex
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from gradus.errors import UserError, exit_code
+from gradus.errors import UserError, exit_code, tell_error
 
 if TYPE_CHECKING:  # launch.local reads this module before torch is there
     from gradus.parallel.world import World
@@ -61,9 +60,9 @@ def clear(folder: Path) -> None:
     """Before a start: remove the records, and keep what was written about errors. Raises OSError."""
     ranks = Path(folder) / "ranks"
     ranks.mkdir(parents=True, exist_ok=True)
-    for path in [p for p in ranks.iterdir() if p.suffix in (".log", ".error")]:
-        set_aside(path)
     for path in [p for p in ranks.iterdir() if p.suffix in (".json", ".log", ".error")] + [_reported_path(folder)]:
+        if path.suffix in (".log", ".error"):
+            set_aside(path)
         path.unlink(missing_ok=True)
 
 
@@ -84,7 +83,7 @@ class Status:
             _reported_path(folder).unlink(missing_ok=True)
         set_aside(error_path(folder, world.rank))
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self.head = f'{{"rank":{world.rank},"pid":{os.getpid()},"host":{json.dumps(host())},"count":'
+        self.head = {"rank": world.rank, "pid": os.getpid(), "host": host()}
         self.at("starting")
 
     def at(self, what: str, step: int | None = None) -> None:
@@ -96,13 +95,11 @@ class Status:
         """
         if self.file is None:
             return
+        assert len(what) <= 64, f"no name for a phase: {what}"
         self.count += 1
-        if step is not None:
-            self.step = step
-        at_step = "null" if self.step is None else self.step
-        record = f'{self.head}{self.count},"step":{at_step},"time":{time.time():.3f},"what":"{what}"}}'
-        assert len(what) <= 64 and '"' not in what and len(record) < SIZE - 20, f"no name for a phase: {what}"
-        os.pwrite(self.file, record.encode().ljust(SIZE - 1) + b"\n", 0)  # a shorter record covers a longer one
+        self.step = self.step if step is None else step
+        record = {"count": self.count, "step": self.step, "time": round(time.time(), 3), "what": what}
+        os.pwrite(self.file, _line({**self.head, **record}), 0)
 
     def __enter__(self) -> Status:
         return self
@@ -117,6 +114,11 @@ class Status:
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+
+def _line(record: Mapping[str, object]) -> bytes:
+    """As long as any other, so that it covers what it is written over."""
+    return json.dumps(record, separators=(",", ":")).encode().ljust(SIZE - 1) + b"\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,24 +171,15 @@ def process_state(record: Record) -> str | None:
     if record.host != host():
         return None
     try:
-        os.kill(record.pid, 0)
+        with contextlib.suppress(PermissionError):
+            os.kill(record.pid, 0)
+        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return "gone"
-    except PermissionError:
-        pass
-    try:
-        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
-    words = {
-        "Z": "gone",
-        "X": "gone",
-        "T": "stopped",
-        "t": "stopped",
-        "D": "waiting for a disk or a device",
-        "R": "computing",
-        "S": "sleeping",
-    }
+    waiting = "waiting for a disk or a device"
+    words = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": waiting, "R": "computing", "S": "sleeping"}
     return words.get(letter)
 
 
@@ -210,20 +203,14 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     else:
         codes = with_word_left(folder, codes)
         gone = died(folder, codes)
-    gave_up = [
-        r
-        for rank, r in records.items()
-        if r is not None and (r.lost is not None or codes[rank] in (LOST, -signal.SIGABRT))
-    ]
+    known = [r for r in records.values() if r is not None]
+    gave_up = [r for r in known if r.lost is not None or codes[r.rank] in (LOST, -signal.SIGABRT)]
     if gone:
         return _tell_of_the_dead(folder, records, gone, codes)
     others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
     silent = [rank for rank in others if records[rank] is None]
     if silent:
-        return (
-            f"{_ranks(silent)} never came as far as to write a record in {Path(folder) / 'ranks'}, "
-            "and the others waited in vain."
-        )
+        return f"{_ranks(silent)} never wrote a record in {Path(folder) / 'ranks'}, and the others waited in vain."
     if others:
         late = min((records[rank] for rank in others), key=lambda r: r.progress)
     else:  # all gave up: the last to come came too late
@@ -233,9 +220,8 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     text = _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
     if not others:  # the connection itself may have failed: the error that came first says how
         first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
-        lines = tail(error_path(folder, first.rank))
-        if lines:
-            text += f"\nThe first error, of {first.name}:" + "".join(f"\n  {line}" for line in lines)
+        if lines := tail(error_path(folder, first.rank)):
+            text += "\n  ".join([f"\nThe first error, of {first.name}:", *lines])
     return text
 
 
@@ -254,9 +240,9 @@ def died(folder: Path, codes: Mapping[int, int | None]) -> list[int]:
     killed = [r for r in by_signal if not _aborted_waiting(folder, r, codes)]
     if own:  # an abort may follow from another's error
         killed = [r for r in killed if codes[r] != -signal.SIGABRT]
-    told = [r for r, code in codes.items() if code == 2]
+    mistaken = [r for r, code in codes.items() if code == 2]
     first = [r for r in failed if not speaks_of_peers("\n".join(tail(log_path(folder, r))))]
-    return killed or own or told or first or failed
+    return killed or own or mistaken or first or failed
 
 
 def _failed_at(folder: Path, rank: int) -> float:
@@ -282,10 +268,11 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     rank = gone[0]
     record, code = records[rank], codes.get(rank)
     name = record.name if record else f"rank {rank} on {host()}"
+    name_of = {number.value: number.name for number in signal.Signals}
     if code is None:
         how = f"is gone (its process {record.pid} has ended)"  # without a parent the cause is not known
     elif code < 0:
-        how = f"was killed by {_signal_name(-code)} (exit code {code})"
+        how = f"was killed by {name_of.get(-code, f'signal {-code}')} (exit code {code})"
     else:
         how = f"ended with exit code {code}"
     text = f"{name} {how} {record.place if record else 'while starting'}"
@@ -295,7 +282,7 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     if not lines and record and process_state(record) not in ("gone", None):  # it has not come to write them
         lines = tail(error_path(folder, rank))
     if lines:
-        text += "; the last lines it wrote:\n" + "\n".join(f"  {line}" for line in lines)
+        text += "\n  ".join(["; the last lines it wrote:", *lines])
     elif code == -signal.SIGKILL:
         text += ". If nobody killed it, the host's memory was full: see dmesg."
     return text
@@ -307,15 +294,11 @@ def _tell_of_the_hanging(late: Record, gave_up: list[Record], state: str | None,
     doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""
     patience = f" (the other ranks waited {waited:.0f} s{doing})" if waited else f" (the others gave up{doing})"
     if code == 0 or late.what == "done":
-        return (
-            f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}, "
-            f"while the others were in {first.collective}."
-        )
+        ended = f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}"
+        return f"{ended}, while the others were in {first.collective}."
     if (late.step, late.what) == (first.step, first.what):
-        return (
-            f"{late.name} is in {first.collective} as the others are, but did not answer: "
-            f"it came there {_ago(late)}{patience}."
-        )
+        where = f"{late.name} is in {first.collective} as the others are"
+        return f"{where}, but did not answer: it came there {_ago(late)}{patience}."
     seen = f"it was last seen {_ago(late)} {late.place.replace(' while in ', ' in ').replace(' while ', ' ')}"
     return f"{late.name} did not reach {first.collective}: {seen}{patience}."
 
@@ -326,13 +309,6 @@ def _ago(record: Record) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def tail(path: Path) -> list[str]:
@@ -398,20 +374,20 @@ class Lost(UserError):
         self.quiet, self.code = quiet, code
 
 
-def supervised() -> bool:
-    """Whether a parent watches this process, and tells the user how it ended."""
+def has_parent() -> bool:
+    """Whether a parent process started this one, watches it, and tells the user how it ended."""
     return os.environ.get(PARENT) == str(os.getppid())
 
 
-def command(folder: Path, processes: int) -> str:
-    """The command that resumes a run of so many workers that this program starts."""
-    return f"gradus train {shlex.quote(str(folder))} --resume --processes {processes}"
+def command(folder: Path, processes: int | None) -> str:
+    """The command that resumes a run, of so many workers that this program starts."""
+    return f"gradus train {shlex.quote(str(folder))} --resume" + (f" --processes {processes}" if processes else "")
 
 
 def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
     """What an error of gloo, NCCL or the store means: which rank is gone or late, and where; None for any other error.
 
-    Writes it into this process's record, so that ranks that gave up can be told from the one that they waited for.
+    Writes it into this process's record, so that ranks that gave up differ from the one that they waited for.
     Without a parent to tell the user, waits up to `patience` seconds for the others' records. Only one of the ranks
     that gave up is not `quiet`.
     """
@@ -420,33 +396,27 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     waited = _WAITED.search(str(exception))
     seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
     _leave_word(folder, world.rank, exception, lost=seconds)
-    if supervised():
+    if has_parent():
         return Lost("another rank is gone", quiet=True)
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
-        heard = [
-            r
-            for r in records
-            if r is not None and (r.lost is not None or r.code is not None or process_state(r) == "gone")
-        ]
-        if len(heard) == world.size:
+        if all(r and (r.lost is not None or r.code is not None or process_state(r) == "gone") for r in records):
             break
         time.sleep(0.05)
     text = diagnose(folder, world.size)
     # the same code on all ranks, since srun and mpirun report only one
     code = next((r.code for r in records if r is not None and r.code is not None), LOST)
-    try:  # the first to come tells the user
-        os.close(os.open(_reported_path(folder), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return Lost(text, True, code)
-    except OSError:
-        pass  # a folder that is gone: better said twice than not at all
+    with contextlib.suppress(OSError):  # a folder that is gone: better said twice than not at all
+        try:  # the first to come tells the user
+            _reported_path(folder).touch(exist_ok=False)
+        except FileExistsError:
+            return Lost(text, True, code)
     return Lost(text, False, code)
 
 
 def _reported_path(folder: Path) -> Path:
-    return Path(folder) / "ranks" / "told"
+    return Path(folder) / "ranks" / "reported"
 
 
 def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) -> None:
@@ -457,9 +427,8 @@ def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) ->
     if mine is None:
         return
     fields = {k: v for k, v in (dataclasses.asdict(mine) | word).items() if v is not None or k == "step"}
-    record = json.dumps(fields, separators=(",", ":"))
     with contextlib.suppress(OSError), open(record_path(folder, rank), "r+b", buffering=0) as file:
-        file.write(record.encode().ljust(SIZE - 1) + b"\n")
+        file.write(_line(fields))
 
 
 @contextlib.contextmanager
@@ -471,17 +440,13 @@ def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = (
     except passing:
         raise
     except Exception as e:
+        from gradus.parallel.world import leave
+
         error = lost(folder, e, world)
         if error is None:
             if world.size > 1:
                 _leave_word(folder, world.rank, e, code=exit_code(e))
             raise
-        end(error)
-
-
-def end(error: Lost) -> NoReturn:
-    from gradus.parallel.world import leave
-
-    if not error.quiet:
-        print(f"error: {error}", file=sys.stderr)
-    leave(error.code)
+        if not error.quiet:
+            tell_error(str(error))
+        leave(error.code)

@@ -45,7 +45,7 @@ class World:
 
 
 class Launcher(NamedTuple):
-    """The environment variables in which a launcher tells rank, size, rank on this host and processes on this host."""
+    """The environment variables of a launcher for rank, size, rank on this host and processes on this host."""
 
     name: str
     rank: str
@@ -59,10 +59,7 @@ class Launcher(NamedTuple):
 # both start by Hydra.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    Launcher("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     Launcher("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
@@ -72,47 +69,40 @@ PORTS = range(20_000, 32_768)  # below those that Linux assigns by itself, to an
 
 
 def find(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that a launcher has described in the environment; a world of one process where none has.
-
-    Raises UserError where the description is incomplete.
-    """
+    """The world that a launcher has described in the environment; a world of one process where none has. Raises
+    UserError where the description is incomplete."""
     half = None
     for launcher in LAUNCHERS:
         missing = [name for name in launcher[1:] if name not in environment]
-        if missing:
-            if launcher.rank not in missing and launcher.size not in missing and environment[launcher.size] != "1":
-                half = half or UserError(
-                    f"{launcher.rank} and {launcher.size} are set, but not {missing[0]}. Set it too, or unset "
-                    f"{launcher.rank}."
-                )
-            continue
-        try:
-            rank, size, local_rank = (
-                int(environment[name]) for name in (launcher.rank, launcher.size, launcher.local_rank)
-            )
-            local_size = _local_size(environment, launcher)
-            address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
-        except ValueError as e:
-            raise UserError(
-                f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}."
-            ) from None
-        if not 0 <= rank < size:
-            raise UserError(
-                f"{launcher.name}: {launcher.rank}={rank} is not below {launcher.size}={size}. Start again, or unset "
-                "both."
-            )
-        return World(rank, size, local_rank, local_size, launcher.name, address, port)
+        if not missing:
+            return _described(environment, launcher)
+        if launcher.rank not in missing and launcher.size not in missing and environment[launcher.size] != "1":
+            text = f"{launcher.rank} and {launcher.size} are set, but not {missing[0]}"
+            half = half or UserError(f"{text}. Set it too, or unset {launcher.rank}.")
     if half:
         raise half
     return World()
 
 
+def _described(environment: Mapping[str, str], launcher: Launcher) -> World:
+    try:
+        rank, size, local_rank = (int(environment[name]) for name in launcher[1:4])
+        if not 0 <= rank < size:
+            raise ValueError(f"{launcher.rank}={rank} is not below {launcher.size}={size}")
+        local_size = _local_size(environment, launcher)
+        address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
+    except ValueError as e:
+        text = f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}."
+        raise UserError(text) from None
+    return World(rank, size, local_rank, local_size, launcher.name, address, port)
+
+
 def _local_size(environment: Mapping[str, str], launcher: Launcher) -> int:
-    told = environment[launcher.local_size]
+    text = environment[launcher.local_size]
     if launcher.name != "Slurm":
-        return int(told)
+        return int(text)
     counts = []  # 2(x3),1: two tasks on each of three nodes, one on the fourth
-    for part in told.split(","):
+    for part in text.split(","):
         count, _, times = part.partition("(x")
         counts += [int(count)] * int(times.rstrip(")") or 1)
     return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
@@ -127,21 +117,15 @@ def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int
     elif not address and launcher.name == "Slurm":
         address = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
     elif not address:
-        how = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}.get(
-            launcher.name, "MASTER_ADDR=HOST"
-        )
-        raise UserError(
-            f"{launcher.name}: {size} processes on several hosts, and which has rank 0 is not told. Add {how}, with "
-            "that host's name."
-        )
-    # the same for all processes of a job
-    return address, int(
-        port or PORTS[zlib.crc32(_job(environment, launcher, local_size == size).encode()) % len(PORTS)]
-    )
+        options = {"Open MPI": "-x MASTER_ADDR=HOST", "Hydra": "-genv MASTER_ADDR HOST"}
+        text = f"{launcher.name}: {size} processes on several hosts, and the host of rank 0 is not known"
+        raise UserError(f"{text}. Name it with {options.get(launcher.name, 'MASTER_ADDR=HOST')}.")
+    job = zlib.crc32(_job(environment, launcher, local_size == size).encode())  # the same for all processes of a job
+    return address, int(port or PORTS[job % len(PORTS)])
 
 
 def _job(environment: Mapping[str, str], launcher: Launcher, one_host: bool) -> str:
-    """What tells this job from others on the same host; equal for all of its processes."""
+    """What distinguishes this job from others on the same host; equal for all of its processes."""
     if launcher.name == "Slurm":
         return environment.get("SLURM_JOB_ID", "") + "." + environment.get("SLURM_STEP_ID", "")
     if launcher.name == "Hydra":
@@ -169,9 +153,7 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("", port))
             return port
-    raise UserError(
-        f"{socket.gethostname()}: of 100 ports from {PORTS[0]} to {PORTS[-1]} none is free. End what listens there."
-    )
+    raise UserError(f"{socket.gethostname()}: no free port from {PORTS[0]} to {PORTS[-1]}. End what listens there.")
 
 
 def first_host(nodes: str) -> str:
@@ -182,10 +164,7 @@ def first_host(nodes: str) -> str:
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
     """Join the process group (gloo on a CPU; NCCL on GPUs with gloo beside it for what lies on the host). `timeout` in
-    seconds.
-
-    Raises UserError where the other processes cannot be reached.
-    """
+    seconds. Raises UserError where the other processes cannot be reached."""
     if world.size == 1 or dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -202,17 +181,13 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
             store = dist.TCPStore(world.address, world.port, world.size, is_master=world.first, timeout=meet)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except (RuntimeError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0]
+        reason, host = str(e).strip().splitlines()[0], socket.gethostname()
         if "EADDRINUSE" in reason:
-            raise UserError(
-                f"{socket.gethostname()}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one."
-            ) from None
-        where = f"{world.address}:{world.port}"
-        raise EnvironmentFault(
-            f"rank {world.rank} on {socket.gethostname()}: the other {world.size - 1} processes were not met at "
-            f"{where} ({reason}). "
-            "Were all of them started? Is MASTER_ADDR reachable from here?"
-        ) from None
+            text = f"{host}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one."
+            raise UserError(text) from None
+        text = f"rank {world.rank} on {host}: {world.size - 1} other processes were not met at "
+        text += f"{world.address}:{world.port} ({reason}). Were all started? Is MASTER_ADDR reachable from here?"
+        raise EnvironmentFault(text) from None
 
 
 @contextlib.contextmanager
@@ -274,10 +249,8 @@ def load_mpi(what: str) -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:  # its wheels bring no MPI library and look for one when they are imported
-        raise UserError(
-            f"{what}: mpi4py is here, an MPI library is not ({str(e).splitlines()[0]}). "
-            "Install one (Debian: apt-get install openmpi-bin) and start with its mpirun: mpirun -n 2 gradus ..."
-        ) from None
+        text = f"{what}: mpi4py is here, an MPI library is not ({str(e).splitlines()[0]}). Install one (Debian: "
+        raise UserError(f"{text}apt-get install openmpi-bin) and start with mpirun -n 2 gradus ...") from None
     return MPI
 
 

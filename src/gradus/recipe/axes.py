@@ -6,15 +6,13 @@ import math
 
 from gradus.recipe.schema import Layout
 
-AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # from the farthest apart to the nearest
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # from the farthest to the nearest ranks
 DATA = ("replicate", "shard", "expert")  # along these, processes see different samples
 
 
 def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → processes along it. What the named axes leave over is `replicate`, so the product is n_processes.
-
-    n_processes must be a multiple of `needed(layout)`; parallel.check tells the user where it is not.
-    """
+    n_processes must be a multiple of `needed(layout)`; parallel.check tells the user where it is not."""
     named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
     taken = needed(layout)
     assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"

@@ -1,4 +1,4 @@
-"""What a recipe's parts must agree on. Looks at the recipe alone, never at data or weights.
+"""What a recipe's parts must agree on. Looks only at the recipe, never at data or weights.
 
 What cannot be combined is the table of `recipe.conflicts`; here is what needs numbers or names compared. Each check is
 a generator of problems whose parameters name what it reads: sections of the recipe, `sizes` (the model, where its sizes

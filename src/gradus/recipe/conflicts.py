@@ -37,22 +37,20 @@ class Condition:
     them holds where the recipe does not know the key."""
 
     def __init__(self, text: str):
-        self.text, (self.path, equals, values) = text, text.partition("=")
-        self.path, self.negated = self.path.removesuffix("!"), self.path.endswith("!")
+        path, equals, values = text.partition("=")
+        self.path, self.negated = path.removesuffix("!"), path.endswith("!")
         self.values = set(values.split("|")) if equals else None
         self.section, _, self.key = self.path.partition(".")
 
     def value(self, sections: Mapping[str, Any]) -> Any:
-        """Raises AttributeError where there is none."""
-        if self.section not in sections:
-            raise AttributeError(self.path)
+        """Raises LookupError or AttributeError where there is none."""
         return getattr(sections[self.section], self.key) if self.key else sections[self.section]
 
     def holds(self, sections: Mapping[str, Any], stated: Collection[str] | None = None) -> bool:
         """stated: keys that hold because somebody wrote them, whatever their value; None: as the class says."""
         try:
             value = self.value(sections)
-        except AttributeError:
+        except (LookupError, AttributeError):
             return False
         if self.values is not None:
             return (_word(value) in self.values) != self.negated
@@ -75,7 +73,7 @@ class Row:
     """None of `keys` goes together with any of `others` (separated by commas, each with all its conditions).
 
     void: a key takes no effect beside them. stated: to write it is enough, even with its default value. In `text` {} is
-    the last condition's key with its value, and {value} the value alone.
+    the last condition's key with its value, and {value} only the value.
     """
 
     def __init__(self, keys: str, others: str, text: str, *, void: bool = True, stated: bool = False):
@@ -95,7 +93,7 @@ class Row:
                 yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
 
 
-def _apart(keys: str, others: str, reason: str) -> Row:
+def _clash(keys: str, others: str, reason: str) -> Row:
     return Row(keys, others, f" with {{}}: {reason}", void=False)
 
 
@@ -108,38 +106,38 @@ WORKERS = "layout.local_sgd, layout.diloco"
 TWO_PASSES = "it computes the gradients of inputs and of weights in two passes"
 
 LAYOUT: tuple[Row, ...] = (
-    _apart("layout.tensor", "model.n_experts", "experts' matrices are not split by rows and columns. "
+    _clash("layout.tensor", "model.n_experts", "experts' matrices are not split by rows and columns. "
            "Use layout.expert for a model with experts"),
-    _apart("layout.pipeline", "model.n_experts", "the load-balancing loss arises in every stage and the loss in the "
-           "last alone. Use layout.expert for a model with experts"),
-    _apart("layout.context", "model.n_experts", "the load-balancing loss is of whole sequences, and a process sees a "
+    _clash("layout.pipeline", "model.n_experts", "the load-balancing loss arises in every stage and the loss in the "
+           "last only. Use layout.expert for a model with experts"),
+    _clash("layout.context", "model.n_experts", "the load-balancing loss is of whole sequences, and a process sees a "
            "part. Use layout.expert for a model with experts"),
-    _apart("model.patches=unfold", "layout.tensor",
+    _clash("model.patches=unfold", "layout.tensor",
            "DTensor does not support unfold. Set model.patches=rearrange or convolution: the same result"),
-    _apart("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
-    _apart("layout.attention=naive", "layout.context layout.context_method=ring",
+    _clash("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
+    _clash("layout.attention=naive", "layout.context layout.context_method=ring",
            "the ring has its own kernel. Leave layout.attention out, or set layout.context_method=ulysses"),
     # pipelines
-    _apart("layout.stages!=1|null", "layout.pipeline layout.schedule=gpipe|1f1b",
+    _clash("layout.stages!=1|null", "layout.pipeline layout.schedule=gpipe|1f1b",
            "it has 1 stage a process. Use layout.schedule=interleaved or zero_bubble"),
-    _apart("layout.stages=1", "layout.pipeline layout.schedule=interleaved",
+    _clash("layout.stages=1", "layout.pipeline layout.schedule=interleaved",
            "with 1 stage a process nothing interleaves. Use layout.schedule=1f1b, or layout.stages=2"),
-    _apart("layout.shard", "layout.pipeline layout.schedule=interleaved|zero_bubble",
+    _clash("layout.shard", "layout.pipeline layout.schedule=interleaved|zero_bubble",
            "FSDP2 shards one stage a process, and this schedule has more. Use layout.schedule=1f1b or gpipe"),
-    _apart("layout.checkpointing", "layout.pipeline layout.schedule=zero_bubble",
+    _clash("layout.checkpointing", "layout.pipeline layout.schedule=zero_bubble",
            f"{TWO_PASSES}, which does not work with recomputation. Use layout.schedule=1f1b"),
-    _apart("layout.compile", "layout.pipeline layout.schedule=zero_bubble",
+    _clash("layout.compile", "layout.pipeline layout.schedule=zero_bubble",
            f"{TWO_PASSES}, and compiled blocks have only one. Use layout.schedule=1f1b"),
-    _apart("layout.offload", "layout.pipeline",
+    _clash("layout.offload", "layout.pipeline",
            "stages keep their weights where they compute. Set layout.offload=false"),
     # replicas
-    _apart("layout.replicate=manual|parameter_server|data_parallel", SPLITS,
-           "it is for replicas of whole weights alone. Use layout.replicate=ddp"),
-    _apart("layout.replicate=parameter_server", "layout.precision=fp16",
-           "the server alone has the loss scale. Use layout.precision=bf16"),
-    _apart("layout.shard_optimizer", "layout.shard",
+    _clash("layout.replicate=manual|parameter_server|data_parallel", SPLITS,
+           "it is only for replicas of whole weights. Use layout.replicate=ddp"),
+    _clash("layout.replicate=parameter_server", "layout.precision=fp16",
+           "only the server has the loss scale. Use layout.precision=bf16"),
+    _clash("layout.shard_optimizer", "layout.shard",
            "sharding splits the optimizer's state already. Set layout.shard_optimizer=false"),
-    _apart("layout.shard_optimizer", "layout.tensor, layout.pipeline, layout.expert",
+    _clash("layout.shard_optimizer", "layout.tensor, layout.pipeline, layout.expert",
            "it distributes whole weights that every replica has. Set layout.shard_optimizer=false"),
     Row("layout.shard_optimizer", "layout.replicate!=auto|ddp|manual", " with {}. Use layout.replicate=ddp or manual"),
     Row("layout.transport=mpi", "layout.replicate!=manual", " with {}. It is for manual"),
@@ -148,18 +146,18 @@ LAYOUT: tuple[Row, ...] = (
     Row("layout.bucket_mb", "layout.shard, layout.replicate=manual|parameter_server",
         " with {}: gradients are sent in another way there. Leave it out"),
     # local SGD and DiLoCo
-    _apart("layout.local_sgd", "layout.diloco", "they are alternatives. Choose one"),
-    _apart(WORKERS, SPLITS, "local SGD and DiLoCo workers hold whole weights. Leave one of the two out"),
-    _apart(WORKERS, "layout.replicate!=auto|none", "its workers are the replicas. Leave layout.replicate out"),
-    _apart(WORKERS, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out"),
-    _apart(WORKERS, "layout.precision=fp16",
+    _clash("layout.local_sgd", "layout.diloco", "they are alternatives. Choose one"),
+    _clash(WORKERS, SPLITS, "local SGD and DiLoCo workers hold whole weights. Leave one of the two out"),
+    _clash(WORKERS, "layout.replicate!=auto|none", "its workers are the replicas. Leave layout.replicate out"),
+    _clash(WORKERS, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out"),
+    _clash(WORKERS, "layout.precision=fp16",
            "each worker would scale its loss by itself. Use layout.precision=bf16"),
     # shards
-    _apart("layout.param_dtype", "layout.precision!=fp32",
+    _clash("layout.param_dtype", "layout.precision!=fp32",
            "both say what is computed in. Set layout.precision=fp32"),
-    _apart("layout.param_dtype=fp16", "layout.precision=fp32",
+    _clash("layout.param_dtype=fp16", "layout.precision=fp32",
            "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
-    _apart("layout.offload", "layout.precision=fp16",
+    _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from gradus import limits
-from gradus.errors import did_you_mean
+from gradus.errors import did_you_mean, nearest
 from gradus.recipe.conflicts import Problem
 from gradus.recipe.fields import (
     alternatives,
@@ -31,23 +31,20 @@ def needs(section: str) -> str:
 
 def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
     """A problem in our words from one of pydantic's errors."""
-    kind, loc, key = error["type"], list(error["loc"]), discriminator(section)
+    kind, loc, key = error["type"], error["loc"][1:], discriminator(section)
     if kind == "union_tag_not_found":
         return Problem(f"{section}.{key}", f"missing. Give one of {', '.join(classes_of(section))}.")
     if kind == "union_tag_invalid":
         tag = get(raw, f"{section}.{key}")
-        near = did_you_mean(tag, classes_of(section))
-        return Problem(f"{section}.{key}", f"no such {section}: {show(tag)}.{near}")
-    owner, parts, field = owner_of(section, raw), [section], Recipe.model_fields[section]
+        return Problem(f"{section}.{key}", f"no such {section}: {show(tag)}.{did_you_mean(tag, classes_of(section))}")
+    owner, path, field = owner_of(section, raw), section, Recipe.model_fields[section]
     for part in loc[1:] if key else loc:
         if isinstance(part, int) or owner is None:
             break
         if part not in owner.model_fields:
-            return unknown_key(".".join(parts), part, raw, owner)
-        parts.append(part)
-        field = owner.model_fields[part]
+            return unknown_key(path, part, raw, owner)
+        path, field = f"{path}.{part}", owner.model_fields[part]
         owner = next(iter(classes_inside(field.annotation)), None)
-    path = ".".join(parts)
     if kind == "value_error":
         return Problem(path, f"{error['ctx']['error']}.")
     return Problem(path, _wrong_value(error, field, get(raw, path)))
@@ -63,10 +60,8 @@ def _wrong_value(error: Any, field: Any, value: Any) -> str:
         most = error.get("ctx", {}).get("le", limits.SEED)
         most = f"{most:,.0f}" if 1 <= most < 1e15 else f"{most:g}"
         return f"{show(value)} is more than a size one could mean: at most {most}."
-    near = unset = ""
+    hint = ""
     if isinstance(value, str):
-        words = get_args(alternatives(field.annotation)[0]) if wanted.startswith("one of") else ()
-        near = did_you_mean(value, words)
-        near = near if "Did you" in near else ""
-        unset = " Use null to unset it." if value.lower() == "none" and not near else ""
-    return f"expected {wanted}, got {show(value)}.{near}{unset}"
+        near = nearest(value, get_args(alternatives(field.annotation)[0])) if wanted.startswith("one of") else None
+        hint = f" Did you mean {near}?" if near else " Use null to unset it." if value.lower() == "none" else ""
+    return f"expected {wanted}, got {show(value)}.{hint}"

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from gradus import limits
@@ -102,12 +101,8 @@ def fields_of(path: str) -> list[FieldInfo]:
 
 def every_key() -> dict[str, str]:
     """Key -> dotted key, of all sections and kinds; of a key that several sections have, the first."""
-    found: dict[str, str] = {}
-    for section in filter(is_section, Recipe.model_fields):
-        for c in classes_of(section).values():
-            for key in c.model_fields:
-                found.setdefault(key, f"{section}.{key}")
-    return found
+    sections = [s for s in Recipe.model_fields if is_section(s)]
+    return {key: f"{s}.{key}" for s in reversed(sections) for c in classes_of(s).values() for key in c.model_fields}
 
 
 def elsewhere(word: str) -> str | None:
@@ -122,12 +117,6 @@ def owner_of(section: str, raw: dict[str, Any]) -> type[Section] | None:
     return classes_of(section).get(kind) if kind is None or isinstance(kind, str) else None
 
 
-def _has(section: str, key: str, raw: dict[str, Any]) -> bool:
-    """Whether the section, of the kind it has in this recipe, knows the key."""
-    owner = owner_of(section, raw)
-    return any(key in c.model_fields for c in ([owner] if owner else classes_of(section).values()))
-
-
 def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
     """An unknown key: where it belongs, or what is nearest to it."""
     path, section = (f"{above}.{key}" if above else key), above.split(".")[0]
@@ -139,11 +128,13 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
         if others:
             text = f"unknown key with {section}.{kind}={raw[section][kind]}. It is for {', '.join(others)}."
             return Problem(path, text, (f"{section}.{kind}",), void=True)
-    others = [s for s in Recipe.model_fields if s != section]
-    places = [f"{s}.{key}" for s in others if key != kinds_of(s)[0] and _has(s, key, raw)]
+    places = []
+    for other in [s for s in Recipe.model_fields if s != section and key != kinds_of(s)[0]]:
+        kind = owner_of(other, raw)  # of the kind it has in this recipe
+        if any(key in c.model_fields for c in ([kind] if kind else classes_of(other).values())):
+            places.append(f"{other}.{key}")
     places += [key] if above and is_section(key) else []
-    if not places and (other := elsewhere(key)):
-        places = [other]
+    places = places or list(filter(None, [elsewhere(key)]))
     if places:
         return Problem(path, f"unknown key. It is {' or '.join(places)}.")
     known, everywhere = list(owner.model_fields if owner else Recipe.model_fields), every_key()
@@ -161,7 +152,7 @@ def holds_text(path: str) -> bool:
 
 def unsettable(path: str) -> bool:
     """Whether null takes the key out. Where the schema knows null it is kept, to win over a preset; an unknown key
-    stays, to be told."""
+    stays, for its error."""
     fields = fields_of(path)
     return bool(fields) and not any(type(None) in get_args(f.annotation) for f in fields)
 
@@ -186,17 +177,9 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"keys ({', '.join(annotation.model_fields)})"
     if annotation not in (int, float):
         return {bool: "true or false", str: "text"}[annotation]
-    bounds = " and ".join(filter(None, (_bound(m, annotation is int) for m in marks)))
-    return " ".join(filter(None, ("a whole number" if annotation is int else "a number", bounds)))
-
-
-def _bound(mark: Any, whole: bool) -> str:
-    """'' for what is no bound, and for an upper one that only a slip of the keyboard reaches."""
-    if isinstance(mark, annotated_types.Gt):
-        return f"≥ {mark.gt + 1}" if whole else f"> {mark.gt:g}"
-    if isinstance(mark, annotated_types.Ge):
-        return f"≥ {mark.ge:g}"
-    if isinstance(mark, annotated_types.Lt):
-        return f"< {mark.lt:g}"
-    told = isinstance(mark, annotated_types.Le) and not whole and mark.le < limits.REAL
-    return f"≤ {mark.le:g}" if told else ""
+    bounds = [
+        f"{sign} {limit:g}" for mark in marks for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if (limit := getattr(mark, name, None)) is not None
+        and not (name == "le" and (annotation is int or limit >= limits.REAL))  # only a slip of the keyboard reaches it
+    ]  # fmt: skip
+    return " ".join(("a whole number" if annotation is int else "a number", " and ".join(bounds))).strip()

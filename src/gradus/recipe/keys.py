@@ -42,15 +42,11 @@ def entries(path: str, owner: type[Section], only: set[str] | None = None) -> It
             continue
         name = f"{path}.{key}" if path else key
         inside = classes_inside(field.annotation)
-        default = "required" if field.is_required() else _default(field.default)
+        default = "required" if field.is_required() else said(field.default)
         kind = expected(field.annotation, field.metadata)
         yield name, default, f"{kind}: {meaning(owner, key)}{_of_kinds(path, key)}"
         for c in inside:
             yield from entries(name, c)
-
-
-def _default(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else said(value)
 
 
 def _of_kinds(section: str, key: str) -> str:
@@ -85,31 +81,25 @@ def keys(asked: str | None = None, width: int | None = None) -> list[str]:
     Raises UserError for a name that is none of these, with the nearest one.
     """
     sections = [name for name in Recipe.model_fields if is_section(name)]
-    if asked is None:
-        top = ("recipe", "the keys outside the sections", list(entries("", Recipe, {"name"})))
-        found = [top, *(group for section in sections for group in groups(section))]
-    elif asked in sections:
-        found = list(groups(asked))
+    top = ("recipe", "the keys outside the sections", list(entries("", Recipe, {"name"})))
+    every = [top, *(group for section in sections for group in groups(section))]
+    section, _, rest = (asked or "").replace("=", ".").partition(".")
+    kind, known = kinds_of(section) if is_section(section) else (None, {})
+    rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
+    if asked is None or asked in sections:
+        found = every if asked is None else list(groups(asked))
+    elif rest in known:
+        owner = classes_of(section).get(rest) or classes_of(section)[None]
+        found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
     else:
-        section, _, rest = asked.replace("=", ".").partition(".")
-        kind, known = kinds_of(section) if is_section(section) else (None, {})
-        rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
-        every = {name: group for s in sections for name, group in [(e[0], g) for g in groups(s) for e in g[2]]}
-        if rest in known:
-            owner = classes_of(section).get(rest) or classes_of(section)[None]
-            found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
-        elif asked == "name":
-            found = [("recipe", "", list(entries("", Recipe, {"name"})))]
-        elif asked in every:
-            inside = f"{asked}."
-            mine = ((title, "", [e for e in of if f"{e[0]}.".startswith(inside)]) for title, _, of in groups(section))
-            found = [group for group in mine if group[2]]
-        else:
-            kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
-            other = elsewhere(asked.rpartition(".")[2])
-            near = other or nearest(asked, [*sections, *kinds, *every])
-            hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
-            raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
+        inside = ((title, "", [e for e in of if f"{e[0]}.".startswith(f"{asked}.")]) for title, _, of in every)
+        found = [group for group in inside if group[2]]
+    if not found:
+        kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
+        names = [*sections, *kinds, *(e[0] for group in every for e in group[2])]
+        near = elsewhere(asked.rpartition(".")[2]) or nearest(asked, names)
+        hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
+        raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
     return [line for group in found for line in _lines(*group, width)]
 
 

@@ -2,22 +2,20 @@
 
 A key holds as the highest layer says it. What this makes void in the layers below (a setting that the new kind does not
 know or that takes no effect beside it) is left out, with a note; any other conflict is an error that shows both places.
-Every problem is told at once, a line each.
+Every problem is reported at once, a line each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from gradus.errors import UserError
 from gradus.recipe import check, presets
@@ -56,8 +54,8 @@ def load(
     """
     name = str(name_or_path)
     source = texts.find(name_or_path) if text is None else texts.Source(name, text, name)
-    tree, order, found = texts.read(source.text, source.label)
-    layers = Layers(source.label, tree, order, [] if notes is None else notes)
+    tree = texts.read(source.text, source.label)
+    layers = Layers(source.label, tree, [path for path, _ in texts.leaves(tree)], [] if notes is None else notes)
     arguments = (texts.flat(key, texts.plain(value)) for key, value in more.items())
     flags, malformed = texts.words(overrides)
     for layer, given in ((ARGUMENT, arguments), (COMMAND_LINE, [flags])):
@@ -70,15 +68,14 @@ def load(
         if path := texts.absolute(get(tree, key), source.folder):
             put(tree, key, path)
     sizes_known, trouble = _fill(layers, configure)
-    return layers.recipe([*found, *malformed, *trouble], lambda _: layers.stated(), sizes_known)
+    return layers.recipe([*malformed, *trouble], lambda _: layers.stated(), sizes_known)
 
 
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe from a tree of plain values, with the same checks and error lines as `load`.
-
-    Only values that differ from their defaults count as asked for."""
+    """A recipe from a tree of plain values, with the same checks and error lines as `load`. Only values that differ
+    from their defaults count as asked for."""
     tree = {name: dict(section) if isinstance(section, Mapping) else section for name, section in raw.items()}
-    layers = Layers(source, tree, list(texts.leaves(tree)), [])
+    layers = Layers(source, tree, texts.stated(tree), [])
     return layers.recipe([], check.changed)
 
 
@@ -137,7 +134,7 @@ class Layers:
         return self.said.get(self.key_of(path), NOBODY)
 
     def stated(self) -> set[str]:
-        return {path for path in texts.leaves(self.tree) if self.said.get(path, NOBODY).by is None}
+        return {path for path in texts.stated(self.tree) if self.said.get(path, NOBODY).by is None}
 
     # ---- the one rule
 
@@ -207,7 +204,7 @@ class Layers:
 
 
 def _exclusive(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Each of two keys that mean the same is void beside the other; both in one layer is for the schema to tell."""
+    """Each of two keys that mean the same is void beside the other; both in one layer is an error of the schema."""
     for pair in EXCLUSIVE:
         if all(get(tree, path) is not None for path in pair):
             yield from (Problem(path, "", (other,), void=True) for path, other in (pair, pair[::-1]))
@@ -267,13 +264,9 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
 # ---------------------------------------------------------------- tree → sections
 
 
-@cache
-def _adapter(section: str) -> TypeAdapter:
-    field = Recipe.model_fields[section]
-    annotation = field.rebuild_annotation()
-    if field.discriminator:
-        annotation = Annotated[annotation, Field(discriminator=field.discriminator)]
-    return TypeAdapter(annotation)
+def _valid(name: str, value: Any) -> Any:
+    """A section by the schema. Raises ValidationError."""
+    return getattr(Recipe.__pydantic_validator__.validate_assignment(Recipe.model_construct(), name, value), name)
 
 
 def _sections(raw: dict[str, Any], broken: Iterable[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -308,19 +301,12 @@ def _section(name: str, value: Any, raw: dict[str, Any]) -> tuple[dict[str, Any]
         hint = f"Did you mean {name}.{kind}={value}?" if meant else needs(name)
         return {}, [Problem(name, f"expected keys, got {show(value)}. {hint}")]
     try:
-        return {name: _adapter(name).validate_python(value)}, []
+        return {name: _valid(name, value)}, []
     except ValidationError as e:
         errors = e.errors()
-    found: list[Problem] = []
-    if errors[0]["type"] == "union_tag_invalid":  # tell what else is wrong with what was probably meant
-        near = difflib.get_close_matches(str(value[kind]), list(known), n=1)
-        if near:
-            others = _section(name, {**value, kind: near[0]}, {**raw, name: {**value, kind: near[0]}})[1]
-            found = [p for p in others if not p.text.startswith(("missing", "unknown key with"))]
-    found += [explain(name, error, raw) for error in errors]
+    found = [explain(name, error, raw) for error in errors]
     unknown = [error["loc"][-1] for error in errors if error["type"] == "extra_forbidden"]
     if len(unknown) == len(errors):  # the rest can still be held against the other sections
         with contextlib.suppress(ValidationError):
-            sound = _adapter(name).validate_python({k: v for k, v in value.items() if k not in unknown})
-            return {name: sound}, found
+            return {name: _valid(name, {k: v for k, v in value.items() if k not in unknown})}, found
     return {}, found

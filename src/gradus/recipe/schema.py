@@ -47,6 +47,13 @@ class Section(BaseModel):
     """A part of the recipe. Unknown keys, NaN and infinities are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), validate_default=True)
+    alternatives: ClassVar[tuple[str, ...]] = ()  # keys of which exactly one is given
+
+    @model_validator(mode="after")
+    def _one(self):
+        if self.alternatives and sum(getattr(self, key) is not None for key in self.alternatives) != 1:
+            raise ValueError(f"give exactly one of {' and '.join(self.alternatives)}")
+        return self
 
 
 # ---------------------------------------------------------------- model
@@ -78,10 +85,8 @@ class ModelConfig(Section):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them.
-
-        A recipe has them in task.classes.
-        """
+        """Names of a classifier's outputs, kept beside weights as id2label; () where nobody named them. A recipe has
+        them in task.classes."""
         return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
 
     def named(self, classes: Sequence[str] | None) -> Self:
@@ -103,9 +108,7 @@ class ModelConfig(Section):
         networks = getattr(self, "n_experts", None) or 1
         about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
         if about > limits.PARAMETERS:
-            raise ValueError(
-                f"these sizes together are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned"
-            )
+            raise ValueError(f"these sizes are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
         return self
 
 
@@ -119,9 +122,7 @@ class ExpertsConfig(ModelConfig):
     @model_validator(mode="after")
     def _enough_experts(self):
         if self.n_experts is not None and self.top_k > self.n_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is more than n_experts={self.n_experts}; set top_k={self.n_experts} or fewer"
-            )
+            raise ValueError(f"top_k={self.top_k} is more than n_experts={self.n_experts}")
         return self
 
 
@@ -146,9 +147,7 @@ class Seq2SeqConfig(ModelConfig):
     @model_validator(mode="after")
     def _sharing(self):
         if self.share_embeddings and self.target_vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                "share_embeddings=true needs one vocabulary; leave target_vocab_size out or set share_embeddings=false"
-            )
+            raise ValueError("share_embeddings=true needs one vocabulary; leave target_vocab_size out or set it false")
         return self
 
 
@@ -161,9 +160,7 @@ class BertConfig(ModelConfig):
     seq_len: Length = 512  # longest sequence in tokens
     n_token_types: upto(limits.HEADS) = 2  # segments that a text can have, such as two sentences
     dropout: Fraction = 0.1
-    head: Literal[
-        "none", "masked_lm", "pretraining", "classification"
-    ] = "none"  # pretraining: masked_lm + next sentence
+    head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
@@ -201,7 +198,7 @@ class T5Config(ModelConfig):
     dropout: Fraction = 0.1
     gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
     tie_output: bool = True  # output projection = token embedding
-    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions tell apart
+    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
 
@@ -251,17 +248,12 @@ class LlamaConfig(ExpertsConfig):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.qkv_bias and self.n_experts is not None:
-            raise ValueError(
-                "qkv_bias=true with n_experts: no weights layout of ours holds both; leave one of them out"
-            )
+            raise ValueError("qkv_bias=true with n_experts: no weights layout of ours holds both; leave one out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
         if self.d_ff > limits.FF:
-            raise ValueError(
-                f"d_ff={self.d_ff:,} follows from ffn_multiplier={self.ffn_multiplier:g}; "
-                f"at most {limits.FF:,} is planned"
-            )
+            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier; at most {limits.FF:,} is planned")
         return self
 
 
@@ -461,16 +453,6 @@ class TokenizerConfig(Section):
 # ---------------------------------------------------------------- optimisation
 
 
-class AdamW(Section):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: Rate  # learning rate, times what the schedule says
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
-    eps: Epsilon = 1e-8  # added to the root of the mean square
-    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
-
-
 class Adam(Section):
     """Adam (Kingma & Ba 2015)."""
 
@@ -478,6 +460,13 @@ class Adam(Section):
     lr: Rate  # learning rate, times what the schedule says
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
     eps: Epsilon = 1e-8  # added to the root of the mean square
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
+
+    name: Literal["adamw"] = "adamw"
+    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
 
 
 class SGD(Section):
@@ -494,9 +483,8 @@ Optimizer = Annotated[AdamW | Adam | SGD, Field(discriminator="name")]
 
 
 class Schedule(Section):
-    """The learning rate as a multiple of optimizer.lr. `noam` is
-    factor · d_model^-0.5 · min(step^-0.5, step · warmup^-1.5) (Vaswani et al. 2017, equation 3);
-    linear and cosine fall to `final` × lr at the last step."""
+    """The learning rate as a multiple of optimizer.lr. `noam` is factor · d_model^-0.5 · min(step^-0.5, step ·
+    warmup^-1.5) (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
     warmup_steps: upto(limits.STEPS, 0) = 0  # steps in which the rate rises from 0
@@ -515,19 +503,15 @@ class Batch(Section):
     """What one optimizer step sees, over all devices: so many samples, or as many as fit into so many tokens (padding
     counted)."""
 
+    alternatives = ("samples", "tokens")
     samples: Batches | None = None  # samples a step, over all processes
     tokens: Batches | None = None  # tokens a step at most, padding counted, over all processes
-
-    @model_validator(mode="after")
-    def _one(self):
-        if (self.samples is None) == (self.tokens is None):
-            raise ValueError("give exactly one of samples and tokens")
-        return self
 
 
 class Train(Section):
     """How long, from which seed, and what to do when something goes wrong."""
 
+    alternatives = ("steps", "epochs")
     steps: Steps | None = None  # optimizer steps; or give epochs
     epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over training data; or give steps
     seed: upto(limits.SEED, 0) = 0  # of the initial weights, the order of the data and dropout
@@ -535,12 +519,6 @@ class Train(Section):
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
-
-    @model_validator(mode="after")
-    def _one(self):
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        return self
 
 
 class Evaluate(Section):
@@ -557,14 +535,14 @@ class Evaluate(Section):
 
 
 class LocalSGD(Section):
-    """Workers take `every` steps alone, then average their weights (Stich 2019)."""
+    """Workers take `every` local steps, then average their weights (Stich 2019)."""
 
     every: Steps  # steps between two averages
 
 
 class DiLoCo(Section):
-    """Workers take `every` steps alone; what they moved on average is the gradient of an outer Nesterov step (Douillard
-    et al. 2023)."""
+    """Workers take `every` inner steps; their mean movement is the gradient of an outer Nesterov step (Douillard et al.
+    2023)."""
 
     every: Steps  # steps between two outer steps
     outer_lr: PositiveFloat = 0.7  # learning rate of the outer step
@@ -609,8 +587,8 @@ class Layout(Section):
     context: Axis = 1  # processes that split the sequence, attention included
     context_method: Literal["ring", "ulysses"] = "ring"  # of context: keys sent around, or heads exchanged for sequence
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
-    local_sgd: LocalSGD | None = None  # workers train apart and average their weights
-    diloco: DiLoCo | None = None  # workers train apart and take an outer step together
+    local_sgd: LocalSGD | None = None  # workers take local steps and average their weights
+    diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
     timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before a process is given up
 
 
@@ -626,18 +604,13 @@ def right_name(text: str) -> str:
 
 def _name(text: str) -> str:
     if text != right_name(text):
-        raise ValueError(
-            f"{text[:50]!r}: a name is that of a folder: no slashes, line breaks or other control characters, "
-            f"none of space . - at its ends, at most 100 bytes. Try {right_name(text)!r}"
-        )
+        raise ValueError(f"{text[:50]!r} cannot be the name of a folder. Try {right_name(text)!r}")
     return text
 
 
 def _folder(text: str | None) -> str | None:
     if text is not None and re.search(r"[\0-\x1f\x7f]", text):
-        raise ValueError(
-            f"{text[:100]!r}: a folder has no line breaks or control characters in its name. Leave them out"
-        )
+        raise ValueError(f"{text[:80]!r}: a folder has no line breaks or control characters in its name")
     return text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from gradus.recipe.schema import Recipe
 
 NULLS = ("", "~", "null", "Null", "NULL")
 SUFFIXES = (".yaml", ".yml", ".json")
+GIVE = "Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."
 
 
 # ---------------------------------------------------------------- values
@@ -52,13 +54,17 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
         tree[key] = value
 
 
-def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Dotted keys that say something, sections before what is in them."""
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value), sections before what is in them."""
     for key, value in tree.items():
-        if value is not None:
-            yield above + key
+        yield above + key, value
         if isinstance(value, Mapping):
             yield from leaves(value, f"{above}{key}.")
+
+
+def stated(tree: Mapping[str, Any]) -> list[str]:
+    """The dotted keys that are not null."""
+    return [path for path, value in leaves(tree) if value is not None]
 
 
 def flat(path: str, value: Any) -> dict[str, Any]:
@@ -79,22 +85,21 @@ def plain(value: Any) -> Any:
 
 def show(value: Any) -> str:
     """A value as in a file, cut where it is long; text that is no number stands in quotes."""
-    if value is None:
-        text = "nothing"
-    elif isinstance(value, Mapping):
+    text = "nothing" if value is None else str(value)
+    if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(map(show, value)) + "]"
     elif isinstance(value, str) and value not in ("true", "false") and as_number(value) is None:
         text = repr(value)
-    else:
-        text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def said(value: Any) -> str:
     """A value as after `key=`."""
-    return value if isinstance(value, str) else show(value)
+    if value is None or isinstance(value, bool | str):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return show(value)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -146,24 +151,21 @@ def find(name_or_path: str | Path) -> Source:
     if path.is_dir():
         name, path = str(path / "recipe.yaml"), path / "recipe.yaml"
         if not path.is_file():
-            what = "a folder without recipe.yaml is not a run. Give a packaged recipe, a .yaml file or a run folder."
-            raise UserError(f"{path.parent}: {what}")
+            raise UserError(f"{path.parent}: a folder without recipe.yaml is not a run. {GIVE}")
     if not path.exists():
         raise UserError(_not_there(name, path))
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{name}: a recipe is a .yaml, .yml or .json file, or a run folder.")
+        raise UserError(f"{name}: not a recipe. {GIVE}")
     return Source(name, limits.read_text(path, limits.RECIPE_FILE), path.stem, path.absolute().parent)
 
 
 def _not_there(name: str, path: Path) -> str:
+    files = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES]
     if path.suffix in SUFFIXES or "/" in name:
-        there = path.parent.glob("*") if path.parent.is_dir() else ()
-        beside = [str(p) for p in there if p.suffix in SUFFIXES]
-        near = difflib.get_close_matches(name, beside, n=1) or difflib.get_close_matches(path.stem, names(), n=1)
+        near = difflib.get_close_matches(name, files, n=1) or difflib.get_close_matches(path.stem, names(), n=1)
         return f"{name}: no such file." + (f" Did you mean {near[0]}?" if near else "")
-    file = next((f for f in (path.with_suffix(s) for s in SUFFIXES) if f.is_file()), None)
-    hint = f" Did you mean {file}?" if file else did_you_mean(name, names())
-    return f"{name}: no such recipe.{hint} Give a packaged recipe, a .yaml or .json file, or a run folder."
+    file = next((file for file in files if Path(file).stem == name), None)
+    return f"{name}: no such recipe.{f' Did you mean {file}?' if file else did_you_mean(name, names())} {GIVE}"
 
 
 _ABSENT: dict[str, list[Path]] = {}  # a relative path that is nowhere → where it was looked for
@@ -180,7 +182,7 @@ def absolute(value: Any, folder: Path | None) -> str | None:
     tried = list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in (Path.cwd(), folder or Path.cwd())))
     try:
         place = next((p for p in tried if p.exists()), None)
-    except (OSError, ValueError):  # too long, a zero byte: told where it is opened
+    except (OSError, ValueError):  # too long, a zero byte: an error where it is opened
         return None
     if place is None:
         _ABSENT[str(path)] = tried
@@ -196,25 +198,13 @@ def looked_for(path: str | Path) -> str:
 # ---------------------------------------------------------------- text → tree
 
 
-def read(text: str, source: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """The tree, its dotted keys in the order of the file, and keys that stand there twice.
-
-    Raises UserError for what is not YAML, and for what has no sections.
-    """
-    reader = _Reader()
-    try:
-        indented_by_tabs = text.replace("\t", " ") if source.endswith(".json") else text
-        node = yaml.compose(indented_by_tabs, Loader=yaml.SafeLoader)
-        if node is None:
-            raise UserError(f"{source}: the file is empty. A recipe has the sections {', '.join(required())} and more.")
-        tree = reader.tree(node, "")
-    except (yaml.YAMLError, RecursionError) as e:
-        raise UserError(f"{source}: {_syntax(e)}") from None
+def read(text: str, source: str) -> dict[str, Any]:
+    """The tree. Raises UserError for what is not YAML, and for what has no sections."""
+    tree = _parse(text.replace("\t", " ") if source.endswith(".json") else text, source)  # JSON is indented by tabs too
     if not isinstance(tree, dict):
-        what = "a list" if isinstance(tree, list) else "nothing but null" if tree is None else f"only {show(tree)}"
+        what = "a list" if isinstance(tree, list) else "nothing" if tree is None else f"only {show(tree)}"
         raise UserError(f"{source}: expected sections such as {', '.join(required())}, got {what}.")
-    tree = {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
-    return tree, reader.order, reader.found
+    return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
 
 
 def words(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -229,77 +219,46 @@ def words(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
             hint = f" Write {key}={value or 'VALUE'}." if fields_of(key) else ""
             found.append(Problem(text, f"not of the form section.key=value.{hint}"))
         elif value[:1] in ("[", "{") and not holds_text(key):
-            reader = _Reader()
             try:
-                given |= flat(key, reader.tree(yaml.compose(value, Loader=yaml.SafeLoader), key))
-            except (yaml.YAMLError, RecursionError) as e:
-                found.append(Problem(text, _syntax(e)))
-            found += reader.found
+                given |= flat(key, _parse(value, text))
+            except UserError as e:
+                found.append(Problem(text, str(e).removeprefix(f"{text}: ")))
         else:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
             given[key] = value[1:-1] if quoted else None if value in NULLS else value
     return given, found
 
 
-def _syntax(e: yaml.YAMLError | RecursionError) -> str:
-    if isinstance(e, RecursionError):
-        return f"not a recipe: nested deeper than {limits.DEPTH} levels."
-    mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
-    what = getattr(e, "problem", None) or getattr(e, "reason", None) or "cannot be read"
-    return f"{f'line {mark.line + 1}, column {mark.column + 1}: ' if mark else ''}not valid YAML: {what}."
+def _parse(text: str, where: str) -> Any:
+    found = limits.parse_yaml(text, where, _Reader, limits.RECIPE_NODES)
+    return json.loads(json.dumps(found))  # aliases of one value become values of their own
 
 
-class _Reader:
-    """Plain values from YAML's nodes. order: the dotted keys as they stand; found: keys that stand twice."""
+class _Reader(yaml.BaseLoader):
+    """Every scalar as text, but for null. Keys are words, each given once; a tag of its own is an error."""
 
-    def __init__(self):
-        self.order: list[str] = []
-        self.found: list[Problem] = []
-        self.numbers = itertools.count(1)  # of nodes, aliases written out
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
+            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} means nothing here", problem_mark=node.start_mark)
+        return super().construct_object(node, deep)
 
-    def tree(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...] = ()) -> Any:
-        """path: the dotted key of the node. above: the nodes that it stands in."""
-        self._refuse(node, above)
-        if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.tree(child, path, (*above, node)) for child in node.value]
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        lines: dict[str, int] = {}
-        for key_node, child in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key_node.start_mark)
-            key, line = key_node.value, key_node.start_mark.line + 1
-            below = f"{path}.{key}" if path else key
-            if key in tree:
-                self.found.append(Problem(below, f"given twice, in lines {lines[key]} and {line}. Keep one."))
-                continue
-            if not any(isinstance(n, yaml.SequenceNode) for n in above):  # what stands in a list has no dotted key
-                self.order.append(below)
-            lines[key] = line
-            tree[key] = self.tree(child, below, (*above, node))
+        for key, child in node.value:
+            word = isinstance(key, yaml.ScalarNode)
+            if not word or key.value in tree:
+                what = f"{key.value} is given twice. Keep one" if word else "a key must be a word"
+                raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
+            tree[key.value] = self.construct_object(child)
         return tree
 
-    def _refuse(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
-        what = None
-        if node in above:
-            what = "an alias of itself"
-        elif not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
-            what = f"the tag {node.tag} means nothing here"
-        elif len(above) > limits.DEPTH:
-            what = f"nested deeper than {limits.DEPTH} levels"
-        elif next(self.numbers) > limits.RECIPE_NODES:
-            what = f"more than {limits.RECIPE_NODES:,} values"
-        if what:
-            raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
-
-
-def _scalar(node: yaml.ScalarNode) -> str | None:
-    if node.style is None and node.value in NULLS:
-        return None
-    if node.style is None and node.value.lower() in (".nan", ".inf", "-.inf", "+.inf"):
-        return node.value.replace(".", "")
-    return node.value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's two surrogates are one
+    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
+        text = super().construct_scalar(node)
+        if node.style is None and text in NULLS:
+            return None
+        if node.style is None and text.lower() in (".nan", ".inf", "-.inf", "+.inf"):
+            return text.replace(".", "")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's two surrogates are one
 
 
 # ---------------------------------------------------------------- tree → text
@@ -316,15 +275,15 @@ for _kind in (tuple, list):
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
     tree = recipe.model_dump()
-    void = {p.path for p in check.problems(vars(recipe), set(leaves(tree))) if p.void}
-    filled = presets.expand({"preset": recipe.model.preset})  # an explicit null must win over the preset
+    void = {p.path for p in check.problems(vars(recipe), stated(tree)) if p.void}
+    filled = presets.fields(recipe.model.preset) if recipe.model.preset else {}  # an explicit null must win over it
     out: dict[str, Any] = {}
     for name, section in tree.items():
         if isinstance(section, dict):
             wins = filled if name == "model" else {}
-            stated = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
+            said = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
             kind = kinds_of(name)[0]
-            section = {k: section[k] for k in sorted(stated, key=lambda k: k != kind) if f"{name}.{k}" not in void}
+            section = {k: section[k] for k in sorted(said, key=lambda k: k != kind) if f"{name}.{k}" not in void}
         if section not in (None, {}):
             out[name] = section
     return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)

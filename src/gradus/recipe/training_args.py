@@ -6,14 +6,16 @@ out keeps the recipe's value, not Hugging Face's default.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.recipe import parallel_args
 from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
@@ -40,23 +42,15 @@ SAME = {
 ADVICE = {
     "adafactor": "there is no Adafactor. Use optimizer.name=adamw",
     "auto_find_batch_size": "set layout.micro_batch to what fits; the batch of a step stays as it is",
-    "batch_eval_metrics": "metrics are always summed batch by batch",
     "data_seed": "the data's order comes from train.seed",
     "dataloader_drop_last": "the last, smaller batch is always kept and weighs what it holds",
-    "ddp_broadcast_buffers": "no model here has buffers",
     "ddp_find_unused_parameters": "every weight has a gradient in every step: there is none to look for",
-    "ddp_static_graph": "every step is the same graph already",
     "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
     "do_eval": "the verb says what is done: gradus train, evaluate, predict",
     "do_predict": "the verb says what is done: gradus train, evaluate, predict",
     "do_train": "the verb says what is done: gradus train, evaluate, predict",
-    "eval_accumulation_steps": "metrics are always summed batch by batch",
     "eval_delay": "the first evaluation is after evaluate.every steps, or after the first epoch",
-    "fsdp_min_num_params": "sharding wraps every block, whatever its size",
-    "fsdp_transformer_layer_cls_to_wrap": "sharding wraps every block",
-    "full_determinism": "a seed gives the same run on the same machine as it is",
     "greater_is_better": "known of every metric; choose one with evaluate.best=valid/loss, for example",
-    "ignore_data_skip": "a resumed run goes on with the very next sample",
     "load_best_model_at_end": "the best checkpoint is kept below checkpoints/best; evaluate.best chooses its metric",
     "local_rank": "the launcher tells each process its rank: --processes N, torchrun, mpirun or srun",
     "logging_dir": "everything a run writes is in its folder, log.dir",
@@ -65,36 +59,25 @@ ADVICE = {
     "parallelism_config": "set layout.tensor, layout.context, layout.shard; the rest of the processes are replicas",
     "overwrite_output_dir": "a run never overwrites another; give another log.dir, or none",
     "push_to_hub": "nothing is uploaded",
-    "remove_unused_columns": "columns that are not named in data are never read",
     "resume_from_checkpoint": "give the run's folder with --resume",
     "sharded_ddp": "set fsdp, or layout.shard_optimizer=true, or layout.shard",
     "run_name": "name the run with name=...",
 }
 
-# All that TrainingArguments of transformers 4 and 5 know besides, to tell them from misspelt names.
-WITHOUT_COUNTERPART = """
-accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices
-bf16_full_eval dataloader_in_order dataloader_multiprocessing_context debug enable_jit_checkpoint
-eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval fp16_opt_level gradient_checkpointing_kwargs
-half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
-include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen include_tokens_per_second jit_mode_eval
-label_names length_column_name liger_kernel_config log_level log_level_replica log_on_each_node logging_nan_inf_filter
-lr_scheduler_kwargs mp_parameters neftune_noise_alpha optim_args optim_target_modules past_index prediction_loss_only
-project push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope
-restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors skip_memory_metrics
-split_batches torch_compile_backend torch_empty_cache_steps torchdynamo tpu_metrics_debug tpu_num_cores
-trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_ipex use_legacy_prediction_loop
-use_liger_kernel use_mps_device
-""".split()  # noqa: SIM905
-
-# Names that `Arguments` knows, besides those of SAME.
-MAPPED = f"""
-{" ".join(parallel_args.NAMES)}
-adam_beta1 adam_beta2 bf16 dataloader_persistent_workers dataloader_prefetch_factor eval_steps eval_strategy
-evaluation_strategy fp16 gradient_accumulation_steps gradient_checkpointing group_by_length logging_steps
-logging_strategy lr_scheduler_type max_grad_norm max_steps no_cuda optim per_device_train_batch_size report_to
-save_steps save_strategy torch_compile torch_compile_mode train_sampling_strategy use_cpu warmup_ratio warmup_steps
-""".split()
+# eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, and of a strategy other than
+# steps whether it unsets the key, and a note.
+KEPT = "the last and the best checkpoint are kept"
+ROWS = "a row is written to metrics.jsonl and shown every log.every steps"
+WHEN: dict[str, tuple[str, dict[str, tuple[bool, str]]]] = {
+    "eval": ("evaluate.every", {
+        "epoch": (True, ""),
+        "no": (False, "the model is always evaluated at the end. Set evaluate.every=1000000 for the end only")}),
+    "logging": ("log.every", {"no": (False, ROWS), "epoch": (False, ROWS)}),
+    "save": ("train.checkpoint_every", {
+        "no": (True, f"{KEPT}; none is written in between"),
+        "best": (False, "the best checkpoint is always kept; evaluate.best chooses its metric"),
+        "epoch": (False, f"{KEPT}. Set train.checkpoint_every to a number of steps for more")}),
+}  # fmt: skip
 
 
 def from_training_args(
@@ -109,11 +92,10 @@ def from_training_args(
     worked with.
     """
     arguments, notes = _read(Path(path))
-    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes)
+    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes, resuming)
     mapping.shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
     mapping.sharing = max(1, mapping.shares // layout.expert)
     mapping.on_host = min(mapping.sharing, on_host or mapping.sharing)
-    mapping.resuming = resuming
     mapping.run()
     return mapping.ours, notes
 
@@ -128,55 +110,52 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     content = limits.read_json(path, limits.RECIPE_FILE, object_pairs_hook=once)
     if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
-        near = did_you_mean(KEY, content) if isinstance(content, dict) and KEY not in content else ""
         example = f'such as {{"{KEY}": {{"learning_rate": 5e-5}}}}'
-        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, {example}.{near}')
+        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, {example}.')
     return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
 
 
 class Arguments:
     """Takes the arguments one group after another; what is left has no counterpart."""
 
-    def __init__(self, where: str, arguments: dict[str, Any], notes: list[str]):
-        self.where, self.left, self.notes, self.key = where, dict(arguments), notes, KEY
+    shares: int  # processes that see samples of their own
+    sharing: int  # of them, those that can share weights
+    on_host: int  # and of these, those on this host
+
+    def __init__(self, where: str, arguments: dict[str, Any], notes: list[str], resuming: bool):
+        self.where, self.left, self.notes, self.resuming = where, arguments, notes, resuming
         self.ours: dict[str, Any] = {}
-        self.shares = 1  # processes that see samples of their own
-        self.sharing = self.on_host = 1  # processes that can share weights: of all, and of this host
-        self.resuming = False
+        self.known = {*SAME, *ADVICE}  # and what is taken
 
     def run(self) -> None:
         self.ours |= {key: self.left.pop(name) for name, key in SAME.items() if name in self.left}
-        groups = (self.length, self.batch, self.optimizer, self.schedule, self.evaluation, self.logging, self.saving)
-        for group in (*groups, self.report, self.data, self.layout):
+        groups = (self.length, self.batch, self.optimizer, self.schedule, self.strategies, self.report, self.data)
+        for group in (*groups, self.layout):
             group()
-        parallel_args.layouts(self)
+        _layouts(self)
         for name, value in self.left.items():
-            if name in ADVICE:
-                self.note(name, value, ADVICE[name])
-            elif name in WITHOUT_COUNTERPART:
-                self.note(name, value, f"{NOT_TAKEN}. Take it out of the file, or run without it")
-            else:
-                near = did_you_mean(name, [*SAME, *MAPPED, *ADVICE, *WITHOUT_COUNTERPART])
-                hint = near if "Did you mean" in near else " See the names of transformers.TrainingArguments."
-                self.note(name, value, f"not a name of TrainingArguments.{hint}")
+            near = difflib.get_close_matches(name, self.known - {name}, n=1, cutoff=0.9)
+            misspelt = f"not a name of TrainingArguments. Did you mean {near[0]}?" if near else NOT_TAKEN
+            self.note(name, value, ADVICE.get(name, misspelt))
 
     # ---- taking
 
-    def take(self, name: str, default: Any = None) -> Any:
-        return self.left.pop(name, default)
+    def take(self, name: str) -> Any:
+        self.known.add(name)
+        return self.left.pop(name, None)
 
     def wrong(self, name: str, text: str) -> UserError:
         return UserError(f"{self.where}: {KEY}.{name}{text}")
 
     def number(self, name: str, whole: bool = False) -> Any:
         value = self.take(name)
-        try:
-            number = None if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = None
-        if value is not None and (number is None or not math.isfinite(number) or (whole and number != int(number))):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = math.nan if isinstance(value, bool) else float(value)
+            if math.isfinite(number) and not (whole and number % 1):
+                return int(number) if whole else number
+        if value is not None:
             raise self.wrong(name, f": expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
-        return number if number is None or not whole else int(number)
+        return None
 
     def flag(self, name: str) -> bool | None:
         value = self.take(name)
@@ -215,19 +194,18 @@ class Arguments:
         for name, value in zip(names, (batch, accumulation)):
             if value is not None and value < 1:
                 raise self.wrong(name, f": must be at least 1, got {value}.")
-        if batch is None:
-            if accumulation not in (None, 1):
-                self.note(names[1], accumulation, f"it needs {names[0]}. Or set batch.samples and layout.micro_batch")
-            return
-        self.ours["layout.micro_batch"] = batch
-        if self.resuming:
+        if batch is not None:
+            self.ours["layout.micro_batch"] = batch
+        if batch is None and accumulation not in (None, 1):
+            self.note(names[1], accumulation, f"it needs {names[0]}. Or set batch.samples and layout.micro_batch")
+        elif batch and self.resuming:
             self.note(names[0], batch, "a resumed run keeps its batch; this sets layout.micro_batch")
-            return
-        samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
-        of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}"
-        of += f" × accumulation {accumulation}" if accumulation else ""
-        text = f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)"
-        self.note(names[0], batch, text)
+        elif batch:
+            samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
+            of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}"
+            of += f" × accumulation {accumulation}" if accumulation else ""
+            text = f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)"
+            self.note(names[0], batch, text)
 
     def optimizer(self) -> None:
         optim, (one, two) = self.word("optim"), (self.number("adam_beta1"), self.number("adam_beta2"))
@@ -279,49 +257,24 @@ class Arguments:
         if value is not None:
             self.ours[key] = int(value) if value == int(value) else value
 
-    def evaluation(self) -> None:
-        new, old = self.word("eval_strategy"), self.word("evaluation_strategy")
-        name, strategy = ("evaluation_strategy", old) if new is None and old is not None else ("eval_strategy", new)
-        steps, logging = self.number("eval_steps"), self.left.get("logging_steps")
-        if strategy == "epoch":
-            self.ours["evaluate.every"] = None
-        elif strategy == "steps":
-            logging = logging if isinstance(logging, int | float) else None
-            self.every("eval_steps", steps if steps is not None else logging, "evaluate.every", 500)
-            return
-        elif strategy == "no":
-            text = "the model is always evaluated at the end, and by this recipe as evaluate.every says. "
-            self.note(name, strategy, f"{text}Set evaluate.every=1000000 for the end only")
-        elif strategy is not None:
-            self.note(name, strategy, "expected epoch, steps or no. Set evaluate.every")
-        if steps is not None:
-            self.note("eval_steps", steps, f"no effect without {name}=steps. Set evaluate.every")
-
-    def logging(self) -> None:
-        strategy, steps = self.word("logging_strategy"), self.number("logging_steps")
-        if strategy == "steps" or (strategy is None and steps is not None):
-            self.every("logging_steps", steps, "log.every", 500)
-        elif strategy is not None:
-            text = "a row is written to metrics.jsonl and shown every log.every steps"
-            self.note("logging_strategy", strategy, text)
+    def strategies(self) -> None:
+        old = self.take("evaluation_strategy")
+        self.left.setdefault("eval_strategy", old)
+        shown = self.left.get("logging_steps")
+        for name, (key, others) in WHEN.items():
+            strategy, steps = self.word(f"{name}_strategy"), self.number(f"{name}_steps")
+            if strategy == "steps" and name == "eval" and steps is None and isinstance(shown, int | float):
+                steps = shown
+            if strategy == "steps" or (strategy is None and steps is not None and name != "eval"):
+                self.every(f"{name}_steps", steps, key, 500)
+                continue
+            unset, text = others.get(strategy, (False, f"expected steps or {' or '.join(others)}. Set {key}"))
+            if unset:
+                self.ours[key] = None
+            if strategy is not None and text:
+                self.note(f"{name}_strategy", strategy, text)
             if steps is not None:
-                self.note("logging_steps", steps, f"no effect with logging_strategy={strategy}")
-
-    def saving(self) -> None:
-        strategy, steps = self.word("save_strategy"), self.number("save_steps")
-        if strategy == "steps" or (strategy is None and steps is not None):
-            self.every("save_steps", steps, "train.checkpoint_every", 500)
-        elif strategy is not None:
-            kept = "the last and the best checkpoint are kept"
-            text = f"{kept}. Set train.checkpoint_every to a number of steps for more"
-            if strategy == "no":
-                self.ours["train.checkpoint_every"] = None
-                text = f"{kept}; none is written in between"
-            elif strategy == "best":
-                text = "the best checkpoint is always kept; evaluate.best chooses its metric"
-            self.note("save_strategy", strategy, text)
-            if steps is not None:
-                self.note("save_steps", steps, f"no effect with save_strategy={strategy}")
+                self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {key}")
 
     def report(self) -> None:
         named = self.take("report_to")
@@ -337,22 +290,18 @@ class Arguments:
                 self.note("report_to", other, f"not available in Gradus. {known}")
 
     def data(self) -> None:
-        of_workers = {"dataloader_prefetch_factor": "prefetch", "dataloader_persistent_workers": "persistent"}
-        for name, key in of_workers.items():
+        for name, key in (("dataloader_prefetch_factor", "prefetch"), ("dataloader_persistent_workers", "persistent")):
             value = self.take(name)
             if value is not None and str(self.ours.get("data.workers", 0)) == "0":
                 self.note(name, value, "no effect without dataloader_num_workers")
             elif value is not None:
                 self.ours[f"data.{key}"] = value
         grouped, strategy = self.flag("group_by_length"), self.word("train_sampling_strategy")
+        name, value = ("group_by_length", grouped) if grouped is not None else ("train_sampling_strategy", strategy)
         if grouped or strategy == "group_by_length":
             self.ours["data.pad"] = "bucket"
-        elif grouped is not None:
-            text = "padding is as data.pad of the recipe says; data.pad=longest does not group by length"
-            self.note("group_by_length", grouped, text)
-        elif strategy is not None:
-            text = "the order is a shuffle from train.seed; data.pad=bucket groups by length"
-            self.note("train_sampling_strategy", strategy, text)
+        elif value is not None:
+            self.note(name, value, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
 
     def layout(self) -> None:
         fp16, bf16, checkpointing = self.flag("fp16"), self.flag("bf16"), self.flag("gradient_checkpointing")
@@ -370,3 +319,130 @@ class Arguments:
         cpu = [self.flag(name) for name in ("use_cpu", "no_cuda")]
         if cpu != [None, None]:
             self.ours["layout.device"] = "cpu" if True in cpu else "auto"
+
+
+# ---------------------------------------------------------------- several processes
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")  # of fsdp
+GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")  # those that keep the gathered weights for the backward pass
+WORDS = (*STRATEGIES, "no_shard", "offload", "auto_wrap")
+
+
+def _layouts(m: Arguments) -> None:
+    """Take the arguments of several processes. Raises UserError for values that mean nothing, and for fsdp beside
+    deepspeed."""
+    sharding, config, deepspeed = m.take("fsdp"), m.take("fsdp_config"), m.take("deepspeed")
+    if sharding and deepspeed:
+        raise m.wrong("fsdp", f" and {KEY}.deepspeed are both given. Keep one.")
+    _ddp(m, sharded=bool(sharding or deepspeed))
+    if sharding:
+        _fsdp(m, sharding, _object(m, "fsdp_config", config or {}))
+    elif config:
+        m.note("fsdp_config", config, "no effect without fsdp, as with Hugging Face")
+    if deepspeed:
+        _deepspeed(m, _object(m, "deepspeed", deepspeed))
+
+
+def _object(m: Arguments, name: str, value: Any) -> dict[str, Any]:
+    """The object itself, or the JSON file that is named, from the working folder as with Hugging Face."""
+    try:
+        found = limits.read_json(value, limits.RECIPE_FILE) if isinstance(value, str) else value
+    except UserError as e:
+        raise m.wrong(name, f": {e}") from None
+    if not isinstance(found, dict):
+        raise m.wrong(name, f": expected an object or the name of a JSON file with one, got {json.dumps(value)}.")
+    return dict(found)
+
+
+def _ddp(m: Arguments, sharded: bool) -> None:
+    backend, bucket, timeout = m.word("ddp_backend"), m.number("ddp_bucket_cap_mb"), m.number("ddp_timeout")
+    if backend == "mpi" and m.shares > 1:
+        m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
+    elif backend is not None:
+        follows = "the backend follows from layout.device: nccl on GPUs, gloo on processors"
+        m.note("ddp_backend", backend, f"{follows}; layout.transport=mpi under mpirun")
+    if bucket is not None and (sharded or m.shares == 1 or backend == "mpi"):
+        text = "no effect here: it is for replicas whose gradients DDP sends (layout.bucket_mb)"
+        m.note("ddp_bucket_cap_mb", bucket, text)
+    elif bucket is not None:
+        m.ours["layout.bucket_mb"] = bucket
+    if timeout is not None:
+        m.ours["layout.timeout"] = timeout
+
+
+def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> None:
+    """Keys of the layout by which so many processes share what they hold; one has nobody to share with, also where the
+    run that it goes on with had several."""
+    if processes > 1:
+        m.ours |= keys
+        return
+    text = "one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"
+    m.notes.append(f"{what}: {text}")
+    if m.resuming:
+        m.ours |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
+
+
+def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
+    words = ["full_shard"] if value is True else value.split() if isinstance(value, str) else value
+    wrong = [word for word in words if word not in WORDS] if isinstance(words, list) else [value]
+    if wrong:
+        near = did_you_mean(str(wrong[0]), WORDS)
+        raise m.wrong("fsdp", f": {json.dumps(wrong[0])} is no option of it.{near}")
+    strategy = next((word for word in words if word in STRATEGIES), None if "no_shard" in words else "full_shard")
+    config = {name.removeprefix("fsdp_"): v for name, v in config.items()}
+    if config.pop("activation_checkpointing", False):
+        m.ours["layout.checkpointing"] = "full"
+    reshard = config.pop("reshard_after_forward", None)
+    offload = "offload" in words or config.pop("cpu_offload", False) or config.pop("offload_params", False)
+    wrapping = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "version")
+    if blocks := [name for name in wrapping if config.pop(name, None)]:
+        m.notes.append(f"fsdp_config ({', '.join(blocks)}): sharding is FSDP2, and every block is wrapped")
+    if strategy is None:
+        m.note("fsdp", value, "replicas of whole weights, as without it")
+    else:
+        keep = str(strategy if reshard is None else reshard).lower()
+        if keep not in ("true", "false", *STRATEGIES):
+            raise m.wrong("fsdp_config.reshard_after_forward", f": expected true or false, got {json.dumps(reshard)}.")
+        among = m.on_host if strategy.startswith("hybrid") else m.sharing
+        keys = {"layout.shard": among, "layout.offload": True} if offload else {"layout.shard": among}
+        if reshard is not None or keep in GATHERED_ONCE:
+            keys["layout.reshard"] = keep not in ("false", *GATHERED_ONCE)
+        _among(m, f"fsdp={strategy}", among, keys)
+    m.no_counterpart("fsdp_config", config)
+
+
+def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
+    def part(of: dict[str, Any], name: str) -> dict[str, Any]:
+        value = of.pop(name, None) or {}
+        if not isinstance(value, dict):
+            raise m.wrong(f"deepspeed.{name}", f": expected an object, got {json.dumps(value)}.")
+        return dict(value)
+
+    zero = part(config, "zero_optimization")
+    stage = zero.pop("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise m.wrong("deepspeed.zero_optimization.stage", f": expected 0, 1, 2 or 3, got {json.dumps(stage)}.")
+    devices = {name: part(zero, name).get("device", "none") for name in ("offload_optimizer", "offload_param")}
+    what = f"deepspeed, ZeRO stage {stage}"
+    if stage == 1:
+        _among(m, what, m.shares, {"layout.shard_optimizer": True})
+    elif stage:
+        _among(m, what, m.sharing, {"layout.shard": m.sharing, **({"layout.reshard": False} if stage == 2 else {})})
+    for name, device in devices.items():
+        if device == "cpu" and m.ours.get("layout.shard", 1) > 1:
+            m.ours["layout.offload"] = True
+        elif device != "none":
+            where = "among several processes, and to the host's memory (layout.offload)"
+            m.notes.append(f"deepspeed.{name}={device}: only with stage 2 or 3, {where}")
+    for name in ("fp16", "bf16"):
+        if part(config, name).get("enabled", "auto") is True:
+            m.ours["layout.precision"] = name
+    clip = config.pop("gradient_clipping", "auto")
+    if clip != "auto":
+        m.ours["train.clip_norm"] = clip or None
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
+        given = config.pop(name, "auto")
+        if given != "auto":
+            text = "the batch is per_device_train_batch_size × gradient_accumulation_steps × the devices"
+            m.note(f"deepspeed.{name}", given, text)
+    m.no_counterpart("deepspeed", {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config})

@@ -18,10 +18,8 @@ from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
 
 DESCRIPTION = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
-TOKENIZERS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json"),
-    *("vocab.*", "merges.txt", "encoder.json", "*.model", "tok*.bin"),
-)
+TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json", "vocab.*",
+              "merges.txt", "encoder.json", "*.model", "tok*.bin")  # fmt: skip
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -83,17 +81,15 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return f"{config.kind}, made from the training text: nothing to fetch", {}
     if config.path is None:
         return "beside the weights: nothing more to fetch", {}
-    path = Path(os.path.expanduser(config.path))
+    path, place = Path(os.path.expanduser(config.path)), to
     if path.is_file():  # files that say how to read this one lie beside it
         beside = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe")]
         _copy([path, *beside], to)
         place = to / path.name
+    elif path.is_dir():
+        _copy(_matching(path, TOKENIZERS), to)
     else:
-        if path.is_dir():
-            _copy(_matching(path, TOKENIZERS), to)
-        else:
-            _from_hub(config.path, "tokenizer.path", to, [[*DESCRIPTION, *TOKENIZERS]])
-        place = to
+        _from_hub(config.path, "tokenizer.path", to, [[*DESCRIPTION, *TOKENIZERS]])
     tokenizer_files.load(place)
     return config.path, {"tokenizer.path": str(place)}
 
@@ -127,9 +123,7 @@ def _from_hub(
     name: str, key: str, to: Path, patterns: list[list[str]], enough: Callable[[Path], bool] = lambda folder: True
 ) -> None:
     if not HUB_NAME.fullmatch(name):
-        raise UserError(
-            f"{key}={name}: no such file or folder, and no name of the hub (like bert-base-cased or OWNER/NAME)."
-        )
+        raise UserError(f"{key}={name}: no such file or folder, and no name of the hub (bert-base-cased, OWNER/NAME).")
     hub.download(name, patterns, enough, f"{key}={name}", to)
 
 

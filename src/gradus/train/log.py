@@ -44,12 +44,8 @@ def environment(device: torch.device) -> dict:
     found = machine.describe() | {"device": str(device)}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        found["gpu"] = {
-            "name": p.name,
-            "memory_bytes": p.total_memory,
-            "capability": f"{p.major}.{p.minor}",
-            "cuda": torch.version.cuda,
-        }
+        found["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}",
+                        "cuda": torch.version.cuda}  # fmt: skip
     return found
 
 
@@ -58,8 +54,8 @@ SLOW = 2.0  # seconds without a step from which on they are shown
 
 
 def fitted(text: str, done: float, waited: float, width: int) -> str:
-    """The live line on a terminal `width` columns wide: a bar, and of `text`, whose parts stand two spaces apart, as
-    many parts as there is room for; the last one (the time left) and the first go last. done: the share of the run.
+    """The live line on a terminal `width` columns wide: a bar, and of `text`, whose parts have two spaces between
+    them, as many as there is room for; the last one (the time left) and the first go last. done: the share of the run.
     waited: seconds since a step."""
     size = 10 if width >= 70 else 5
     bar = f"[{'#' * int(done * size):.<{size}}] {int(100 * done)}%"
@@ -229,22 +225,20 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
     Raises UserError where another process has it, or where it cannot be written.
     """
     given = resume or (Path(config.dir) if config.dir else None)
-    missing = [p for p in (given, *given.parents) if not p.exists()] if given else []  # from the deepest up
+    base = given or Path("runs") / name
+    missing = [p for p in (base, *base.parents) if not p.exists()]  # from the deepest up
     try:
-        if given is None:
-            above = [p for p in (Path("runs") / name, Path("runs")) if not p.exists()]
-            while not own(config, folder := new_run_folder(config, name)):
-                pass
-            missing = [folder, *above]
-        else:
+        if given:
             folder = given
             folder.mkdir(parents=True, exist_ok=True)
+        else:
+            while not own(config, folder := new_run_folder(config, name)):
+                pass
+            missing = [folder, *missing]
         lock = _lock(folder)
     except OSError as e:
-        where = given or Path("runs") / name
-        raise UserError(
-            f"log.dir={where}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
-        ) from None
+        text = f"log.dir={base}: cannot write there ({e.strerror})"
+        raise UserError(f"{text}. Set log.dir to a folder you may write.") from None
     try:
         yield folder
     finally:
@@ -266,10 +260,8 @@ def _lock(folder: Path) -> int:
         except (BlockingIOError, PermissionError):
             owner = os.pread(file, 200, 0).decode(errors="replace")
             os.close(file)
-            raise UserError(
-                f"{folder}: another run writes there{f' ({owner})' if owner else ''}. "
-                f"Wait for its end, or set another log.dir; if its host is gone for good, delete {folder / LOCK}."
-            ) from None
+            text = f"{folder}: another run writes there{f' ({owner})' if owner else ''}. Wait for its end, or set "
+            raise UserError(f"{text}another log.dir; if its host is gone for good, delete {folder / LOCK}.") from None
         except OSError:
             return file  # a file system without locks
         with contextlib.suppress(FileNotFoundError):

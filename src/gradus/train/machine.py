@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
+import math
 import os
 import platform
 import re
@@ -32,14 +33,8 @@ CPU_FLAGS = (  # of x86, then of ARM: what matrix products run faster with
 )
 COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # what lies between two GPUs (NVML's nvmlGpuTopologyLevel_t)
-PATHS = {
-    0: "same board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "PCIe host bridge",
-    40: "same NUMA node",
-    50: "between NUMA nodes",
-}
+PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "PCIe host bridge",
+         40: "same NUMA node", 50: "between NUMA nodes"}  # fmt: skip
 
 
 def describe() -> dict[str, Any]:
@@ -56,7 +51,7 @@ def describe() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "cpus_allowed": limits.processors(),
-        "cpu_flags": _cpu_flags(),
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in _cpuinfo("flags", "Features").split()],
         "threads": torch.get_num_threads(),
         "memory_bytes": memory,
         "memory_limit_bytes": limit,
@@ -72,11 +67,15 @@ def describe() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The processor's name as the system has it."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(*names: str) -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(names):
                 return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _os_name() -> str | None:
@@ -93,20 +92,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_flags() -> list[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                has = set(line.split(":", 1)[1].split())
-                return [flag for flag in CPU_FLAGS if flag in has]
-    return []
-
-
 def memory_bytes() -> tuple[int | None, int | None]:
     """(bytes of memory, bytes that this container may use where that is less)."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
+    memory = limits.memory()
+    if memory == math.inf:
         return None, None
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # cgroup 2, cgroup 1
         with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
@@ -138,10 +127,7 @@ def _launchers() -> dict[str, str]:
 
 def open_nvml() -> tuple[ModuleType | None, str | None]:
     """(NVIDIA's management library, opened: end with its nvmlShutdown(); None), else (None, why a driver that is there
-    does not answer).
-
-    (None, None) where there is no driver, or no package nvidia-ml-py to ask it with.
-    """
+    does not answer). (None, None) where there is no driver, or no package nvidia-ml-py to ask it with."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -173,10 +159,9 @@ def _nvidia() -> dict[str, Any]:
         for i in range(read(library, "nvmlDeviceGetCount") or 0):
             try:
                 handles[i] = library.nvmlDeviceGetHandleByIndex(i)
+                gpus.append({"index": i, **_gpu(library, handles[i])})
             except library.NVMLError as e:
                 gpus.append({"index": i, "error": str(e)})
-            else:
-                gpus.append({"index": i, **_gpu(library, handles[i])})
         cuda = read(library, "nvmlSystemGetCudaDriverVersion_v2")
         return {
             "driver": _text(read(library, "nvmlSystemGetDriverVersion")),
@@ -192,22 +177,18 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
     def ask(what: str, *args: Any) -> Any:
         return read(library, f"nvmlDeviceGet{what}", gpu, *args)
 
-    pci, memory, use = ask("PciInfo"), ask("MemoryInfo"), ask("UtilizationRates")
-    ecc, mig = ask("EccMode"), ask("MigMode")
-    power, cap, mode, state = ask("PowerUsage"), ask("EnforcedPowerLimit"), ask("ComputeMode"), ask("PerformanceState")
-    persistence, display = ask("PersistenceMode"), ask("DisplayActive")
-    generation, width = (
-        f"{ask(f'CurrPcieLink{what}')} of {ask(f'MaxPcieLink{what}')}" for what in ("Generation", "Width")
-    )
+    pci, memory, use, ecc, mig = map(ask, ("PciInfo", "MemoryInfo", "UtilizationRates", "EccMode", "MigMode"))
+    power, cap, mode, state = map(ask, ("PowerUsage", "EnforcedPowerLimit", "ComputeMode", "PerformanceState"))
+    generation, width = (f"{ask(f'CurrPcieLink{of}')} of {ask(f'MaxPcieLink{of}')}" for of in ("Generation", "Width"))
     found = {
         "name": _text(ask("Name")),
         "temperature_c": ask("Temperature", library.NVML_TEMPERATURE_GPU),
         "performance_state": None if state is None or state == library.NVML_PSTATE_UNKNOWN else f"P{state}",
-        "persistence_mode": _on(persistence),
+        "persistence_mode": _on(ask("PersistenceMode")),
         "power_w": power and power / 1000,
         "power_cap_w": cap and cap / 1000,
         "bus_id": _text(pci and pci.busId),
-        "display_active": _on(display),
+        "display_active": _on(ask("DisplayActive")),
         "memory_used_bytes": memory and memory.used,
         "memory_bytes": memory and memory.total,
         "ecc_mode": ecc and _on(ecc[0]),
@@ -252,6 +233,6 @@ def _links(library: ModuleType, gpus: dict[int, Any]) -> Iterator[dict[str, Any]
 def gpu_handle(library: ModuleType, device: torch.device) -> Any:
     """NVML's handle of PyTorch's GPU, found by its unique id (the two number GPUs differently); None where NVML does
     not know it."""
-    told = re.sub(r"^(GPU|MIG)-", "", str(torch.cuda.get_device_properties(device).uuid))
+    uuid = re.sub(r"^(GPU|MIG)-", "", str(torch.cuda.get_device_properties(device).uuid))
     by_id = "nvmlDeviceGetHandleByUUID"
-    return read(library, by_id, f"GPU-{told}") or read(library, by_id, f"MIG-{told}")
+    return read(library, by_id, f"GPU-{uuid}") or read(library, by_id, f"MIG-{uuid}")

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 from gradus import models, tasks
 from gradus.data.corpus import TEXT_COLUMNS, Corpus
-from gradus.data.image_sources import SUFFIXES
+from gradus.data.image_sources import SUFFIXES, find_cifar
 from gradus.data.images import LazyImages
 from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
 from gradus.data.splits import Part, find_pairs, find_split, visible_files
@@ -27,16 +27,16 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train import resolve
 from gradus.train.session import derive, open_session
 
+Sections = dict[str, dict[str, Any]]  # of a recipe
+
 LOOKED = 1000  # rows that the columns are guessed from
 TEXT_NAMES = (*TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
 LABEL_NAMES = (*LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
-WHAT = {
-    "labelled": "texts with a label", "images": "images with a label", "text": "running text",
-    "pairs": "parallel sentences",
-}  # fmt: skip
+WHAT = {"labelled": "texts with a label", "images": "images with a label", "text": "running text",
+        "pairs": "parallel sentences"}  # fmt: skip
 SMALL = 512  # d_model below which a pre-trained model takes a larger rate
 
 
@@ -55,9 +55,7 @@ class Found:
 def new(
     file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None, label: str | None = None
 ) -> Iterator[str]:
-    """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text).
-
-    Yields what was found, a line each.
+    """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text). Yields what was found.
 
     init: a folder or hub name to fine-tune from. text_column, label: columns of a table, in place of guesses.
     Raises UserError where `file` is there already, for data that no reader knows or that cannot be trained on, and for
@@ -67,35 +65,32 @@ def new(
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
     if target.exists():
-        stays = "there is such a file already, and it stays as it is"
-        raise UserError(f"{file}: {stays}. Give another name, or remove it first.")
+        raise UserError(f"{file}: there is such a file already. Give another name, or remove it first.")
     if not target.parent.is_dir():
         raise UserError(f"{file}: there is no folder {target.parent}. Make it first.")
     found = look(paths, text_column, label)
     config = models.config_of(init) if init else None
     if config is not None and config.family not in (known := learners(TASK[found.kind])[found.kind]):
-        raise UserError(
-            f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}. "
-            "Give such weights, or none."
-        )
+        raise UserError(f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}.")
     yield from found.lines
     if init and expanded(init).exists():
         init = str(expanded(init).absolute())
     sections = _draft(found, init, config)
-    task = tasks.open_task(_recipe(target, sections))
-    facts = Facts(task, found)
+    facts = Facts(tasks.open_task(_recipe(target, sections)), found)
     yield from facts.lines()
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
     derived = derive(session)
     minutes = _steps(sections, session.recipe, derived, facts, init is not None)
     steps, samples = sections["train"]["steps"], sections["batch"]["samples"]
-    about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples"
-    time = f"about {max(1, round(minutes))} minute{'s' if round(minutes) > 1 else ''} on two CPU cores"
-    what = f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {session.recipe.model.family}"
+    family, minutes = session.recipe.model.family, max(1, round(minutes))
+    about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples; "
+    about += f"about {minutes} minute{'s' if minutes > 1 else ''} on two CPU cores (an estimate)"
+    what = f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {family}"
     commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
-    _write(target, _text(target, sections, [what, f"{about}; {time} (an estimate)", *commands], init))
-    yield f"wrote      {file}: {session.recipe.model.family}, {about}; {time} (an estimate)"
+    with open(target, "x", encoding="utf-8") as written:
+        written.write(_text(target, sections, [what, about, *commands], init))
+    yield f"wrote      {file}: {family}, {about}"
     yield f"next       gradus check {file}, then gradus train {file}"
 
 
@@ -104,7 +99,6 @@ def new(
 
 def look(paths: Sequence[str], text_column: str | None = None, label: str | None = None) -> Found:
     """What kind of data this is. Raises UserError for what no reader knows."""
-    columns = {"--text": text_column, "--label": label}
     if len(paths) > 2:
         raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
     path = expanded(paths[0])
@@ -114,9 +108,11 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
         found = _pair(*sides)
     elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
+    elif find_cifar(path):
+        found = _images(path)
     else:
         found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
-    for option, column in columns.items():
+    for option, column in {"--text": text_column, "--label": label}.items():
         if column is not None and column not in found.data.values():
             raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
     return found
@@ -140,37 +136,28 @@ def _pair(first: Path, second: Path) -> Found:
             raise UserError(f"{file}: no such file.{near(file)}")
     a, b = _side(first), _side(second)
     if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
-        raise UserError(
-            f"{first} and {second}: the two sides of parallel text lie in one folder as NAME.en and NAME.de, say. "
-            "Rename them so."
-        )
+        raise UserError(f"{first} and {second}: parallel text must lie in one folder as NAME.en and NAME.de, say.")
     return _pairs(first.parent, a[0], a[1], b[1])
 
 
 def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
     data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
-    if not {name} <= set(SPLITS["train"]):
+    if name not in SPLITS["train"]:
         data["train"] = name
-    lines = [
-        f"found      {folder / name}.{source} and .{target}: parallel sentences, "
-        f"learnt from {source} to {target} (data.source, data.target)"
-    ]
-    return Found(data, lines)
+    line = f"found      {folder / name}.{source} and .{target}: parallel sentences, "
+    return Found(data, [f"{line}learnt from {source} to {target} (data.source, data.target)"])
 
 
 def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
     files = visible_files(folder)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
-    if next(pictures, None):
+    if find_cifar(folder) or next(pictures, None):
         return _images(folder)
     if any(f.suffix.lower() in SUFFIXES for f in files):
-        raise UserError(
-            f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat' / files[0].name}, say."
-        )
-    languages = sorted({side[1] for f in files if (side := _side(f)) and side[0] in SPLITS["train"]})
-    if len(languages) == 2:
-        name = next(side[0] for f in files if (side := _side(f)) and side[0] in SPLITS["train"])
-        return _pairs(folder, name, *languages)
+        raise UserError(f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat'}, say.")
+    sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
+    if len(languages := sorted({language for _, language in sides})) == 2:
+        return _pairs(folder, sides[0][0], *languages)
     shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
     if len(files) == 1 and not shards:
         return _table(files[0], files[0], text_column, label)
@@ -191,18 +178,19 @@ def _table(path: str | Path, file: Path, text_column: str | None, label: str | N
     for option, column in (("--text", text_column), ("--label", label)):
         if column is not None and column not in columns:
             raise UserError(f"{option} {column}: {file} has no such column.{did_you_mean(column, columns)}")
-    picture = next((c for c, v in columns.items() if _is_image(v[0])), None)
+    images = (c for c, v in columns.items() if isinstance(v[0], bytes) or (isinstance(v[0], dict) and "bytes" in v[0]))
+    picture = next(images, None)
     words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
-    if picture is not None:
-        what, first, why, other = "image", picture, "it holds images", ""
-    elif text_column is not None:
-        what, first, why, other = "text", text_column, "--text", ""
+    if picture or text_column:
+        first, why = (picture, "it holds images") if picture else (text_column, "--text")
     elif words:
-        what, other = "text", "; another with --text COLUMN"
-        first, why = _text_column(words)
+        first = _named(words, TEXT_NAMES)
+        why = f"{'by its name' if first else 'it holds the longest texts'}; another with --text COLUMN"
+        first = first or max(words, key=lambda c: sum(map(len, words[c])))
     else:
         raise UserError(f"{file}: no column holds text in every row; there are: {there}. Name one: --text COLUMN.")
-    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}{other}"]
+    what = "image" if picture else "text"
+    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}"]
     if label:
         lines.append(f"label      column {label!r}: --label")
     else:
@@ -216,17 +204,10 @@ def _table(path: str | Path, file: Path, text_column: str | None, label: str | N
     return Found(data | ({"label": label} if label else {}), lines)
 
 
-def _is_image(cell: Any) -> bool:
-    return isinstance(cell, bytes) or (isinstance(cell, dict) and "bytes" in cell)
-
-
-def _text_column(words: dict[str, list[str]]) -> tuple[str, str]:
-    """(column, why)."""
-    for name in TEXT_NAMES:
-        if column := next((c for c in words if c.strip().casefold() == name), None):
-            return column, "by its name"
-    longest = max(words, key=lambda c: sum(map(len, words[c])))
-    return longest, "it holds the longest texts"
+def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
+    """The column with the first of these names that there is."""
+    found = {c.strip().casefold(): c for c in reversed([*columns])}
+    return next((found[name] for name in names if name in found), None)
 
 
 def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
@@ -234,19 +215,17 @@ def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
     values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
     most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
     small = {c: v for c, v in columns.items() if 1 <= len(values[c]) <= most}
-    few = {c for c, v in small.items() if all(_is_label(x) for x in v if x not in (None, ""))}
-    for name in LABEL_NAMES:
-        if column := next((c for c in columns if c in few and c.strip().casefold() == name), None):
-            n = len(values[column])
-            return column, f"by its name; {n} value{'s' if n > 1 else ''} in the first {len(columns[column]):,} rows"
-    if several := [c for c in columns if c in few and len(values[c]) > 1]:
-        column = min(several, key=lambda c: len(values[c]))
-        return column, f"it has only {len(values[column])} values in the first {len(columns[column]):,} rows"
-    return None, "none found, so that the text alone is learnt, token by token; name one with --label COLUMN"
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
+    few = [
+        c for c, v in small.items()
+        if all(isinstance(x, str | int | None) or (isinstance(x, float) and x.is_integer()) for x in v)
+    ]  # fmt: skip
+    column = named = _named(few, LABEL_NAMES)
+    column = column or min((c for c in few if len(values[c]) > 1), key=lambda c: len(values[c]), default=None)
+    if column is None:
+        return None, "none found, so that only the text is learnt, token by token; name one with --label COLUMN"
+    n = len(values[column])
+    why = f"by its name; {n}" if named else f"it has only {n}"
+    return column, f"{why} value{'s' if n > 1 else ''} in the first {len(columns[column]):,} rows"
 
 
 # ---------------------------------------------------------------- what is in them
@@ -303,39 +282,37 @@ class Facts:
     def _held_out(self) -> str:
         kind, data = self.found.kind, self.found.data
         if kind == "images":
-            held = self.task.splits["valid"].name.endswith("(held out)")
-            return "; valid is every tenth of each class, held out" if held else ""
-        if kind == "pairs":
+            there = not self.task.splits["valid"].name.endswith("(held out)")
+        elif kind == "pairs":
             there = find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
         else:
             there = find_split(data["path"], "valid", required=False)
-        if there is not None:
+        if there:
             return ""
-        if kind == "labelled" and find_split(data["path"], "test", required=False) is not None:
+        if kind == "labelled" and find_split(data["path"], "test", required=False):
             return "; there is no valid split: test is evaluated in its place"
-        tenth = {"labelled": "every tenth of each class", "pairs": "every tenth pair"}
-        return f"; valid is {tenth.get(kind, 'the last tenth of the text')}, held out"
+        tenth = {"text": "the last tenth of the text", "pairs": "every tenth pair"}
+        return f"; valid is {tenth.get(kind, 'every tenth of each class')}, held out"
 
 
 # ---------------------------------------------------------------- the recipe
 
 
-def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[str, dict[str, Any]]:
+def _draft(found: Found, init: str | None, config: ModelConfig | None) -> Sections:
     """The sections of a recipe that opens these data."""
     kind, path = found.kind, found.data["path"]
     size = {"n_layers": 2 if kind in ("labelled", "pairs") else 4, "d_model": 128, "n_heads": 4}
-    if init:
-        model: dict[str, Any] = {"init": init}
-    elif kind == "images":
-        model = {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256}
-    elif kind == "text":
-        model = {"family": "gpt", **size, "seq_len": 128, "bias": False}
-    elif kind == "pairs":
-        model = {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512}
-    else:
-        model = {"family": "bert", **size, "d_ff": 512, "seq_len": 512}
-    sections: dict[str, dict[str, Any]] = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
-    if init and kind != "images":
+    scratch: Sections = {
+        "images": {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256},
+        "text": {"family": "gpt", **size, "seq_len": 128, "bias": False},
+        "pairs": {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512},
+        "labelled": {"family": "bert", **size, "d_ff": 512, "seq_len": 512},
+    }
+    model = {"init": init} if init else scratch[kind]
+    sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
+    if init and kind == "images":
+        sections["data"] |= _normalisation(init)
+    elif init:
         sections["tokenizer"] = {"kind": "file"}
         if kind == "text":
             sections["data"]["max_len"] = min(config.seq_len, 128)
@@ -345,8 +322,6 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> dict[s
     elif kind != "images":
         lowercase = {"lowercase": True} if kind == "labelled" else {}
         sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
-    if init and kind == "images":
-        sections["data"] |= _normalisation(init)
     rate = (models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
@@ -378,7 +353,7 @@ def _normalisation(init: str) -> dict[str, list[float]]:
     return values if all(isinstance(v, list) for v in values.values()) else {}
 
 
-def _fit_to(sections: dict[str, dict[str, Any]], facts: Facts, config: ModelConfig | None) -> None:
+def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> None:
     """Lengths and sizes that suit what the data were found to be."""
     kind, model, data = facts.found.kind, sections["model"], sections["data"]
     if kind in ("labelled", "pairs"):
@@ -401,9 +376,7 @@ def _fit_to(sections: dict[str, dict[str, Any]], facts: Facts, config: ModelConf
     sections["batch"]["samples"] = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
 
 
-def _steps(
-    sections: dict[str, dict[str, Any]], recipe: Recipe, derived: dict[str, Any], facts: Facts, tuned: bool
-) -> float:
+def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: Facts, tuned: bool) -> float:
     """Set how long to train, so that it is minutes; returns how many."""
     kind, m = facts.found.kind, recipe.model
     if kind == "images":
@@ -423,39 +396,39 @@ def _steps(
     return steps * seconds / 60
 
 
-def _recipe(target: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
+def _recipe(target: Path, sections: Sections) -> Recipe:
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
     return resolve.load(target.stem, [], resolve.Given(settings={"text": text}))[0]
 
 
-def _comments(sections: dict[str, dict[str, Any]], init: str | None) -> dict[str, str]:
+def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
-    kind = sections["data"]["kind"]
-    split = {
+    held_out = {
         "labelled": "A tenth of each class is held out where there is no valid file (data.valid=FILE names one).",
         "images": "A tenth of each class is held out where there is no valid folder. flip: true mirrors by chance.",
         "text": "The last tenth is held out to evaluate on where there is no valid file (data.valid_fraction).",
         "pairs": "Every tenth pair is held out where there is no valid file. Swap source and target for the other way.",
-    }[kind]
-    classes = " The classes and their names come from the data." if kind in ("labelled", "images") else ""
-    scratch = "Small, for a first result on a CPU. More data or a GPU: more n_layers and d_model, or model.init=FOLDER."
-    afresh = "a head of another number of classes starts afresh"
-    tuned = f"Fine-tuned from these weights, whose configuration holds; {afresh}."
-    small = "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual."
-    return {
-        "task": f"What is learnt.{classes}",
-        "model": tuned if init else scratch,
-        "data": f"A relative path is looked for below the working directory, then beside this file. {split}",
-        "tokenizer": "Beside the weights." if init else "Made from the training text and kept with the weights.",
-        "optimizer": small if init else "The first thing to tune: 3e-4 to 3e-3.",
+    }[sections["data"]["kind"]]
+    classes = sections["task"]["name"] == "classification"
+    comments = {
+        "task": f"What is learnt.{' The classes and their names come from the data.' if classes else ''}",
+        "model": "Small, for a first result on a CPU. With more data: more n_layers and d_model, or model.init=FOLDER.",
+        "data": f"A relative path is looked for below the working directory, then beside this file. {held_out}",
+        "tokenizer": "Made from the training text and kept with the weights.",
+        "optimizer": "The first thing to tune: 3e-4 to 3e-3.",
         "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
         "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
+    return comments | ({} if init is None else {
+        "model": "Fine-tuned from these weights, whose configuration holds; a head for other classes is new.",
+        "tokenizer": "Beside the weights.",
+        "optimizer": "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual.",
+    })  # fmt: skip
 
 
-def _text(target: Path, sections: dict[str, dict[str, Any]], head: list[str], init: str | None) -> str:
+def _text(target: Path, sections: Sections, head: list[str], init: str | None) -> str:
     """The file. Paths below its folder are relative to it, so that both can move together."""
     base = target.absolute().parent
     shown = {name: dict(section) for name, section in sections.items()}
@@ -468,12 +441,3 @@ def _text(target: Path, sections: dict[str, dict[str, Any]], head: list[str], in
         body = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
         lines += ["", *(f"# {line}" for line in textwrap.wrap(comments[name], 110)), f"{name}: {body.strip()}"]
     return "\n".join(lines) + "\n"
-
-
-def _write(target: Path, content: str) -> None:
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(content)
-    except OSError as e:
-        why = f"cannot be written ({e.strerror or e})"
-        raise UserError(f"{target}: {why}. Give a file in a folder you may write.") from None

@@ -20,7 +20,7 @@ from gradus.errors import UserError, coloured
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
-from gradus.parallel.status import Status, supervised, watched
+from gradus.parallel.status import Status, has_parent, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.train.clock import MEASURES, peaks
@@ -132,7 +132,7 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
     """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. Collective."""
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
-        if world.first and not (supervised() and folder):
+        if world.first and not (has_parent() and folder):
             try:
                 folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
             except UserError as e:
