@@ -28,7 +28,7 @@ from gradus.parallel.mesh import Mesh
 from gradus.recipe.schema import Layout, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from distributed import run  # noqa: E402
+from distributed import run
 
 MODELS = {
     "tiny": LlamaConfig(vocab_size=1000, d_model=128, n_layers=4, n_heads=4, d_ff=256, seq_len=64, tie_output=False),
