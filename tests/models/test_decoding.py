@@ -86,12 +86,12 @@ def test_the_whole_length_of_the_model_can_be_used(family, model):
 def test_end_token_stops_a_row_and_then_all(family, model, cache):
     free = complete(model, PROMPTS, max_new=12, cache=cache, **sources(family))
     eos = free[0][2]
-    steps = torch.stack(list(generate(model, PROMPTS, max_new=12, eos_id=eos, pad_id=0, cache=cache, **sources(family))), 1).tolist()
+    steps = torch.stack(list(generate(model, PROMPTS, max_new=12, eos_id=eos, cache=cache, **sources(family))), 1).tolist()
     ends = [row.index(eos) if eos in row else 12 for row in free]
     assert len(steps[0]) == min(12, max(ends) + 1), "goes on until the last row has ended, and no longer"
     for row, expected, end in zip(steps, free, ends):
         assert row[: end + 1] == expected[: end + 1]
-        assert set(row[end + 1 :]) <= {0}
+        assert set(row[end + 1 :]) <= {eos}
     assert complete(model, PROMPTS, max_new=12, eos_id=eos, cache=cache, **sources(family)) == [row[:end] for row, end in zip(free, ends)]
 
 

@@ -71,7 +71,7 @@ class Place:
         if self.model is None:
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
-            self.model = models.load(self.path, dtype=numbers.dtype).to(device)
+            self.model = models.load(self.path, dtype=numbers.dtype, device=device)
         return self.model.eval()
 
 
@@ -106,7 +106,6 @@ class Encoded:
     prompts: list[list[int]]
     sources: list[list[int]] | None
     eos_id: int | None
-    pad_id: int
 
 
 def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
@@ -120,17 +119,18 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
     target = tokenizers.get("target", tokenizer)
     rows = tokenizer.encode_batch(texts)
-    pad_id, eos_id = special(target, "pad") or 0, special(target, "eos", "sep")
+    eos_id = special(target, "eos", "sep")
     if family.attention == "cross":
         if not all(rows):
             raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
         fits(texts, sources, config.longest)
-        start = pad_id if family.decoder_start == "padding" else special(target, "bos", "cls", "pad")
+        padding = family.decoder_start == "padding"
+        start = special(target, "pad") or 0 if padding else special(target, "bos", "cls", "pad")
         if start is None:
             raise UserError("the tokenizer has no begin token. Give the model's own with --tokenizer PATH.")
-        return Encoded([[start]] * len(rows), sources, eos_id, pad_id)
+        return Encoded([[start]] * len(rows), sources, eos_id)
 
     if family.begin_token and recipe is None and tokenizer.bos_id is not None:
         rows = [[tokenizer.bos_id, *row] for row in rows]
@@ -145,7 +145,7 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
     if fit:
         fits(texts, rows, config.longest)
-    return Encoded(rows, None, eos_id, pad_id)
+    return Encoded(rows, None, eos_id)
 
 
 def fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:

@@ -59,7 +59,7 @@ class Continuation:
         encoded, ended = self.encoded, [False] * len(self.rows)
         for new in decode(
             self.model, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
-            eos_id=encoded.eos_id, pad_id=encoded.pad_id, cache=cache, window=self.window,
+            eos_id=encoded.eos_id, cache=cache, window=self.window,
         ):  # fmt: skip
             for i, token in enumerate(new.tolist()):
                 ended[i] = ended[i] or token == encoded.eos_id

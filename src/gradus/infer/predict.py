@@ -264,9 +264,8 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
         encoded = encode(place, tokenizers, part)
         room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
         new = complete(
-            model, encoded.prompts, sources=encoded.sources, max_new=room,
-            eos_id=encoded.eos_id, pad_id=encoded.pad_id,
-        )  # fmt: skip
+            model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id
+        )
         for text, row in zip(part, new):
             shows_sentinels = place.recipe is not None and place.recipe.task.name == "span_corruption"
             answer = " ".join(map(tokenizer.token, row)) if shows_sentinels else tokenizer.decode(row)
@@ -470,8 +469,8 @@ def evaluate(
     session = open_session(asking_for(recipe, split), tokenizers)
     task, device, precision = session.task, session.device, session.precision
     split_of(task, split)  # raises where there is none
-    model = models.build(session.recipe.model)
+    model = session.deferred(values=False).on(device)
     models.load_weights(model, place)
-    parallel = apply(precision.cast(model).to(device), session.recipe.layout)
+    parallel = apply(model, session.recipe.layout)
     metrics = evaluate_split(parallel, task, split, precision, device)
     return {f"{split}/{key}": value for key, value in metrics.items()}

@@ -142,10 +142,10 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
             timeline.mark(f"step {number}: cleared")
     held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
-    return trainer, steps, *tell_picture(session, timeline, held)
+    return trainer, steps, *picture_lines(session, timeline, held)
 
 
-def tell_picture(
+def picture_lines(
     session: Session, timeline: Timeline | CudaTimeline, state: dict[str, int]
 ) -> tuple[list[str], list[Row]]:
     """(a table, the same as rows) of two steps that were followed. state: bytes of weights, gradients and optimizer."""

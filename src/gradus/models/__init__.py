@@ -252,11 +252,11 @@ def config_of(name_or_path: str | Path) -> schema.ModelConfig:
 
 
 def load(
-    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None, **overrides: Any
-) -> nn.Module:
+    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu", **overrides: Any,
+) -> nn.Module:  # fmt: skip
     """Load a model with its weights from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or
-    newest checkpoint), a llama2.c .bin, or the Hugging Face hub. It is on the CPU, in training mode, as `build` gives
-    it.
+    newest checkpoint), a llama2.c .bin, or the Hugging Face hub. It is in training mode, as `build` gives it.
 
     strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly
     initialised and ignores extra ones; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless
@@ -278,7 +278,7 @@ def load(
             raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*names, 'auto'])}")
         dtype = getattr(torch, dtype)
     loaded.model.to(dtype or torch.float32)
-    return loaded.on("cpu")
+    return loaded.on(device)
 
 
 def load_deferred(

@@ -73,11 +73,11 @@ def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
-    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, pad_id: int = 0, cache: bool = True,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, cache: bool = True,
     window: int | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a
-    row that has ended yields `pad_id`.
+    row that has ended yields it again.
 
     Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts
     may be of unequal length. cache=False computes everything again for every token, which is slower and gives the same
@@ -88,12 +88,12 @@ def generate(
     if max_new < 1:
         return
     device = next(model.parameters()).device
-    ids, lengths = pad_right(prompts, pad_id, device)
+    ids, lengths = pad_right(prompts, 0, device)
     batch, longest = ids.shape
     if sources is None:
         forward = model
     else:
-        source, source_lengths = pad_right(sources, pad_id, device)
+        source, source_lengths = pad_right(sources, 0, device)
         keep = torch.arange(source.shape[1], device=device) < source_lengths[:, None]  # (batch, source)
         memory = model.encode(source, keep)  # (batch, source, d_model)
 
@@ -118,7 +118,9 @@ def generate(
             positions = torch.arange(read.shape[1], device=device).expand(batch, -1)
             stored = {"cache": store} if store is not None else {}
             logits = forward(read, positions=positions, select=last, **stored)  # (batch, vocab)
-        new = torch.where(done, pad_id, choose(logits))
+        new = choose(logits)
+        if eos_id is not None:
+            new = torch.where(done, eos_id, new)
         yield new
         if eos_id is not None:
             done |= new == eos_id
@@ -126,7 +128,7 @@ def generate(
                 return
         if store is None or window is not None:
             full = int(lengths.max()) == ids.shape[1]
-            ids = torch.cat((ids, torch.full_like(ids[:, :1], pad_id)), 1) if full else ids
+            ids = torch.cat((ids, torch.zeros_like(ids[:, :1])), 1) if full else ids
             ids[rows, lengths] = new
         lengths = lengths + 1
 

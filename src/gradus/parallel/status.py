@@ -206,7 +206,7 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     known = [r for r in records.values() if r is not None]
     gave_up = [r for r in known if r.lost is not None or codes[r.rank] in (LOST, -signal.SIGABRT)]
     if gone:
-        return _tell_of_the_dead(folder, records, gone, codes)
+        return _lost_ranks(folder, records, gone, codes)
     others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
     silent = [rank for rank in others if records[rank] is None]
     if silent:
@@ -217,7 +217,7 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
         late = min(gave_up, key=lambda r: (r.progress[0], -r.time))
     if not gave_up:
         return f"{late.name} is the farthest behind: it was last seen {_ago(late)} {late.place}."
-    text = _tell_of_the_hanging(late, gave_up, states.get(late.rank), codes.get(late.rank))
+    text = _waiting_ranks(late, gave_up, states.get(late.rank), codes.get(late.rank))
     if not others:  # the connection itself may have failed: the error that came first says how
         first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
         if lines := tail(error_path(folder, first.rank)):
@@ -264,7 +264,7 @@ def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -
     return None in codes.values() or set(codes.values()) == {-signal.SIGABRT}
 
 
-def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mapping[int, int | None]) -> str:
+def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int, int | None]) -> str:
     rank = gone[0]
     record, code = records[rank], codes.get(rank)
     name = record.name if record else f"rank {rank} on {host()}"
@@ -288,7 +288,7 @@ def _tell_of_the_dead(folder: Path, records: dict, gone: list[int], codes: Mappi
     return text
 
 
-def _tell_of_the_hanging(late: Record, gave_up: list[Record], state: str | None, code: int | None) -> str:
+def _waiting_ranks(late: Record, gave_up: list[Record], state: str | None, code: int | None) -> str:
     first = max(gave_up, key=lambda r: r.progress)
     waited = max((r.lost or 0.0 for r in gave_up), default=0.0)
     doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""

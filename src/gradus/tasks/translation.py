@@ -157,9 +157,8 @@ class Translation(SequenceToSequence):
         longest = max(len(s) for s in sources)
         room = min(self.room, max_new or 2 * longest + 10)
         new = complete(
-            model, [[self.start_id]] * len(sources), sources=sources, max_new=room,
-            eos_id=self.eos_id, pad_id=self.pad_id,
-        )  # fmt: skip
+            model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id
+        )
         return [self.target_tokenizer.decode(row) for row in new]
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:

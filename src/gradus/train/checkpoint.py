@@ -310,7 +310,7 @@ class Checkpoints:
         mesh = parallel.mesh
         state = json.loads((path / "training.json").read_text())
         alike = state.get("layout", dict.fromkeys(mesh.sizes, 1)) == mesh.sizes
-        separate = state.get("local_updates", state.get("apart", False))  # its name until 0.10
+        separate = state.get("local_updates", state.get("apart", False))  # what checkpoints called it before
         if separate and not (alike and parallel.local_updates):
             n = math.prod(state["layout"].values())
             raise UserError(

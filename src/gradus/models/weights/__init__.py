@@ -256,9 +256,8 @@ def match(
 ) -> tuple[dict[str, Rule], LoadReport]:
     """Find the rule for each tensor from names, shapes and types alone (the model may be on the meta device).
 
-    strict: every tensor of the model must be there, and no others. Otherwise the report says which were not.
-    Raises UserError that names the missing, extra and misshapen tensors (misshapen ones always, except those of a head
-    when not strict).
+    strict: every tensor of the model must be there, and no others. Otherwise the report says which were not. Raises
+    UserError that names missing, extra and misshapen tensors (misshapen ones always, except a head's when not strict).
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Workers that meet every H steps beside DDP: the loss they reach, and what they send.
+"""Local updates, synchronised every H steps, beside DDP: the loss they reach, and what they send.
 
-    python benchmarks/apart.py shakespeare-char-gpt data.path=input.txt --every 50 --to docs/layouts.md
+    python benchmarks/local_updates.py shakespeare-char-gpt data.path=input.txt --every 50 --to docs/layouts.md
 
-Traffic is told twice: as the trainer counts it from its calls (one step of DDP, one meeting of DiLoCo), and as the loopback interface
+Traffic is counted twice: by the trainer from its calls (one step of DDP, one synchronisation of DiLoCo), and as the loopback interface
 counted it over the whole run (Linux; everything that two processes said to each other, start and checkpoints included). Other programs
 that talk over the loopback interface meanwhile are counted too.
 """
@@ -53,8 +53,8 @@ def main() -> None:
                 f"| {ddp['loopback_bytes'] / row['loopback_bytes']:.1f} times |"
             )
             print(lines[-1], flush=True)
-    keep("apart-cpu-2-processes", found, args.results)
-    fill(args.to, "apart", lines)
+    keep("local_updates-cpu-2-processes", found, args.results)
+    fill(args.to, "local updates", lines)
 
 
 if __name__ == "__main__":
