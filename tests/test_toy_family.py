@@ -322,7 +322,7 @@ def test_what_a_description_lacks_is_named(folder):
     ("changes", "lacks"),
     [
         ({"weights": SimpleNamespace(MODEL_TYPES=())}, "lacks weights.config_from_hf, weights.config_to_hf, weights.rules"),
-        ({"model": nn.Linear}, r"lacks Linear.hidden\(\)"),
+        ({"model": nn.Linear}, r"lacks Linear.initialisation\(\), Linear.hidden\(\)"),
         ({"attention": "cross"}, r"lacks Conv.encode\(\), Conv.decode\(\)"),
         ({"stacks": ()}, "lacks stacks"),
         ({"attention": "forward"}, "attention=forward: it is causal, both or cross"),

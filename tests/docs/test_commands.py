@@ -88,6 +88,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"attention_kernels\.py.*", "attention_kernels.py --lengths 64 --chunks 16 --repeat 1"),
     (r"accuracy\.py --to \S+", "accuracy.py --families vit --layouts one --precisions fp32 --steps 3 --rows rows.jsonl"),
     (r"step_time\.py --threads 1 --out \S+", "step_time.py --threads 1 --families gpt --precisions fp32 --checkpointing none --repeat 1 --seconds 1"),
+    (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 2"),
     (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),

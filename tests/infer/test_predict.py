@@ -369,7 +369,7 @@ def test_a_translation_run(tmp_path):
         (tmp_path / f"{split}.en").write_text("\n".join(english) + "\n")
     recipe = recipes.load(
         "multi30k-seq2seq", [f"data.path={tmp_path}", f"data.cache={tmp_path}/cache", f"log.dir={tmp_path}/run", "train.epochs=null", "data.test=null"],
-        model={**TINY, "seq_len": 40}, tokenizer=small_bpe(), schedule={"warmup_steps": 2}, train={"steps": 4}, evaluate={"samples": 0, "test": False},
+        model={**TINY, "seq_len": 40}, tokenizer=small_bpe(), schedule={"warmup_steps": 50}, train={"steps": 4}, evaluate={"samples": 0, "test": False},
         layout={"device": "cpu"}, data={"max_len": None},
     )  # fmt: skip
     outcome = train(recipe)
