@@ -136,7 +136,7 @@ def test_what_only_names_data_is_a_mistake_and_told(tmp_path):
         (("data.valid=nothing.txt",), r"data\.valid=nothing\.txt: no such file"),
         (("data.valid_fraction=0.999",), "data"),
         (("tokenizer.kind=bpe", "tokenizer.vocab_size=3", "model.vocab_size=500"), r"tokenizer\.vocab_size=3"),
-        (("model.vocab_size=5",), "the tokenizer has"),
+        (("model.vocab_size=5",), "the data has 8 tokens"),
         (("data.x=1",), r"data\.x"),
     ]:
         with pytest.raises(UserError, match=said):

@@ -248,7 +248,7 @@ class Facts:
             return np.asarray(self.train.lengths)
         part = isinstance(self.train, Part)
         data, rows = (self.train.dataset, self.train.indices) if part else (self.train, slice(None))
-        return np.maximum(data.source_lengths, data.target_lengths)[rows]
+        return np.maximum(data.source.lengths(), data.target.lengths())[rows]
 
     def lines(self) -> Iterator[str]:
         """What was found."""

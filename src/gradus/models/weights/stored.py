@@ -62,6 +62,9 @@ class Chunked(Stored):
                 own = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset))
                 return file.get_slice(self.name)[own]
 
+        if 0 in shape:  # a process's part of a short tensor may be empty
+            with safe_open(self.chunks[0].file, framework="pt") as file:
+                return torch.empty(shape, dtype=file.get_tensor(self.name).dtype)
         end, whole = tuple(o + n for o, n in zip(offset, shape)), None
         for chunk in self.chunks:
             low = tuple(map(max, offset, chunk.offset))
@@ -72,8 +75,7 @@ class Chunked(Stored):
                     return piece
                 whole = torch.empty(shape, dtype=piece.dtype) if whole is None else whole
                 whole[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset))] = piece
-        # a process's part of a short tensor may be empty
-        return read(self.chunks[0], (0,) * len(shape), shape) if whole is None else whole
+        return whole
 
 
 def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
