@@ -543,7 +543,7 @@ def measure(
         **conditions(),
     }
     rows = _take_rounds(found, folder, how, common, say)
-    _report(found, folder, how, common, say)
+    _show(found, folder, how, common, say)
     if plan:
         plan.after(rows, folder, say)
     say(f"rows: {folder / 'rows.jsonl'}")
@@ -589,7 +589,7 @@ def _take_rounds(
     return rows
 
 
-def _report(found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]) -> None:
+def _show(found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]) -> None:
     """The table, and the plot."""
     kept = "the same batch for every process" if how.weak else "the same global batch"
     where = f"{common['precision']} on {common['device']}, threads a process: {common['threads']}"
