@@ -48,7 +48,7 @@ def test_every_process_has_the_numbers_that_one_would_have(n, tmp_path):
     for layout in LAYOUTS:
         if torch.tensor([layout.get(axis, 1) for axis in ("shard", "tensor", "pipeline")]).prod() not in (1, n):
             continue
-        for family in common.CONFIGS:
+        for family in common.CONFIGS if n == 2 else ("gpt", "t5", "vit"):
             if family in ("seq2seq", "t5") and layout.get("schedule") == "interleaved" and "shard" in layout:
                 continue
             whole = models.build(common.CONFIGS[family], seed=1)
@@ -137,8 +137,7 @@ def start_up(world, layouts: list[dict], folder: str) -> list[tuple[int, int, in
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peaks")
-@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("stored", [False, True], ids=["drawn", "read"])
+@pytest.mark.parametrize(("layout", "stored"), [({"shard": 2}, True), ({"tensor": 2}, False), ({"pipeline": 2}, False)], ids=str)
 def test_a_process_holds_its_part_and_one_parameter(layout, stored, tmp_path):
     if stored:
         models.save(models.build(LARGE, seed=0), tmp_path)
