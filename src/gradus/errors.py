@@ -113,6 +113,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return max(near, key=likeness, default=None)
 
 
+def some(names: list[str]) -> str:
+    """The first five names, and how many there are in all."""
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the nearest known name, else ' Known: a, b, c.'"""
     known = sorted({str(k) for k in known})

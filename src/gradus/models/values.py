@@ -70,9 +70,8 @@ def materialise(model: nn.Module, device: str | torch.device, values: Values | N
                 if p.is_meta and p not in made:
                     made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                 setattr(module, name, made.get(p, p))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.to(device)  # FSDP2 takes up the new parameters
+    if isinstance(model, FSDPModule):
+        model.to(device)  # FSDP2 takes up the new parameters, of its inner units too
     if values is not None:
         fill(dict(model.named_parameters()), values)
 

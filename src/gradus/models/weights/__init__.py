@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradus import files, limits
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, some
 from gradus.models.family import rules_of
 from gradus.models.weights import checksums
 from gradus.models.weights.stored import Stored, read_files
@@ -77,11 +77,6 @@ class Rule:
     def key(self, tensor: Tensor) -> tuple[int, int | None]:
         """Equal for the same tensor, or the same slice of it, under any name."""
         return id(tensor), self.index
-
-
-def layer(ours: str, theirs: str) -> list[Rule]:
-    """Weight and bias of a layer."""
-    return [Rule(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
 
 
 @dataclass
@@ -459,8 +454,3 @@ def write(
         raise UserError(
             f"{folder}: cannot write the weights ({e}). Free space there or choose another folder"
         ) from None
-
-
-def some(names: list[str]) -> str:
-    """The first five names, and how many there are in all."""
-    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

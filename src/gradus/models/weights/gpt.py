@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradus.models.weights import Rule, fields, layer, transpose
+from gradus.models.weights import Rule, fields, transpose
 from gradus.recipe.schema import GPTConfig
 
 if TYPE_CHECKING:
@@ -66,21 +66,21 @@ def rules(config: GPTConfig) -> list[Rule]:
     table = [
         Rule("token_embedding.weight", "transformer.wte.weight"),
         Rule("position_embedding.weight", "transformer.wpe.weight"),
-        *layer("norm", "transformer.ln_f"),
+        *fields.layers({"norm": "transformer.ln_f"}),
         Rule("head.weight", "lm_head.weight"),  # when tied: the same tensor as wte.weight, so written once
     ]
     for i in range(config.n_layers):
         ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
         matrices, biases = (tuple(f"{ours}.attention.to_{x}.{kind}" for x in "qkv") for kind in ("weight", "bias"))
         table += [
-            *layer(f"{ours}.attention_norm", f"{theirs}.ln_1"),
+            *fields.layers({f"{ours}.attention_norm": f"{theirs}.ln_1"}),
             Rule(
                 matrices, f"{theirs}.attn.c_attn.weight",
                 lambda fused: fused.T.chunk(3), lambda *parts: _fuse(*parts).T,
             ),
             Rule(biases, f"{theirs}.attn.c_attn.bias", lambda fused: fused.chunk(3), _fuse),
             *_transposed(f"{ours}.attention.to_out", f"{theirs}.attn.c_proj"),
-            *layer(f"{ours}.feedforward_norm", f"{theirs}.ln_2"),
+            *fields.layers({f"{ours}.feedforward_norm": f"{theirs}.ln_2"}),
         ]
         if config.n_experts is None:
             table += _transposed(f"{ours}.feedforward.up", f"{theirs}.mlp.c_fc")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradus.errors import UserError
+from gradus.errors import UserError, some
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,9 +109,8 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
             torn.append(name)
         tensors[name] = Chunked(shape, None, dtype=types[name], name=name, chunks=parts)
     if torn:
-        more = f", ... ({len(torn)} in all)" if len(torn) > 5 else ""
         raise UserError(
-            f"{folder}: parts of {', '.join(torn[:5])}{more} are missing. "
+            f"{folder}: parts of {some(torn)} are missing. "
             "Copy the checkpoint again with all its files, or take another one"
         )
     return tensors

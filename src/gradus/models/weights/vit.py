@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradus.models.weights import Rule, fields, layer
+from gradus.models.weights import Rule, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import ViTConfig
 
@@ -73,7 +73,7 @@ def rules(config: ViTConfig) -> list[Rule]:
     body = f"{_model_type(config)}." if config.n_classes else ""
     table = [Rule("class_token", f"{body}embeddings.cls_token")] if config.pool == "class_token" else []
     table.append(Rule("positions", f"{body}embeddings.position_embeddings"))
-    table += layer("patches", f"{body}embeddings.patch_embeddings.projection")
+    table += fields.layers({"patches": f"{body}embeddings.patch_embeddings.projection"})
     parts = {
         "attention_norm": "layernorm_before",
         "attention.to_q": "attention.attention.query",
