@@ -73,6 +73,7 @@ class Traced:
     start: int  # the event with which the step begins
     ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
     transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
+    pure: bool  # whether weights are in half
 
 
 # ---------------------------------------------------------------- memory
@@ -658,6 +659,7 @@ def trace_recipe(
     target: Target = "cpu",
     task: Task | None = None,
     micro_batches: list[dict[str, Any]] | None = None,
+    watch: Callable[[Recorder, Stepper], Any] | None = None,
 ) -> Traced:
     """One optimizer step of `rank` of `n` processes. Allocates nothing and needs no other process.
 
@@ -677,12 +679,12 @@ def trace_recipe(
         stack.enter_context(collecting())
         mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
         fake = stack.enter_context(FakeTensorMode())
-        return _trace(recipe, task, mesh, given, target, notes, fake, stack)
+        return _trace(recipe, task, mesh, given, target, notes, fake, stack, watch)
 
 
 def _trace(
     recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], fake: FakeTensorMode,
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, watch: Callable | None = None,
 ) -> Traced:
     chosen: dict[int, int] = {}
     batches = [_fake_batch(b, chosen) for b in given]
@@ -715,6 +717,8 @@ def _trace(
             timeline.phases.append((len(timeline.events), "build"))
             start = len(timeline.events)
             recorder.counting = i == 1
+            if recorder.counting and watch:
+                watch(recorder, stepper)
             if i == 0:
                 _first_step(stepper, batches, counts)
             else:
@@ -730,7 +734,7 @@ def _trace(
     work = _work(recorder, recipe, parallel, given, stepper)
     return Traced(
         memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
-        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
+        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure,
     )  # fmt: skip
 
 
@@ -879,6 +883,7 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
     else:
         heads = [parallel.bare]
     for head in heads:
+        head.register_forward_pre_hook(lambda *_: gone(None))
         head.register_forward_hook(leaves)
 
 

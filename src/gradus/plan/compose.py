@@ -1,0 +1,470 @@
+"""A step put together from profiles: any number of layers, stages, micro-batches, shards and replicas, by arithmetic.
+
+The pieces of a micro-batch follow each other as they were traced, the middle block of a stack as often as there are such. What FSDP2 and
+DDP add happens at their edges: gathering before a unit's forward and backward pass, reducing after its backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradus.plan.profiles import EACH, INDEX, MiB, N, Part, Piece, Profile, Units, Weight, pool
+from gradus.plan.work import Op
+from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from gradus.plan.engine import Process
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+SHOWN = 8  # blocks of a stack that are gone through one by one; each of the others changes what is alive as its neighbours do
+
+
+def level(**components: float) -> np.ndarray:
+    out = np.zeros(N + 3)
+    for name, value in components.items():
+        which, taken = pool(abs(value))
+        out[INDEX[name]] = value
+        out[N + which] += math.copysign(taken, value)
+    return out
+
+
+class Alive:
+    """The bytes alive now, and when they were most."""
+
+    def __init__(self, start: np.ndarray):
+        self.now = self.most = start
+        self.pools = start[N:]  # each at its own peak
+        self.at = ""
+        self.gradients = 0.0
+
+    def rise(self, by: np.ndarray, at: str) -> None:
+        then = self.now + by
+        self.pools = np.maximum(self.pools, then[N:])
+        if then[:N].sum() > self.most[:N].sum():
+            self.most, self.at = then, at
+
+    @property
+    def bytes(self) -> int:
+        return round(self.most[:N].sum())
+
+    @property
+    def reserved(self) -> int:
+        """What PyTorch's caching allocator has taken, if free blocks of a pool are always used again."""
+        small, middle, large = (float(x) for x in self.pools)
+        return int(-(-small // (2 * MiB)) * 2 * MiB + -(-middle // (20 * MiB)) * 20 * MiB + large)
+
+    def add(self, at: str, **components: float) -> None:
+        self.now = self.now + level(**components)
+        self.rise(np.zeros(N + 3), at)
+
+
+# ---------------------------------------------------------------- from few blocks to many
+
+
+@dataclasses.dataclass
+class Stage:
+    """One stage of the process: its part of the model, and the profile of a small part like it."""
+
+    part: Part
+    profile: Profile
+
+    def counts(self) -> dict[str, int]:
+        own = [own for _, own, _ in self.part.stacks if own]
+        return dict(zip(self.profile.stacks, own))
+
+    def groups(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
+        """The pieces of one unit after the other, and how often."""
+        counts, i = self.counts(), 0
+        while i < len(pieces):
+            j = i
+            while j < len(pieces) and pieces[j].unit == pieces[i].unit:
+                j += 1
+            stack, number = self._place(pieces[i].unit)
+            if number == 1 and counts[stack] > EACH:
+                first = self.profile.stacks[stack][0]
+                middle = min(counts[stack], SHOWN) - 2
+                order = range(middle) if "forward" in pieces[i].edge else range(middle - 1, -1, -1)
+                for k in order:
+                    times = counts[stack] - SHOWN + 1 if k == middle // 2 and counts[stack] > SHOWN else 1
+                    yield [dataclasses.replace(p, unit=f"{stack}.{first + 1}.{k}") for p in pieces[i:j]], times
+            else:
+                yield pieces[i:j], 1
+            i = j
+
+    def totals(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
+        """As `groups`, the repeated ones together."""
+        counts = self.counts()
+        for piece in pieces:
+            stack, number = self._place(piece.unit)
+            yield [piece], counts[stack] - 2 if number == 1 else 1
+
+    def casts(self) -> np.ndarray:
+        """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass."""
+        pieces = self.profile.later["forward"]
+        made = [piece.stretch.net[INDEX["gathered"]] for piece in pieces]
+        traced, more = sum(v for v in made if v > 0), 0.0
+        for piece, (_, times) in zip(pieces, self.totals(pieces)):
+            more += (times - 1) * piece.stretch.net[INDEX["gathered"]]
+        forgotten = -sum(v for v in made if v < 0)
+        return level(gathered=more * forgotten / traced) if traced and forgotten else np.zeros(N + 3)
+
+    def left(self) -> np.ndarray:
+        """What a micro-batch leaves behind that is no gradient."""
+        total = np.zeros(N + 3)
+        for pieces in self.profile.later.values():
+            for group, times in self.totals(pieces):
+                total = total + times * group[0].stretch.net
+        return total
+
+    def _place(self, unit: str) -> tuple[str, int]:
+        stack, _, number = unit.rpartition(".")
+        return (stack, int(number) - self.profile.stacks[stack][0]) if stack in self.profile.stacks and self.profile.stacks[stack][1] == EACH else ("", -1)
+
+    def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
+        """(name, shapes, how often)."""
+        counts = self.counts()
+        for unit, weights in self.profile.units.items():
+            stack, number = self._place(unit)
+            yield unit, weights, counts[stack] - 2 if number == 1 else 1
+
+
+def size_of(weights: dict[str, Weight]) -> int:
+    return sum(w.size for w in weights.values())
+
+
+def padded(shape: tuple[int, ...], k: int) -> int:
+    """Elements of a parameter that FSDP2 cuts into k parts along its first dimension."""
+    return -(-shape[0] // k) * k * math.prod(shape[1:]) if shape else k
+
+
+def stages_of(rank: int, layout: Layout) -> list[int]:
+    """The stages of a process of the pipeline, as `parallel.pipeline.Pipeline` deals them out."""
+    n, v = layout.pipeline, stages_per_process(layout)
+    if layout.schedule == "zero_bubble" and v == 2 and n > 1:  # down the processes and up again
+        return [rank, 2 * n - 1 - rank]
+    return [rank + i * n for i in range(v)]
+
+
+# ---------------------------------------------------------------- what holds the parameters
+
+
+def widths(layout: Layout, width: int) -> tuple[int, int]:
+    """Bytes of an element as FSDP2 computes with it, and as it sums its gradient."""
+    computed = WIDTH[layout.param_dtype] if layout.param_dtype else width
+    return computed, WIDTH[layout.reduce_dtype or "fp32"] if layout.reduce_dtype or layout.param_dtype else computed
+
+
+class Whole:
+    """Parameters and gradients as the profile has them: one process, or one whose gradients are summed after the backward pass."""
+
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int):
+        self.layout, self.shapes, self.alive, self.width = layout, shapes, alive, width
+
+    def of(self, unit: str) -> str:
+        """The unit as the profile knows it."""
+        return unit if unit in self.shapes else unit.rpartition(".")[0]
+
+    def changed(self, v: np.ndarray) -> np.ndarray:
+        return v
+
+    def edge(self, unit: str, edge: str, last: bool) -> None:
+        pass
+
+    def end_micro(self, last: bool) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Replicated(Whole):
+    """DDP: gradients are views of its buckets, which are there all the time."""
+
+    def changed(self, v: np.ndarray) -> np.ndarray:
+        out = v.copy()
+        out[INDEX["transient"]] += out[INDEX["gradients"]]
+        out[INDEX["gradients"]] = 0
+        return out
+
+
+class Sharded(Whole):
+    """FSDP2 (torch.distributed.fsdp.fully_shard)."""
+
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int):
+        super().__init__(layout, shapes, alive, width)
+        self.ranks = layout.shard * layout.expert * layout.context
+        self.computed, self.reduced = widths(layout, width)
+        self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
+        self.order: list[str] = []  # of the forward passes
+        self.open: set[str] = set()
+        self.arriving: dict[str, float] = {}  # gathered, not yet copied out
+        self.input = 0.0  # of the last reduce-scatter
+        self.kept: set[str] = set()  # units whose gradients of earlier micro-batches are there, in the type that they are summed in
+        self.summed: set[str] = set()  # units whose sharded gradients are there
+
+    def full(self, unit: str) -> int:
+        return sum(padded(w.shape, self.ranks) for w in self.shapes.get(self.of(unit), {}).values())
+
+    def gather(self, unit: str) -> None:
+        nbytes = self.full(unit) * self.computed
+        if unit in self.open or unit in self.arriving or not nbytes:
+            return
+        self.alive.add("gather", transient=nbytes + (nbytes / self.ranks if self.computed != self.width else 0))
+        if self.computed != self.width:
+            self.alive.add("gather", transient=-nbytes / self.ranks)
+        self.arriving[unit] = nbytes
+
+    def wait(self, unit: str, forward: bool) -> None:
+        if unit not in self.arriving:
+            return
+        nbytes = self.arriving.pop(unit)
+        if forward:
+            self._forget()
+        self.alive.add("gather", gathered=nbytes)
+        self.open.add(unit)
+        if forward:
+            self.buffer = nbytes
+        else:
+            self.alive.add("gather", transient=-nbytes)
+
+    def _forget(self) -> None:
+        self.alive.add("gather", transient=-self.buffer)
+        self.buffer = 0.0
+
+    def close(self, unit: str) -> None:
+        if unit in self.open:
+            self.open.discard(unit)
+            self.alive.add("reshard", gathered=-self.full(unit) * self.computed)
+
+    def edge(self, unit: str, edge: str, last: bool) -> None:
+        if edge == "pre_forward":
+            self.gather(unit)
+            self.wait(unit, True)
+        elif edge == "post_forward":
+            if unit == "":
+                self._forget()
+            if self.layout.reshard:
+                self.close(unit)
+            self.order.append(unit)
+        elif edge == "pre_backward":
+            self.gather(unit)
+            self.wait(unit, False)
+            before = self.order[: self.order.index(unit)] if unit in self.order else []
+            if before:
+                self.gather(before[-1])
+        elif edge == "post_backward":
+            self.after(unit, last)
+
+    def after(self, unit: str, last: bool) -> None:
+        """The unit's backward pass has ended."""
+        self.close(unit)
+        elements = size_of(self.shapes.get(self.of(unit), {}))
+        if not last:
+            if self.reduced != self.computed and unit not in self.kept:
+                self.alive.add("reduce", gradients=elements * self.reduced)
+                self.alive.add("reduce", gradients=-elements * self.computed)
+            self.kept.add(unit)
+            return
+        self.alive.add("reduce", transient=-self.input)
+        self.input = float(self.full(unit) * self.reduced)
+        if not self.input:
+            return
+        part = self.input / self.ranks
+        self.alive.add("reduce", transient=self.input)
+        self.alive.add("reduce", gradients=-elements * (self.reduced if unit in self.kept else self.computed))
+        self.alive.add("reduce", gradients=part)
+        if self.reduced != self.width:
+            self.alive.add("reduce", gradients=part * self.width / self.reduced)
+            self.alive.add("reduce", gradients=-part)
+        if unit in self.summed:
+            self.alive.add("reduce", gradients=-part * self.width / self.reduced)
+        self.summed.add(unit)
+
+    def end_micro(self, last: bool) -> None:
+        for unit in [u for u in reversed(self.order) if u in self.open]:
+            self.after(unit, last)
+        self.order = []
+
+    def finish(self) -> None:
+        self.alive.add("reduce", transient=-self.input)
+        self.input = 0.0
+
+
+# ---------------------------------------------------------------- the step
+
+
+def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """(pass, stage of the process, micro-batch) in the order in which a process of the pipeline runs them."""
+    if layout.pipeline == 1 or layout.schedule == "gpipe":
+        if layout.pipeline == 1:
+            for i in range(micro):
+                yield "forward", 0, i
+                yield "backward", 0, i
+            return
+        yield from (("forward", 0, i) for i in range(micro))
+        yield from (("backward", 0, i) for i in range(micro))
+        return
+    if layout.schedule == "1f1b":
+        warm = min(micro, layout.pipeline - rank)
+        yield from (("forward", 0, i) for i in range(warm))
+        for i in range(micro):
+            yield "backward", 0, i
+            if warm + i < micro:
+                yield "forward", 0, warm + i
+        return
+    from gradus.torch_private import schedule_of
+
+    order = list(schedule_of(layout.schedule, layout.pipeline, stages_per_process(layout), micro, rank))
+    own = sorted({stage for _, stage, _ in order})
+    split = any(kind == "weights" for kind, _, _ in order)
+    late = {(stage, i) for kind, stage, i in order if kind == "weights"}
+    for kind, stage, i in order:
+        yield kind, own.index(stage), i
+        if split and kind == "backward" and (stage, i) not in late:
+            yield "weights", own.index(stage), i
+
+
+def peak(p: Process) -> Alive:
+    """What a process has alive at most, and when."""
+    layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
+    shape = sizes(layout, p.n)
+    sharded, ddp = layout.shard > 1, p.replicated
+    own = width * sum(size * times for size, times in p.elements)
+    fixed, each = stages[0].profile.fixed, stages[0].profile.each.copy()
+    for stage in stages[1:]:  # the batch is there once
+        each += np.where(np.arange(N + 3) == INDEX["activations"], 0, stage.profile.each)
+    start = fixed + each * (micro if layout.pipeline > 1 else p.given.parts)
+    if not layout.offload or p.target == "cpu":
+        start = start + level(weights=own, optimizer=p.state)
+    alive = Alive(start + level(gradients=own) if ddp else start)
+    kind = Sharded if sharded else Replicated if ddp else Whole
+    holder = kind(layout, stages[0].profile.units, alive, width)
+    _run(p, alive, holder, ddp)
+    holder.finish()
+    alive.gradients = own
+    if not sharded and not ddp and shape["replicate"] * layout.context * layout.expert > 1:  # sums in buckets, after the backward pass
+        largest = max(size for size, _ in p.elements) * width
+        alive.rise(level(transient=min(max(layout.bucket_mb * MiB, largest), own)), "optimizer")
+    return alive
+
+
+def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
+    layout, stages = p.recipe.layout, p.stages
+    micro = p.micro
+    if layout.pipeline == 1 or layout.schedule == "1f1b":  # more leave nothing new
+        micro = min(micro, 3 if layout.pipeline == 1 else layout.pipeline + 2)
+    order = list(actions(layout, micro, p.rank))
+    split = any(kind == "weights" for kind, _, _ in order)
+    left, shared = [stage.left() for stage in stages], _shared(stages)
+    due = np.zeros(N + 3)
+    done: set[tuple[str, int]] = set()
+    for kind, s, i in order:
+        last = i == micro - 1 or layout.pipeline > 1
+        again = (kind, s) in done or kind == "forward" or (ddp and last)
+        if (kind, s) not in done and kind == ("weights" if split else "backward") and shared[s]:
+            due = due + level(gradients=shared[s] * p.width)
+        done.add((kind, s))
+        profile = stages[s].profile
+        for group, times in stages[s].groups((profile.later if again else profile.first)[kind]):
+            before = alive.now
+            for piece in group:
+                holder.edge(piece.unit, piece.edge, last)
+                alive.rise(holder.changed(piece.stretch.rise), piece.edge)
+                alive.now = alive.now + holder.changed(piece.stretch.net)
+            if times > 1:
+                alive.now = alive.now + (times - 1) * (alive.now - before)
+        if kind == "forward":
+            alive.now = alive.now - stages[s].casts()
+        if kind == "backward":
+            holder.end_micro(last)
+            if layout.schedule == "1f1b" and layout.pipeline > 1:
+                alive.now, due = alive.now - due, left[s]  # what was sent meanwhile
+
+
+def _shared(stages: list[Stage]) -> list[int]:
+    """Elements of each stage's parameters that an earlier stage of the process has too."""
+    seen: set[str] = set()
+    out = []
+    for stage in stages:
+        ends = stage.profile.units.get("", {})
+        out.append(sum(w.size for name, w in ends.items() if name in seen))
+        seen |= set(ends)
+    return out
+
+
+# ---------------------------------------------------------------- operations
+
+
+def operations(stages: list[Stage], micro: int) -> tuple[dict[tuple, float], dict[tuple, float]]:
+    """(operations, transfers) of all micro-batches, as Traced.ops and Traced.transfers, of what the pieces do themselves."""
+    ops: dict[tuple, float] = {}
+    sent: dict[tuple, float] = {}
+    for stage in stages:
+        for runs, many in ((stage.profile.first, 1), (stage.profile.later, micro - 1)):
+            for pieces in runs.values() if many else ():
+                for group, times in stage.totals(pieces):
+                    for piece in group:
+                        for key, count in piece.stretch.ops.items():
+                            ops[key] = ops.get(key, 0) + count * times * many
+                        for key, count in piece.stretch.transfers.items():
+                            sent[key] = sent.get(key, 0) + count * times * many
+    return ops, sent
+
+
+def holding(p: Process) -> dict[tuple, float]:
+    """The copies that FSDP2 and DDP make, as Traced.ops."""
+    layout, out = p.recipe.layout, {}
+
+    def add(name: str, size: int, phase: str, nbytes: float, count: float) -> None:
+        key = ("micro", "memory", name, "bf16" if size == 2 else "fp32", phase, 0.0, nbytes, ())
+        out[key] = out.get(key, 0) + count
+
+    if layout.shard > 1:
+        computed, reduced = widths(layout, p.width)
+        scatters = p.micro if layout.pipeline > 1 else 1
+        for stage in p.stages:
+            for _, weights, times in stage.units():
+                for expert in (False, True):
+                    chosen = [w for w in weights.values() if w.expert == expert]
+                    k = layout.shard if expert else layout.shard * layout.expert * layout.context
+                    full, elements = sum(padded(w.shape, k) for w in chosen), sum(w.size for w in chosen)
+                    for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
+                        add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
+                        if computed != p.width:
+                            add("foreach_copy", computed, phase, full / k * (computed + p.width), times * p.micro)
+                    if full:
+                        add("chunk_cat", computed, "backward", elements * computed + full * reduced, times * scatters)
+    elif p.replicated:
+        own = p.width * sum(size * times for size, times in p.elements)
+        add("copy", p.width, "backward", 6 * own, 1)
+        add("div", p.width, "backward", 2 * own, 1)
+    return out
+
+
+def optimizer(p: Process) -> list[Op]:
+    """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of tensors."""
+    layout = p.recipe.layout
+    traced = [w for stage in p.stages[:1] for weights in stage.profile.units.values() for w in weights.values()]
+    bytes_then = sum(w.size for w in traced) * (2 if p.stages[0].profile.pure else 4)
+    bytes_now = p.width * sum(size * times for size, times in p.elements)
+    tensors = sum(times for _, times in p.elements) / len(traced)
+    replicas = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
+    out = []
+    for (_, kind, name, _, _, flops, moved, shape), count in p.stages[0].profile.optimizer.ops.items():
+        if name == "cat" or count <= 0:
+            continue
+        dtype = "fp32" if p.width == 4 else "bf16"
+        if name.startswith(("fused", "foreach", "stack")):
+            share = replicas if name.startswith("fused") else 1
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * bytes_now / bytes_then / share, shape, count))
+        else:
+            small = moved <= 64
+            times = count if small else count * tensors
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved if small else moved * bytes_now / bytes_then / tensors, shape, times))
+    return out
