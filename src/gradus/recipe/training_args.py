@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import Layout
@@ -36,47 +38,41 @@ SAME = {
     "dataloader_num_workers": "data.workers",
     "dataloader_pin_memory": "data.pin",
     "tf32": "layout.tf32",
+    "ddp_timeout": "layout.timeout",
 }
 
 # Names without a counterpart: what to do instead.
 ADVICE = {
-    "adafactor": "there is no Adafactor. Use optimizer.name=adamw",
     "auto_find_batch_size": "set layout.micro_batch to what fits; the batch of a step stays as it is",
     "data_seed": "the data's order comes from train.seed",
     "dataloader_drop_last": "the last, smaller batch is always kept and weighs what it holds",
     "ddp_find_unused_parameters": "every weight has a gradient in every step: there is none to look for",
     "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
-    "do_eval": "the verb says what is done: gradus train, evaluate, predict",
-    "do_predict": "the verb says what is done: gradus train, evaluate, predict",
-    "do_train": "the verb says what is done: gradus train, evaluate, predict",
-    "eval_delay": "the first evaluation is after evaluate.every steps, or after the first epoch",
-    "greater_is_better": "known of every metric; choose one with evaluate.best=valid/loss, for example",
-    "load_best_model_at_end": "the best checkpoint is kept below checkpoints/best; evaluate.best chooses its metric",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the verb says what is done: train, evaluate, predict"),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+                    "the best checkpoint is kept; evaluate.best=valid/loss, for example, chooses its metric"),
     "local_rank": "the launcher tells each process its rank: --processes N, torchrun, mpirun or srun",
     "logging_dir": "everything a run writes is in its folder, log.dir",
-    "logging_first_step": "every row is in metrics.jsonl, from step log.every on",
-    "metric_for_best_model": "choose it with evaluate.best=valid/loss or evaluate.best=valid/accuracy, for example",
     "parallelism_config": "set layout.tensor, layout.context, layout.shard; the rest of the processes are replicas",
-    "overwrite_output_dir": "a run never overwrites another; give another log.dir, or none",
     "push_to_hub": "nothing is uploaded",
     "resume_from_checkpoint": "give the run's folder with --resume",
-    "sharded_ddp": "set fsdp, or layout.shard_optimizer=true, or layout.shard",
     "run_name": "name the run with name=...",
-}
+}  # fmt: skip
 
-# eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, and of a strategy other than
-# steps whether it unsets the key, and a note.
-KEPT = "the last and the best checkpoint are kept"
-ROWS = "a row is written to metrics.jsonl and shown every log.every steps"
-WHEN: dict[str, tuple[str, dict[str, tuple[bool, str]]]] = {
-    "eval": ("evaluate.every", {
-        "epoch": (True, ""),
-        "no": (False, "the model is always evaluated at the end. Set evaluate.every=1000000 for the end only")}),
-    "logging": ("log.every", {"no": (False, ROWS), "epoch": (False, ROWS)}),
-    "save": ("train.checkpoint_every", {
-        "no": (True, f"{KEPT}; none is written in between"),
-        "best": (False, "the best checkpoint is always kept; evaluate.best chooses its metric"),
-        "epoch": (False, f"{KEPT}. Set train.checkpoint_every to a number of steps for more")}),
+# What a word becomes.
+OPTIMIZERS = {"sgd": "sgd", **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")}
+SCHEDULES = {"linear": {"schedule.name": "linear", "schedule.final": 0.0},
+             "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
+             "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
+             "constant_with_warmup": {"schedule.name": "constant"}}  # fmt: skip
+# Of eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, the values that unset it, and
+# a note on those that do something else here.
+WHEN: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "eval": ("evaluate.every", ("epoch",), "the model is always evaluated at the end. Set evaluate.every=1000000 for "
+                                           "the end only"),
+    "logging": ("log.every", (), "a row is written to metrics.jsonl and shown every log.every steps"),
+    "save": ("train.checkpoint_every", ("no",), "the last and the best checkpoint are kept (evaluate.best chooses the "
+                                                "metric). Set train.checkpoint_every to a number of steps for more"),
 }  # fmt: skip
 
 
@@ -115,6 +111,10 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
 
 
+KINDS = {bool: ("true or false", TypeAdapter(bool)), str: ("a word in quotes", TypeAdapter(str)),
+         int: ("a whole number", TypeAdapter(int)), float: ("a number", TypeAdapter(FiniteFloat))}  # fmt: skip
+
+
 class Arguments:
     """Takes the arguments one group after another; what is left has no counterpart."""
 
@@ -140,57 +140,40 @@ class Arguments:
 
     # ---- taking
 
-    def take(self, name: str) -> Any:
-        self.known.add(name)
-        return self.left.pop(name, None)
-
     def wrong(self, name: str, text: str) -> UserError:
         return UserError(f"{self.where}: {KEY}.{name}{text}")
 
-    def number(self, name: str, whole: bool = False) -> Any:
-        value = self.take(name)
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            number = math.nan if isinstance(value, bool) else float(value)
-            if math.isfinite(number) and not (whole and number % 1):
-                return int(number) if whole else number
-        if value is not None:
-            raise self.wrong(name, f": expected a {'whole ' if whole else ''}number, got {json.dumps(value)}.")
-        return None
-
-    def flag(self, name: str) -> bool | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(name, f": expected true or false, got {json.dumps(value)}.")
-        return value
-
-    def word(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and value is not False and not isinstance(value, str):
-            raise self.wrong(name, f": expected a word in quotes, got {json.dumps(value)}.")
-        return "no" if value is False else value
+    def take(self, name: str, kind: type | None = None) -> Any:
+        """The argument's value, of this kind; None where it is not given."""
+        self.known.add(name)
+        value = self.left.pop(name, None)
+        if kind is str and value is False:
+            return "no"
+        if kind is None or value is None:
+            return value
+        words, reader = KINDS[kind]
+        with contextlib.suppress(ValidationError):
+            if isinstance(value, bool) == (kind is bool):
+                return reader.validate_python(value)
+        raise self.wrong(name, f": expected {words}, got {json.dumps(value)}.")
 
     def note(self, name: str, value: Any, text: str) -> None:
         self.notes.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}: {text}")
 
-    def no_counterpart(self, name: str, left: dict[str, Any]) -> None:
-        for key, value in left.items():
-            self.note(f"{name}.{key}", value, NOT_TAKEN)
-
     # ---- groups
 
     def length(self) -> None:
-        self.steps = self.number("max_steps", whole=True)
-        if self.steps is None or self.steps <= 0:  # -1: no limit
-            self.steps = None
-            return
-        if "train.epochs" in self.ours:
+        steps = self.take("max_steps", int)
+        self.steps = steps if steps is not None and steps > 0 else None  # -1: no limit
+        if self.steps and "train.epochs" in self.ours:
             text = f"max_steps={self.steps} holds instead, as with Hugging Face"
             self.note("num_train_epochs", self.ours.pop("train.epochs"), text)
-        self.ours["train.steps"] = self.steps
+        if self.steps:
+            self.ours["train.steps"] = self.steps
 
     def batch(self) -> None:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        batch, accumulation = (self.number(name, whole=True) for name in names)
+        batch, accumulation = (self.take(name, int) for name in names)
         for name, value in zip(names, (batch, accumulation)):
             if value is not None and value < 1:
                 raise self.wrong(name, f": must be at least 1, got {value}.")
@@ -208,37 +191,33 @@ class Arguments:
             self.note(names[0], batch, text)
 
     def optimizer(self) -> None:
-        optim, (one, two) = self.word("optim"), (self.number("adam_beta1"), self.number("adam_beta2"))
-        if optim == "sgd" or ((optim or "").startswith(("adamw_torch", "adamw_hf")) and not optim.endswith("bit")):
-            self.ours["optimizer.name"] = "sgd" if optim == "sgd" else "adamw"
+        optim, betas = self.take("optim", str), [self.take(f"adam_beta{i}", float) for i in (1, 2)]
+        if optim in OPTIMIZERS:
+            self.ours["optimizer.name"] = OPTIMIZERS[optim]
         elif optim is not None:
             text = "the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"
             self.note("optim", optim, f"not available in Gradus; {text}")
-        if (one, two) != (None, None):
-            self.ours["optimizer.betas"] = [0.9 if one is None else one, 0.999 if two is None else two]
-        for key, name in (("optimizer.betas", "adam_beta1, adam_beta2"), ("optimizer.eps", "adam_epsilon")):
+        if betas != [None, None]:
+            self.ours["optimizer.betas"] = [usual if b is None else b for b, usual in zip(betas, (0.9, 0.999))]
+        for key in ("optimizer.betas", "optimizer.eps"):
             if optim == "sgd" and key in self.ours:
-                self.note(name, self.ours.pop(key), "it has no effect with optim=sgd")
-        clip = self.number("max_grad_norm")
+                self.note(key, self.ours.pop(key), "it has no effect with optim=sgd")
+        clip = self.take("max_grad_norm", float)
         if clip is not None:
             self.ours["train.clip_norm"] = clip or None  # 0: no clipping
 
     def schedule(self) -> None:
-        name = self.word("lr_scheduler_type")
-        steps, ratio = self.number("warmup_steps"), self.number("warmup_ratio")
-        if name in ("linear", "cosine"):
-            self.ours |= {"schedule.name": name, "schedule.final": 0.0}
-        elif name == "constant":
-            self.ours |= {"schedule.name": "constant", "schedule.warmup_steps": 0}
+        name = self.take("lr_scheduler_type", str)
+        steps, ratio = self.take("warmup_steps", float), self.take("warmup_ratio", float)
+        self.ours |= SCHEDULES.get(name, {})
+        if name is not None and name not in SCHEDULES:
+            text = "the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)"
+            self.note("lr_scheduler_type", name, f"not available in Gradus; {text}")
+        if name == "constant":
             if steps or ratio:
                 text = "no effect with lr_scheduler_type=constant. Use constant_with_warmup"
                 self.notes.append(f"warmup_steps, warmup_ratio: {text}")
             return
-        elif name == "constant_with_warmup":
-            self.ours["schedule.name"] = "constant"
-        elif name is not None:
-            text = "the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)"
-            self.note("lr_scheduler_type", name, f"not available in Gradus; {text}")
         if steps and ratio and steps >= 1:
             self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
         if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
@@ -246,32 +225,26 @@ class Arguments:
         elif steps is not None or ratio is not None:
             self.ours["schedule.warmup_steps"] = 0
 
-    def every(self, name: str, value: float | None, key: str, default: int | None = None) -> None:
+    def every(self, name: str, value: float, key: str) -> None:
         """A number of steps, or below 1 (warmup_ratio: always) a fraction of all steps."""
-        if value is not None and (0 < value < 1 or name == "warmup_ratio"):
-            if self.steps is None:
-                self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
-                return
-            value = math.ceil(value * self.steps)
-        value = default if value is None else value
-        if value is not None:
-            self.ours[key] = int(value) if value == int(value) else value
+        fraction = 0 < value < 1 or name == "warmup_ratio"
+        if fraction and self.steps is None:
+            self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
+        else:
+            self.ours[key] = math.ceil(value * self.steps) if fraction else int(value) if value % 1 == 0 else value
 
     def strategies(self) -> None:
-        old = self.take("evaluation_strategy")
-        self.left.setdefault("eval_strategy", old)
+        self.left.setdefault("eval_strategy", self.take("evaluation_strategy"))
         shown = self.left.get("logging_steps")
-        for name, (key, others) in WHEN.items():
-            strategy, steps = self.word(f"{name}_strategy"), self.number(f"{name}_steps")
-            if strategy == "steps" and name == "eval" and steps is None and isinstance(shown, int | float):
-                steps = shown
+        for name, (key, unsets, text) in WHEN.items():
+            strategy, steps = self.take(f"{name}_strategy", str), self.take(f"{name}_steps", float)
             if strategy == "steps" or (strategy is None and steps is not None and name != "eval"):
-                self.every(f"{name}_steps", steps, key, 500)
+                usual = shown if name == "eval" and isinstance(shown, int | float) else 500
+                self.every(f"{name}_steps", usual if steps is None else steps, key)
                 continue
-            unset, text = others.get(strategy, (False, f"expected steps or {' or '.join(others)}. Set {key}"))
-            if unset:
+            if strategy in unsets:
                 self.ours[key] = None
-            if strategy is not None and text:
+            if strategy is not None and (name, strategy) != ("eval", "epoch"):
                 self.note(f"{name}_strategy", strategy, text)
             if steps is not None:
                 self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {key}")
@@ -285,9 +258,8 @@ class Arguments:
         self.ours["log.tensorboard"] = "tensorboard" in listed
         self.ours["log.wandb"] = str(self.left.pop("project", "huggingface")) if "wandb" in listed else None
         known = "There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"
-        for other in listed:
-            if other not in ("tensorboard", "wandb"):
-                self.note("report_to", other, f"not available in Gradus. {known}")
+        for other in (word for word in listed if word not in ("tensorboard", "wandb")):
+            self.note("report_to", other, f"not available in Gradus. {known}")
 
     def data(self) -> None:
         for name, key in (("dataloader_prefetch_factor", "prefetch"), ("dataloader_persistent_workers", "persistent")):
@@ -296,27 +268,25 @@ class Arguments:
                 self.note(name, value, "no effect without dataloader_num_workers")
             elif value is not None:
                 self.ours[f"data.{key}"] = value
-        grouped, strategy = self.flag("group_by_length"), self.word("train_sampling_strategy")
-        name, value = ("group_by_length", grouped) if grouped is not None else ("train_sampling_strategy", strategy)
-        if grouped or strategy == "group_by_length":
-            self.ours["data.pad"] = "bucket"
-        elif value is not None:
-            self.note(name, value, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
+        for name, grouped in (("group_by_length", True), ("train_sampling_strategy", "group_by_length")):
+            value = self.take(name)
+            if value == grouped:
+                self.ours["data.pad"] = "bucket"
+            elif value is not None:
+                self.note(name, value, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
 
     def layout(self) -> None:
-        fp16, bf16, checkpointing = self.flag("fp16"), self.flag("bf16"), self.flag("gradient_checkpointing")
+        names = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "use_cpu", "no_cuda")
+        fp16, bf16, checkpointing, compiled, *cpu = (self.take(name, bool) for name in names)
         if fp16 and bf16:
             raise self.wrong("fp16", f" and {KEY}.bf16 are both true. Keep one.")
         if fp16 is not None or bf16 is not None:
             self.ours["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         if checkpointing is not None:
             self.ours["layout.checkpointing"] = "full" if checkpointing else "none"
-        compiled, mode = self.flag("torch_compile"), self.word("torch_compile_mode")
+        mode = self.take("torch_compile_mode", str)
         if compiled is not None or mode is not None:  # Hugging Face compiles where only the mode is named
             self.ours["layout.compile"] = "none" if compiled is False else mode or "default"
-            if compiled is False and mode:
-                self.note("torch_compile_mode", mode, "no effect with torch_compile=false")
-        cpu = [self.flag(name) for name in ("use_cpu", "no_cuda")]
         if cpu != [None, None]:
             self.ours["layout.device"] = "cpu" if True in cpu else "auto"
 
@@ -355,7 +325,7 @@ def _object(m: Arguments, name: str, value: Any) -> dict[str, Any]:
 
 
 def _ddp(m: Arguments, sharded: bool) -> None:
-    backend, bucket, timeout = m.word("ddp_backend"), m.number("ddp_bucket_cap_mb"), m.number("ddp_timeout")
+    backend, bucket = m.take("ddp_backend", str), m.take("ddp_bucket_cap_mb", float)
     if backend == "mpi" and m.shares > 1:
         m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
     elif backend is not None:
@@ -366,8 +336,6 @@ def _ddp(m: Arguments, sharded: bool) -> None:
         m.note("ddp_bucket_cap_mb", bucket, text)
     elif bucket is not None:
         m.ours["layout.bucket_mb"] = bucket
-    if timeout is not None:
-        m.ours["layout.timeout"] = timeout
 
 
 def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> None:
@@ -408,15 +376,13 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
         if reshard is not None or keep in GATHERED_ONCE:
             keys["layout.reshard"] = keep not in ("false", *GATHERED_ONCE)
         _among(m, f"fsdp={strategy}", among, keys)
-    m.no_counterpart("fsdp_config", config)
+    for name, v in config.items():
+        m.note(f"fsdp_config.{name}", v, NOT_TAKEN)
 
 
 def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
     def part(of: dict[str, Any], name: str) -> dict[str, Any]:
-        value = of.pop(name, None) or {}
-        if not isinstance(value, dict):
-            raise m.wrong(f"deepspeed.{name}", f": expected an object, got {json.dumps(value)}.")
-        return dict(value)
+        return _object(m, f"deepspeed.{name}", of.pop(name, None) or {})
 
     zero = part(config, "zero_optimization")
     stage = zero.pop("stage", 0)
@@ -445,4 +411,5 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
         if given != "auto":
             text = "the batch is per_device_train_batch_size × gradient_accumulation_steps × the devices"
             m.note(f"deepspeed.{name}", given, text)
-    m.no_counterpart("deepspeed", {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config})
+    for name, value in {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config}.items():
+        m.note(f"deepspeed.{name}", value, NOT_TAKEN)
