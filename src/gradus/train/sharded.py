@@ -242,23 +242,12 @@ def read(checkpoint: Path) -> dict[str, Stored]:
     if (checkpoint / stored_sharded.FOLDER).is_dir():
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
-    return {**_ours(checkpoint, config), **_training(checkpoint, config)}
-
-
-def _training(checkpoint: Path, config: ModelConfig) -> dict[str, Stored]:
-    file = checkpoint / "training.safetensors"
-    names = stored_names(config)
-    if not file.is_file():
-        return {}
-    return {_key(key, names): stored for key, stored in weights.read_files([file]).items()}
-
-
-def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
-    """Weights in the Hugging Face layout as `model.<name>`."""
-    theirs = weights.read_tensors(folder)
-    model = models.build(config, device="meta")
-    found, _ = weights.match(model, theirs, True, folder)
-    return {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, folder).items()}
+    model, theirs = models.build(config, device="meta"), weights.read_tensors(checkpoint)
+    found, _ = weights.match(model, theirs, True, checkpoint)
+    file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
+    training = weights.read_files([file]) if file.is_file() else {}
+    stored = {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, checkpoint).items()}
+    return stored | {_key(key, stored_names(config)): stored for key, stored in training.items()}
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -271,20 +260,20 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     missing = [key for key in tensors if _key(key, names) not in stored]
     if missing:
-        raise UserError(
-            f"{checkpoint}: {weights.some(missing)} not in it. "
-            "It is of another model or optimizer: resume with the recipe that wrote it."
-        )
+        raise _foreign(checkpoint, f"{weights.some(missing)} not in it")
     values = {key: stored[_key(key, names)] for key in tensors}
     for key, tensor in tensors.items():
-        source = values[key]
         if key.startswith("model."):
-            weights.refuse_integers(key, source, checkpoint)
-        if source.shape != tuple(tensor.shape):
-            raise UserError(
-                f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model."
-            )
+            weights.refuse_integers(key, values[key], checkpoint)
+        if values[key].shape != tuple(tensor.shape):
+            raise _foreign(checkpoint, f"{key} is {values[key].shape} there and {tuple(tensor.shape)} here")
     fill(tensors, values)
+
+
+def _foreign(checkpoint: Path, what: str) -> UserError:
+    return UserError(
+        f"{checkpoint}: {what}. It is of another model or optimizer: resume with the recipe that wrote it."
+    )
 
 
 def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -294,20 +283,13 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     kinds = sorted({key.partition(".")[0] for key in stored} - {"model", "rng"})
     found = {}
-    for name, parameter in parameters.items():
-        for kind in kinds:
-            source = stored.get(f"{kind}.{names[name]}")
-            if source is None:
-                raise UserError(
-                    f"{checkpoint}: {kind}.{name} is not in it. "
-                    "It is of another model or optimizer: resume with the recipe that wrote it."
-                )
-            if source.shape not in ((), tuple(parameter.shape)):
-                raise UserError(
-                    f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: "
-                    "it is of another model."
-                )
-            found[f"{kind}.{name}"] = source.part(*place(parameter)) if source.shape else source.read()
+    for key, parameter in ((f"{kind}.{name}", p) for name, p in parameters.items() for kind in kinds):
+        source = stored.get(_key(key, names))
+        if source is None:
+            raise _foreign(checkpoint, f"{key} not in it")
+        if source.shape not in ((), tuple(parameter.shape)):
+            raise _foreign(checkpoint, f"{key} is {source.shape} there and {tuple(parameter.shape)} here")
+        found[key] = source.part(*place(parameter)) if source.shape else source.read()
     return found
 
 
