@@ -33,27 +33,14 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if action.dest == "verb":
-            raise UserError(f"gradus {value}: no such verb.{_meant(str(value), action.choices)} See gradus --help")
+            from gradus.recipe import names
+
+            recipe = value in names() or str(value).endswith((".yaml", ".yml", ".json"))
+            meant = f" Did you mean gradus train {value}?" if recipe else did_you_mean(str(value), action.choices)
+            raise UserError(f"gradus {value}: no such verb.{meant} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
         raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
-
-
-MEANING = {  # a verb by what it does
-    "test": "evaluate", "score": "evaluate", "infer": "predict", "classify": "predict", "translate": "predict",
-    "complete": "generate", "chat": "generate", "sample": "generate", "finetune": "train", "fine-tune": "train",
-    "pretrain": "train", "run": "train", "resume": "train", "convert": "export", "save": "export", "cost": "plan",
-    "estimate": "plan", "search": "plan", "download": "fetch", "validate": "check", "doctor": "env", "options": "keys",
-    "config": "keys", "presets": "models", "devices": "hardware", "list": "recipes", "slurm": "launch", "ssh": "launch",
-}  # fmt: skip
-
-
-def _meant(word: str, verbs: Iterable[str]) -> str:
-    from gradus.recipe import names
-
-    if word in names() or word.endswith((".yaml", ".yml", ".json")):
-        return f" Did you mean gradus train {word}?"
-    return f" Did you mean {MEANING[word]}?" if word in MEANING else did_you_mean(word, verbs)
 
 
 Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, recipe, words)
@@ -284,14 +271,14 @@ def room(name: str):
     return importlib.import_module(f"gradus.{name}")
 
 
-def load_recipe(args, here=None, quiet: bool = False, resuming: bool = False):
-    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed (unless `quiet`).
-    here: the world of the run (None: one process)."""
+def load_recipe(args, here=None):
+    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed. here: the world of
+    the run (None: one process)."""
     from gradus.parallel.world import World
     from gradus.train import resolve
 
-    recipe, notes = resolve.load(args.recipe, args.overrides, resolve.Given(args.json_file, here or World(), resuming))
-    for note in () if quiet else notes:
+    recipe, notes = resolve.load(args.recipe, args.overrides, resolve.Given(args.json_file, here or World()))
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return recipe
 
@@ -311,37 +298,23 @@ def train(args) -> int:
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
-    from gradus.parallel import world
-    from gradus.plan.prove import Proof
-
-    here, proof = world.find(), Proof(args.force)
-    with proof.ready(here):  # before the processes meet, which they do to find the run too
-        return _train(args, here, proof)
-
-
-def _train(args, here, proof) -> int:
-    from gradus.train import resolve
-
-    given, folder = resolve.Given(args.json_file, here), None
-    if args.resume:
-        folder = resolve.run_to_resume(args.recipe, args.overrides, given)
-    elif args.auto_resume:
-        folder = resolve.started(args.recipe, args.overrides, given, here)
-    args.recipe = str(folder or args.recipe)
-    recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
     from gradus.measure.flops import for_run
-    from gradus.parallel import status
-    from gradus.train.run import train as run
+    from gradus.parallel import status, world
+    from gradus.plan.prove import Proof
+    from gradus.train.resolve import Given
+    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    longer = args.resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in args.overrides)
+    here, options = world.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
+    given = Given(args.json_file, here)
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, world=here, longer=longer)
+        outcome = start(args.recipe, args.overrides, given, plan=Proof(args.force), flops=for_run, **options)
     except Stopped as stop:
         if here.first:
             how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)
             print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
         return 128 + stop.signal_number
+    recipe = outcome.trainer.recipe
     if recipe.task.name == "copy" and here.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
