@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import select
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -402,8 +401,7 @@ def show(args) -> int:
 
 
 def keys(args) -> Iterable[str]:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = (line for asked in args.section or [None] for line in room("recipe.keys").keys(asked, width))
+    lines = (line for asked in args.section or [None] for line in room("recipe.keys").keys(asked))
     return "\n".join(lines).rstrip().splitlines()
 
 

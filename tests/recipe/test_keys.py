@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
@@ -44,12 +42,6 @@ def test_a_kind_has_its_own_keys_and_its_own_defaults():
     assert defaults("model.bert")["model.dropout"] == "0.1" and defaults("model.gpt")["model.d_model"] == "required"
     assert set(defaults("schedule.constant")) == {"schedule.name", "schedule.warmup_steps"}
     assert [line for line in keys.keys("task") if line.startswith("# task.name=")][1].startswith("# task.name=translation: Source sequence")
-
-
-def test_lines_are_wrapped_for_a_terminal_and_whole_in_a_pipe():
-    assert max(map(len, keys.keys(None, 60))) <= 60 < max(map(len, keys.keys()))
-    told = subprocess.run([sys.executable, "-m", "gradus", "keys", "layout"], capture_output=True, text=True)
-    assert told.returncode == 0 and sum(line.startswith("layout.precision ") for line in told.stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

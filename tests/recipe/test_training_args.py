@@ -215,7 +215,7 @@ def test_what_of_a_layout_is_not_taken_over_is_told(read, processes, arguments, 
     [
         ({"fsdp": True, "deepspeed": {}}, None),
         ({"fsdp": True, "deepspeed": {ZERO: {"stage": 2}}}, "fsdp and TrainingArgs.deepspeed are both given. Keep one."),
-        ({"fsdp": "full_shrad"}, 'fsdp: "full_shrad" is no option of it. Did you mean full_shard?'),
+        ({"fsdp": "full_shrad"}, "fsdp: full_shrad is no option of it. Did you mean full_shard?"),
         ({"fsdp": 3}, "fsdp: 3 is no option of it."),
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": 3}}, "fsdp_config.reshard_after_forward: expected true or false, got 3."),
         ({"deepspeed": {ZERO: {"stage": 4}}}, "deepspeed.zero_optimization.stage: expected 0, 1, 2 or 3, got 4."),

@@ -296,15 +296,26 @@ class Arguments:
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")  # of fsdp
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")  # those that keep the gathered weights for the backward pass
 WORDS = (*STRATEGIES, "no_shard", "offload", "auto_wrap")
+WRAPPING = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "version")
 
 
 def _layouts(m: Arguments) -> None:
     """Take the arguments of several processes. Raises UserError for values that mean nothing, and for fsdp beside
     deepspeed."""
+    backend, bucket = m.take("ddp_backend", str), m.take("ddp_bucket_cap_mb", float)
     sharding, config, deepspeed = m.take("fsdp"), m.take("fsdp_config"), m.take("deepspeed")
     if sharding and deepspeed:
         raise m.wrong("fsdp", f" and {KEY}.deepspeed are both given. Keep one.")
-    _ddp(m, sharded=bool(sharding or deepspeed))
+    if backend == "mpi" and m.shares > 1:
+        m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
+    elif backend is not None:
+        follows = "the backend follows from layout.device: nccl on GPUs, gloo on processors"
+        m.note("ddp_backend", backend, f"{follows}; layout.transport=mpi under mpirun")
+    if bucket is not None and (sharding or deepspeed or m.shares == 1 or backend == "mpi"):
+        text = "no effect here: it is for replicas whose gradients DDP sends (layout.bucket_mb)"
+        m.note("ddp_bucket_cap_mb", bucket, text)
+    elif bucket is not None:
+        m.ours["layout.bucket_mb"] = bucket
     if sharding:
         _fsdp(m, sharding, _object(m, "fsdp_config", config or {}))
     elif config:
@@ -324,20 +335,6 @@ def _object(m: Arguments, name: str, value: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def _ddp(m: Arguments, sharded: bool) -> None:
-    backend, bucket = m.take("ddp_backend", str), m.take("ddp_bucket_cap_mb", float)
-    if backend == "mpi" and m.shares > 1:
-        m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
-    elif backend is not None:
-        follows = "the backend follows from layout.device: nccl on GPUs, gloo on processors"
-        m.note("ddp_backend", backend, f"{follows}; layout.transport=mpi under mpirun")
-    if bucket is not None and (sharded or m.shares == 1 or backend == "mpi"):
-        text = "no effect here: it is for replicas whose gradients DDP sends (layout.bucket_mb)"
-        m.note("ddp_bucket_cap_mb", bucket, text)
-    elif bucket is not None:
-        m.ours["layout.bucket_mb"] = bucket
-
-
 def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> None:
     """Keys of the layout by which so many processes share what they hold; one has nobody to share with, also where the
     run that it goes on with had several."""
@@ -351,19 +348,17 @@ def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> 
 
 
 def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
-    words = ["full_shard"] if value is True else value.split() if isinstance(value, str) else value
-    wrong = [word for word in words if word not in WORDS] if isinstance(words, list) else [value]
-    if wrong:
-        near = did_you_mean(str(wrong[0]), WORDS)
-        raise m.wrong("fsdp", f": {json.dumps(wrong[0])} is no option of it.{near}")
+    words = ["full_shard"] if value is True else value if isinstance(value, list) else str(value).split()
+    for word in words:
+        if word not in WORDS:
+            raise m.wrong("fsdp", f": {word} is no option of it.{did_you_mean(str(word), WORDS)}")
     strategy = next((word for word in words if word in STRATEGIES), None if "no_shard" in words else "full_shard")
     config = {name.removeprefix("fsdp_"): v for name, v in config.items()}
     if config.pop("activation_checkpointing", False):
         m.ours["layout.checkpointing"] = "full"
     reshard = config.pop("reshard_after_forward", None)
     offload = "offload" in words or config.pop("cpu_offload", False) or config.pop("offload_params", False)
-    wrapping = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "version")
-    if blocks := [name for name in wrapping if config.pop(name, None)]:
+    if blocks := [name for name in WRAPPING if config.pop(name, None)]:
         m.notes.append(f"fsdp_config ({', '.join(blocks)}): sharding is FSDP2, and every block is wrapped")
     if strategy is None:
         m.note("fsdp", value, "replicas of whole weights, as without it")
@@ -371,11 +366,11 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
         keep = str(strategy if reshard is None else reshard).lower()
         if keep not in ("true", "false", *STRATEGIES):
             raise m.wrong("fsdp_config.reshard_after_forward", f": expected true or false, got {json.dumps(reshard)}.")
-        among = m.on_host if strategy.startswith("hybrid") else m.sharing
-        keys = {"layout.shard": among, "layout.offload": True} if offload else {"layout.shard": among}
+        keys = {"layout.shard": m.on_host if strategy.startswith("hybrid") else m.sharing}
+        keys |= {"layout.offload": True} if offload else {}
         if reshard is not None or keep in GATHERED_ONCE:
             keys["layout.reshard"] = keep not in ("false", *GATHERED_ONCE)
-        _among(m, f"fsdp={strategy}", among, keys)
+        _among(m, f"fsdp={strategy}", keys["layout.shard"], keys)
     for name, v in config.items():
         m.note(f"fsdp_config.{name}", v, NOT_TAKEN)
 
@@ -388,13 +383,13 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
     stage = zero.pop("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise m.wrong("deepspeed.zero_optimization.stage", f": expected 0, 1, 2 or 3, got {json.dumps(stage)}.")
-    devices = {name: part(zero, name).get("device", "none") for name in ("offload_optimizer", "offload_param")}
-    what = f"deepspeed, ZeRO stage {stage}"
     if stage == 1:
-        _among(m, what, m.shares, {"layout.shard_optimizer": True})
+        _among(m, "deepspeed, ZeRO stage 1", m.shares, {"layout.shard_optimizer": True})
     elif stage:
-        _among(m, what, m.sharing, {"layout.shard": m.sharing, **({"layout.reshard": False} if stage == 2 else {})})
-    for name, device in devices.items():
+        keys = {"layout.shard": m.sharing} | ({"layout.reshard": False} if stage == 2 else {})
+        _among(m, f"deepspeed, ZeRO stage {stage}", m.sharing, keys)
+    for name in ("offload_optimizer", "offload_param"):
+        device = part(zero, name).get("device", "none")
         if device == "cpu" and m.ours.get("layout.shard", 1) > 1:
             m.ours["layout.offload"] = True
         elif device != "none":
@@ -406,10 +401,11 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
     clip = config.pop("gradient_clipping", "auto")
     if clip != "auto":
         m.ours["train.clip_norm"] = clip or None
-    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
-        given = config.pop(name, "auto")
-        if given != "auto":
+    left = {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config}
+    batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    for name, value in left.items():
+        if name not in batch:
+            m.note(f"deepspeed.{name}", value, NOT_TAKEN)
+        elif value != "auto":
             text = "the batch is per_device_train_batch_size × gradient_accumulation_steps × the devices"
-            m.note(f"deepspeed.{name}", given, text)
-    for name, value in {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config}.items():
-        m.note(f"deepspeed.{name}", value, NOT_TAKEN)
+            m.note(f"deepspeed.{name}", value, text)

@@ -134,34 +134,24 @@ class Pending:
         moments."""
         return self.future is None or self.future.done()
 
-    def wait(self) -> None:
-        """Wait until every process has written its part and flushed it to the disk. Raises UserError where one could
-        not."""
-        if self.future is None:
-            return
-        try:
-            self.future.result()
-        except BaseException as e:  # DCP's own derives from BaseException
-            if isinstance(e, KeyboardInterrupt):
-                raise
-            raise _not_written(self.target, e) from None
-
     def finish(self) -> Path:
-        """Wait, then let the folder appear under its name. Collective on the group of `save`: call it at a step that
-        all agree on.
+        """Wait until every process has written its part and flushed it to the disk, then let the folder appear under
+        its name. Collective on the group of `save`: call it at a step that all agree on.
 
         Raises UserError on every process where one could not write; then no folder is left.
         """
         error, sums = None, {}
         try:
-            self.wait()
-        except UserError as e:
-            error = e
+            written = self.future.result().state_dict_metadata if self.future else {}
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # DCP's own derives from BaseException
+            error = _not_written(self.target, e)
         try:
             for of_one in _agree(error, self.group, self.writer.sums if self.writer else {}):
                 sums |= of_one
             if self.future is not None and _first(self.group):
-                self._appear(sums)
+                self._appear(written, sums)
         except UserError as e:
             error = e
             if _first(self.group):
@@ -169,8 +159,7 @@ class Pending:
         _agree(error, self.group)
         return self.target
 
-    def _appear(self, sums: dict[str, dict]) -> None:
-        written = self.future.result().state_dict_metadata
+    def _appear(self, written: dict[str, Any], sums: dict[str, dict]) -> None:
         try:
             there = stored_sharded.read(self.aside)
         except UserError:  # a part is missing in the middle, or all
@@ -189,12 +178,9 @@ class Pending:
 
 
 def save(
-    target: Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    fill: Callable[[Path], None],
+    target: Path, config: ModelConfig, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
     group: dist.ProcessGroup | None = None,
-) -> Pending:
+) -> Pending:  # fmt: skip
     """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed
     then.
 
