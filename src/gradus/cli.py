@@ -276,10 +276,7 @@ def load_recipe(args, here=None):
     from gradus.parallel.world import World
     from gradus.train import resolve
 
-    recipe, notes = resolve.load(args.recipe, args.overrides, resolve.Given(args.json_file, here or World()))
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    return recipe
+    return resolve.told(args.recipe, args.overrides, resolve.Given(args.json_file, here or World()))
 
 
 def on_this_host(n: int | None):
@@ -480,10 +477,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
     machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
-    code = run(argv)
-    world = sys.modules.get("gradus.parallel.world")
-    if world is not None and world.joined():
-        world.leave(code)
+    code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
+    try:
+        code = run(argv)
+    except Exception:  # a bug
+        if not joined():
+            raise
+        traceback.print_exc()
+    if joined():
+        sys.modules["gradus.parallel.world"].leave(code)
     return code
 
 

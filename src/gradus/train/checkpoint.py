@@ -39,15 +39,18 @@ def rng_state(device: torch.device, rank: int) -> dict[str, Tensor]:
     """The state of every generator that a step of this process draws from (dropout). Data has its own, a pure function
     of its position."""
     state = {f"rng.cpu.{rank}": torch.get_rng_state()}
-    if device.type in ("cuda", "mps"):
-        state[f"rng.{device.type}.{rank}"] = getattr(torch, device.type).get_rng_state()
+    if device.type == "cuda":
+        state[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        state[f"rng.mps.{rank}"] = torch.mps.get_rng_state()
     return state
 
 
-def set_rng_state(state: dict[str, Tensor]) -> None:
+def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
+    put = {"cpu": torch.set_rng_state, "mps": torch.mps.set_rng_state}
+    put["cuda"] = lambda value: torch.cuda.set_rng_state(value, device)
     for key, value in state.items():
-        kind = key.split(".")[1]
-        (torch if kind == "cpu" else getattr(torch, kind)).set_rng_state(value)
+        put[key.split(".")[1]](value)
 
 
 def damage(folder: Path, needs: str = "training.json", rank: int = 0, size: int = 1) -> str | None:
@@ -279,7 +282,7 @@ class Checkpoints:
             load_state_tensors(parallel.trained(), optimizer, tensors)
         keys = list(rng_state(precision.device, rank))
         if alike and all(key in stored for key in keys):
-            set_rng_state({key: stored[key].read() for key in keys})
+            set_rng_state({key: stored[key].read() for key in keys}, precision.device)
         else:  # not the processes that saved: dropout draws anew, from the run's step
             place = mesh.rank("pipeline", "replicate", "expert", "shard", "context")
             torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])

@@ -137,12 +137,15 @@ class RunLog(Hook):
 
     def start(self, trainer: Trainer) -> None:
         trainer.metrics_position = self.file.position
-        self.stepped(trainer.progress.step, trainer.last_step)
+        self.after_step(trainer)
 
-    def after_step(self, trainer: Trainer, taken: Taken) -> None:
-        self.stepped(taken.step, trainer.last_step)
+    def after_step(self, trainer: Trainer, taken: Taken | None = None) -> None:
+        if self.live is not None:
+            step, last = trainer.progress.step, trainer.last_step
+            self.live.stepped(f"step {step}/{last}", step / last)
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        """Raises EnvironmentFault where the disk is full or fails."""
         self.write(rows)
         trainer.metrics_position = self.file.position
         if line is not None:
@@ -150,7 +153,6 @@ class RunLog(Hook):
             self.line(line, done)
 
     def write(self, rows: list[Row]) -> None:
-        """Raises EnvironmentFault where the disk is full or fails."""
         with writing(self.file.path, RESUME):
             self.file.write(rows)
         numbers = [r for r in rows if isinstance(r.value, (int, float)) and r.step is not None]
@@ -172,11 +174,6 @@ class RunLog(Hook):
             if done is not None:
                 self.live.show("", done)
             self.live.above(text)
-
-    def stepped(self, step: int, last: int) -> None:
-        """A step of the run is done."""
-        if self.live is not None:
-            self.live.stepped(f"step {step}/{last}", step / last)
 
     def close(self) -> None:
         """Raises EnvironmentFault where what is left cannot be written, unless another error is on its way."""

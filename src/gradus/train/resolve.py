@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ class Given:
             layout = recipe.layout
         notes += [*(f"{self.json_file}: {line}" for line in told), *more]
         return recipe
+
+
+def told(name: str, overrides: list[str], given: Given, quiet: bool = False) -> Recipe:
+    """The recipe of `load`; its notes are printed, unless `quiet`."""
+    recipe, notes = load(name, overrides, given)
+    for note in () if quiet else notes:
+        print(f"note: {note}", file=sys.stderr)
+    return recipe
 
 
 def load(name: str, overrides: list[str], given: Given | None = None) -> tuple[Recipe, Notes]:

@@ -95,10 +95,9 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
 
     moves = schedule.name in ("linear", "cosine") and schedule.end_step is None
     stays = "does not change" + (f": it ends at step {schedule.end_step}" if schedule.end_step else "")
-    ends = f"now ends at step {last}" if moves else stays
     rates = f"goes from {rate(taken, was)} (step {taken}) to" if taken else "is"
-    instead = f", where {rate(next_step, was)} was to come" if moves and taken < was else ""
     return (
-        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) {ends}; "
-        f"the learning rate {rates} {rate(next_step, last)} (step {next_step}){instead}"
+        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) "
+        f"{f'now ends at step {last}' if moves else stays}; the learning rate {rates} {rate(next_step, last)} "
+        f"(step {next_step})"
     )

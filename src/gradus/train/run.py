@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -114,7 +113,10 @@ def train(
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
         with _full_memory_told(trainer, derived["micro_batch"]):
             with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
-                opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
+                own: list[RunLog | Sampler] = [Sampler(trainer.device)]
+                if world.first:
+                    own.insert(0, RunLog(folder, recipe.log, recipe.model_dump(mode="json"), trainer.metrics_position))
+                opened = [stack.enter_context(contextlib.closing(hook)) for hook in own]
                 trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
                 trainer.run()
             return Outcome(folder, finish(trainer, evaluation, derived), trainer)
@@ -133,19 +135,9 @@ def start(
         elif auto_resume:
             folder = resolve.started(name, overrides, given)
         given = dataclasses.replace(given, resuming=folder is not None)
-        recipe, notes = resolve.load(str(folder or name), overrides, given)
-        for note in notes if here.first else ():
-            print(f"note: {note}", file=sys.stderr)
+        recipe = resolve.told(str(folder or name), overrides, given, quiet=not here.first)
         longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
         return train(recipe, resume=folder, world=here, longer=longer, **options)
-
-
-def _opened(trainer: Trainer) -> Iterator[RunLog | Sampler]:
-    """The hooks that hold something open."""
-    if trainer.parallel.mesh.world.first:
-        recipe = json.loads(trainer.recipe.model_dump_json())
-        yield RunLog(trainer.folder, trainer.recipe.log, recipe, trainer.metrics_position)
-    yield Sampler(trainer.device)
 
 
 @contextlib.contextmanager
@@ -197,8 +189,7 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
     if report:
         print(weights_line(session.recipe, report), flush=True)
     if new and hasattr(session.task, "untrained"):
-        print("ten untrained models decode 1 2 3 ...:")
-        print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
+        print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
 
 
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
