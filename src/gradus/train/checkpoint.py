@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradus import files, models, tasks
+from gradus import files, tasks
 from gradus.errors import UserError
 from gradus.models.weights import checksums, some
 from gradus.parallel import world as worlds
@@ -133,15 +134,21 @@ class Checkpoints:
                 self.finish(parallel)
             return target
 
-        def fill(aside: Path) -> None:
-            save_weights(aside, parallel, tokenizers)
+        def training(aside: Path) -> None:
             tensors = {**state_tensors(parallel.trained(), optimizer), **rng_state(precision.device, 0)}
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, aside / "training.safetensors")
             (aside / "training.json").write_text(json.dumps(state, indent=1))
 
-        checksums.write_aside(target, fill)
+        self._export(target, parallel, tokenizers, training)
         self._remove_old()
         return target
+
+    def _export(self, target: Path, parallel: Parallel, tokenizers: dict, more: Callable[[Path], None]) -> None:
+        """Write the weights in the Hugging Face layout with the tokenizers and what more(folder) adds. Collective."""
+        from gradus.train import sharded
+
+        parameters = {h.name: h.parameter for h in parallel.local_parameters}
+        sharded.export(parameters, parallel.bare.config, target, tokenizers, parallel.mesh.group("pipeline"), more)
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self.keep]:
@@ -196,17 +203,9 @@ class Checkpoints:
         def note(aside: Path) -> None:
             write_json(aside / "best.json", evaluated)
 
-        if parallel.several:
-            from gradus.train import sharded
-
-            parameters = {h.name: h.parameter for h in parallel.local_parameters}
-            group = parallel.mesh.group("pipeline")
-            sharded.export(parameters, parallel.bare.config, target, tokenizers, group, note)
-            if not parallel.mesh.world.first:
-                return
-        else:
-            checksums.write_aside(target, lambda aside: (save_weights(aside, parallel, tokenizers), note(aside)))
-        self._call_best(target, evaluated["metric"])
+        self._export(target, parallel, tokenizers, note)
+        if parallel.mesh.world.first:
+            self._call_best(target, evaluated["metric"])
 
     def _call_best(self, target: Path, metric: str) -> None:
         """Move `best` to `target`, and remove weights that were evaluated by the same metric and are worse."""
@@ -309,9 +308,3 @@ def _evaluated(best: Path) -> dict[str, Any]:
         return json.loads((best / "best.json").read_text())
     except (OSError, ValueError):
         return {}
-
-
-def save_weights(folder: Path, parallel: Parallel, tokenizers: dict) -> None:
-    """Write the weights in the Hugging Face layout, the tokenizers beside them."""
-    models.save(parallel.bare, folder)
-    tasks.save_tokenizers(folder, tokenizers)

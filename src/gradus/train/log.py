@@ -137,11 +137,14 @@ class RunLog(Hook):
 
     def start(self, trainer: Trainer) -> None:
         trainer.metrics_position = self.file.position
-        self.after_step(trainer)
+        self.stepped(trainer.progress.step, trainer.last_step)
 
-    def after_step(self, trainer: Trainer, taken: Taken | None = None) -> None:
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        self.stepped(taken.step, trainer.last_step)
+
+    def stepped(self, step: int, last: int) -> None:
+        """A step of the run is done."""
         if self.live is not None:
-            step, last = trainer.progress.step, trainer.last_step
             self.live.stepped(f"step {step}/{last}", step / last)
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
