@@ -253,8 +253,7 @@ def _place(model: Any) -> Place:
     if hasattr(model, "place"):
         return model.place
     if not isinstance(model, str | os.PathLike):
-        what = f"expected a model, got {type(model).__name__}"
-        raise UserError(f"{what}. Give what gradus.api.load returned, a run, or the folder of one.")
+        raise UserError(f"expected a model, got {type(model).__name__}. Give a run, a folder, or what load returned.")
     return find(os.fspath(model))
 
 

@@ -121,22 +121,22 @@ def test_what_is_mapped(read, arguments, ours):
     [
         ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
         ({"zzzz": [1]}, "zzzz=[1]: it has no counterpart here and is not taken over"),
-        ({"optim": "adafactor"}, "optim=adafactor: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+        ({"optim": "adafactor"}, "optim=adafactor: the recipe's stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"optim": "adamw_torch_8bit"},
-         "optim=adamw_torch_8bit: not available in Gradus; the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"),
+         "optim=adamw_torch_8bit: the recipe's stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"lr_scheduler_type": "polynomial"},
-         "lr_scheduler_type=polynomial: not available in Gradus; the recipe's schedule stays. "
+         "lr_scheduler_type=polynomial: the recipe's stays. "
          "There are constant, linear, cosine and noam (schedule.name)"),
         ({"warmup_ratio": 0.1}, "warmup_ratio=0.1: the number of steps depends on the data. Set schedule.warmup_steps, or max_steps"),
         ({"gradient_accumulation_steps": 4},
          "gradient_accumulation_steps=4: it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"),
         ({"report_to": "mlflow"},
-         "report_to=mlflow: not available in Gradus. There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"),
+         "report_to=mlflow: there are tensorboard and wandb; metrics.jsonl is always written"),
         ({"eval_steps": 5}, "eval_steps=5.0: no effect without eval_strategy=steps. Set evaluate.every"),
         ({"push_to_hub": True}, "push_to_hub=true: nothing is uploaded"),
         ({"use_liger_kernel": True},
          "use_liger_kernel=true: it has no counterpart here and is not taken over"),
-        ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 holds instead, as with Hugging Face"),
+        ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 holds instead"),
     ],
 )  # fmt: skip
 def test_what_is_not_mapped_is_named_with_what_to_do(read, arguments, note):
@@ -190,7 +190,7 @@ def test_layouts_are_taken_over(read, arguments, ours):
 @pytest.mark.parametrize(
     ("processes", "arguments", "ours", "note"),
     [
-        (1, {"fsdp": True}, {}, "fsdp=full_shard: one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"),
+        (1, {"fsdp": True}, {}, "fsdp=full_shard: one process has nobody to share with. Start several: --processes 2 or a launcher"),
         (1, {"deepspeed": {ZERO: {"stage": 1}}}, {}, "deepspeed, ZeRO stage 1: one process has nobody to share with."),
         (1, {"ddp_bucket_cap_mb": 50}, {}, "ddp_bucket_cap_mb=50.0: no effect here"),
         (2, {"fsdp": "no_shard"}, {}, "fsdp=no_shard: replicas of whole weights, as without it"),
@@ -199,8 +199,8 @@ def test_layouts_are_taken_over(read, arguments, ours):
         (2, {"fsdp": True, "fsdp_config": {"xla": True}}, {"layout.shard": 2}, "fsdp_config.xla=true: it has no counterpart here"),
         (2, {"deepspeed": {ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}}, {"layout.shard": 2}, "deepspeed.offload_param=nvme: only"),
         (2, {"deepspeed": {"optimizer": {"type": "AdamW"}}}, {}, 'deepspeed.optimizer={"type": "AdamW"}: it has no counterpart here'),
-        (2, {"deepspeed": {"train_batch_size": 32}}, {}, "deepspeed.train_batch_size=32: the batch is per_device_train_batch_size ×"),
-        (2, {"ddp_backend": "gloo"}, {}, "ddp_backend=gloo: the backend follows from layout.device: nccl on GPUs, gloo on processors"),
+        (2, {"deepspeed": {"train_batch_size": 32}}, {}, "deepspeed.train_batch_size=32: set per_device_train_batch_size"),
+        (2, {"ddp_backend": "gloo"}, {}, "ddp_backend=gloo: it is nccl on GPUs, gloo on processors"),
         (2, {"local_rank": 0}, {}, "local_rank=0: the launcher tells each process its rank: --processes N, torchrun, mpirun or srun"),
         (2, {"ddp_find_unused_parameters": False}, {}, "ddp_find_unused_parameters=false: every weight has a gradient in every step"),
     ],

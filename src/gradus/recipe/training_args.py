@@ -166,8 +166,7 @@ class Arguments:
         steps = self.take("max_steps", int)
         self.steps = steps if steps is not None and steps > 0 else None  # -1: no limit
         if self.steps and "train.epochs" in self.ours:
-            text = f"max_steps={self.steps} holds instead, as with Hugging Face"
-            self.note("num_train_epochs", self.ours.pop("train.epochs"), text)
+            self.note("num_train_epochs", self.ours.pop("train.epochs"), f"max_steps={self.steps} holds instead")
         if self.steps:
             self.ours["train.steps"] = self.steps
 
@@ -195,8 +194,7 @@ class Arguments:
         if optim in OPTIMIZERS:
             self.ours["optimizer.name"] = OPTIMIZERS[optim]
         elif optim is not None:
-            text = "the recipe's optimizer stays. There are adamw, adam and sgd (optimizer.name)"
-            self.note("optim", optim, f"not available in Gradus; {text}")
+            self.note("optim", optim, "the recipe's stays. There are adamw, adam and sgd (optimizer.name)")
         if betas != [None, None]:
             self.ours["optimizer.betas"] = [usual if b is None else b for b, usual in zip(betas, (0.9, 0.999))]
         for key in ("optimizer.betas", "optimizer.eps"):
@@ -211,12 +209,11 @@ class Arguments:
         steps, ratio = self.take("warmup_steps", float), self.take("warmup_ratio", float)
         self.ours |= SCHEDULES.get(name, {})
         if name is not None and name not in SCHEDULES:
-            text = "the recipe's schedule stays. There are constant, linear, cosine and noam (schedule.name)"
-            self.note("lr_scheduler_type", name, f"not available in Gradus; {text}")
+            stays = "the recipe's stays. There are constant, linear, cosine and noam (schedule.name)"
+            self.note("lr_scheduler_type", name, stays)
         if name == "constant":
             if steps or ratio:
-                text = "no effect with lr_scheduler_type=constant. Use constant_with_warmup"
-                self.notes.append(f"warmup_steps, warmup_ratio: {text}")
+                self.notes.append("warmup_steps, warmup_ratio: use lr_scheduler_type=constant_with_warmup")
             return
         if steps and ratio and steps >= 1:
             self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
@@ -257,9 +254,8 @@ class Arguments:
         listed = ["tensorboard", "wandb"] if listed == ["all"] else [] if listed == ["none"] else listed
         self.ours["log.tensorboard"] = "tensorboard" in listed
         self.ours["log.wandb"] = str(self.left.pop("project", "huggingface")) if "wandb" in listed else None
-        known = "There are tensorboard (log.tensorboard) and wandb (log.wandb); metrics.jsonl is always written"
         for other in (word for word in listed if word not in ("tensorboard", "wandb")):
-            self.note("report_to", other, f"not available in Gradus. {known}")
+            self.note("report_to", other, "there are tensorboard and wandb; metrics.jsonl is always written")
 
     def data(self) -> None:
         for name, key in (("dataloader_prefetch_factor", "prefetch"), ("dataloader_persistent_workers", "persistent")):
@@ -309,11 +305,9 @@ def _layouts(m: Arguments) -> None:
     if backend == "mpi" and m.shares > 1:
         m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
     elif backend is not None:
-        follows = "the backend follows from layout.device: nccl on GPUs, gloo on processors"
-        m.note("ddp_backend", backend, f"{follows}; layout.transport=mpi under mpirun")
+        m.note("ddp_backend", backend, "it is nccl on GPUs, gloo on processors; layout.transport=mpi under mpirun")
     if bucket is not None and (sharding or deepspeed or m.shares == 1 or backend == "mpi"):
-        text = "no effect here: it is for replicas whose gradients DDP sends (layout.bucket_mb)"
-        m.note("ddp_bucket_cap_mb", bucket, text)
+        m.note("ddp_bucket_cap_mb", bucket, "no effect here: it is for replicas of DDP (layout.bucket_mb)")
     elif bucket is not None:
         m.ours["layout.bucket_mb"] = bucket
     if sharding:
@@ -341,8 +335,7 @@ def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> 
     if processes > 1:
         m.ours |= keys
         return
-    text = "one process has nobody to share with. Start several: --processes 2, torchrun, mpirun or srun"
-    m.notes.append(f"{what}: {text}")
+    m.notes.append(f"{what}: one process has nobody to share with. Start several: --processes 2 or a launcher")
     if m.resuming:
         m.ours |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
 
@@ -393,8 +386,7 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
         if device == "cpu" and m.ours.get("layout.shard", 1) > 1:
             m.ours["layout.offload"] = True
         elif device != "none":
-            where = "among several processes, and to the host's memory (layout.offload)"
-            m.notes.append(f"deepspeed.{name}={device}: only with stage 2 or 3, {where}")
+            m.notes.append(f"deepspeed.{name}={device}: only cpu, with stage 2 or 3 among several processes")
     for name in ("fp16", "bf16"):
         if part(config, name).get("enabled", "auto") is True:
             m.ours["layout.precision"] = name
@@ -407,5 +399,4 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
         if name not in batch:
             m.note(f"deepspeed.{name}", value, NOT_TAKEN)
         elif value != "auto":
-            text = "the batch is per_device_train_batch_size × gradient_accumulation_steps × the devices"
-            m.note(f"deepspeed.{name}", value, text)
+            m.note(f"deepspeed.{name}", value, "set per_device_train_batch_size, gradient_accumulation_steps")

@@ -131,8 +131,7 @@ class Translation(SequenceToSequence):
         t, source_eos = self.target_tokenizer, self.tokenizer.eos_id
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
         if self.eos_id is None:
-            lacks = "tokenizer: it has no end-of-sequence token, which translation needs"
-            raise UserError(f"{lacks}. Use tokenizer.kind=bpe or another file.")
+            raise UserError("tokenizer: no end token, which translation needs. Use tokenizer.kind=bpe or another file.")
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         ends = (self.start_id, self.eos_id, self.eos_id if source_eos is None else source_eos)

@@ -107,8 +107,7 @@ def train(
             status.at("the loading of a checkpoint")
             resume_run(trainer, start.checkpoint)
             if world.first:
-                where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
-                print(where, flush=True)
+                print(f"resumed from {start.checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
         with _full_memory_told(trainer, derived["micro_batch"]):
