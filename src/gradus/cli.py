@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
 
 
-Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, recipe, words)
+Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, words)
 
 
 def parser() -> Parser:
@@ -51,10 +51,11 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
 
-    def verb(name: str, function, text: str, recipe: bool = True, words: str = "overrides") -> argparse.ArgumentParser:
+    def verb(name: str, function, text: str, words: str | None = None) -> argparse.ArgumentParser:
+        # words: the argument that takes words wherever they stand ("": none); None: the verb takes a recipe
         p = verbs.add_parser(name, help=text, description=text)
-        p.set_defaults(function=function, words=words)
-        if recipe:
+        p.set_defaults(function=function, words="overrides" if words is None else words)
+        if words is None:
             what = "a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder"
             p.add_argument("recipe", metavar="RECIPE", help=what)
             _overrides(p, "train.steps=100 optimizer.lr=1e-3")
@@ -86,7 +87,7 @@ def _running(verb: Verb) -> None:
     add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="of --processes: from the last checkpoint")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
-    add = verb("new", run, text, recipe=False, words="").add_argument
+    add = verb("new", run, text, "").add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
@@ -96,7 +97,7 @@ def _running(verb: Verb) -> None:
 
 
 def _planning(verb: Verb) -> None:
-    p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy", recipe=False)
+    p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy", "overrides")
     add = p.add_argument
     add("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
     _overrides(p, "layout.checkpointing=full")
@@ -120,7 +121,7 @@ def _planning(verb: Verb) -> None:
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
     run, text = lambda a: room("plan.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
-    add = verb("prove", run, text, recipe=False, words="runs").add_argument
+    add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
 
@@ -140,19 +141,17 @@ def _looking(verb: Verb) -> None:
     add("--modules", **FLAG, help="the module tree as the layout places it instead: each parameter's shape and part")
     add("--processes", **whole(limits.AXIS), help="as one of so many (default: as many as the layout's axes need)")
     add("--rank", **whole(limits.AXIS, 0, name="R"), help="of --modules: on this process (default 0)")
-    text = "every key of a recipe: its default, type and meaning"
-    add = verb("keys", keys, text, recipe=False, words="section").add_argument
+    add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
-    verb("recipes", recipes, "list the packaged recipes", recipe=False)
-    text = "list the model presets with their exact parameter counts"
-    add = verb("models", models, text, recipe=False, words="names").add_argument
+    verb("recipes", recipes, "list the packaged recipes", "")
+    add = verb("models", models, "list the model presets with their exact parameter counts", "names").add_argument
     add("names", nargs="*", metavar="PRESET", help="only these, by component")
 
 
 def _preparing(verb: Verb) -> None:
     add = verb("fetch", fetch, "stage tokenizer, weights and data for a machine without internet").add_argument
     add("--to", required=True, metavar="DIR", help="folder to fill")
-    add = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files").add_argument
+    add = verb("tokenizer", tokenizer, "train a tokenizer from text", "files").add_argument
     add("action", choices=["train"])
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
     add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
@@ -168,7 +167,7 @@ def _using(verb: Verb) -> None:
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     text = "text or image in: label, filled mask, translation or features out"
-    add = verb("predict", lambda a: room("infer.predict").predict(a), text, recipe=False, words="inputs").add_argument
+    add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: its lines as they come")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
@@ -177,8 +176,7 @@ def _using(verb: Verb) -> None:
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
-    run, text = lambda a: room("infer.generate").generate(a), "continue a text"
-    add = verb("generate", run, text, recipe=False, words="prompt").add_argument
+    add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a folder of Hugging Face's, a llama2.c .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
@@ -194,7 +192,7 @@ def _using(verb: Verb) -> None:
 
 def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
-    add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, recipe=False).add_argument
+    add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, "").add_argument
     add("--processes", **whole(limits.PROCESSES), help="how many to start (default 2; under a launcher: its own)")
     add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
     add("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,4MiB (default: 1KiB to 16MiB by fours)")
@@ -210,13 +208,13 @@ def _measuring(verb: Verb) -> None:
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
     run, text = lambda a: room("measure.machine").env(a), "the machine as found, with a word on each figure"
-    add = verb("env", run, text, recipe=False).add_argument
+    add = verb("env", run, text, "").add_argument
     add("--json", **FLAG, help="as JSON")
     run, text = lambda a: room("hardware").lines(" ".join(a.name) or None), "the devices and links that the plan knows"
-    add = verb("hardware", run, text, recipe=False, words="name").add_argument
+    add = verb("hardware", run, text, "name").add_argument
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
-    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, recipe=False).add_argument
+    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, "").add_argument
     add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about (default 180)")
     add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE", help="hardware file (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
@@ -224,7 +222,7 @@ def _measuring(verb: Verb) -> None:
 
 def _elsewhere(verb: Verb) -> None:
     text = "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal"
-    p = verb("launch", None, text, recipe=False)
+    p = verb("launch", None, text, "")
     places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
     for place in ("slurm", "ssh", "modal"):
         module = importlib.import_module(f"gradus.launch.{place}")
@@ -233,8 +231,8 @@ def _elsewhere(verb: Verb) -> None:
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
     text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
-    p = verb("export", lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb), text, False, "")
-    add = p.add_argument
+    export = lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb)  # noqa: E731
+    add = verb("export", export, text, "").add_argument
     add("model", metavar="RUN_OR_CHECKPOINT", help="a run folder (its best, else newest checkpoint) or a checkpoint")
     add("--to", required=True, metavar="DIR", help="folder to write")
     add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB", help="largest file (default 5)")
