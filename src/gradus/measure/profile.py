@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +34,7 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
     Raises UserError for what the recipe, the data or the disk do not allow.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "top.txt").touch()
-    except OSError as e:
-        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
+    folder_for(folder, ("top.txt",))
     session = open_session(recipe)
     trainer, steps, picture, rows = memory_picture(session, folder)
     try:
@@ -55,6 +51,16 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     yield from top
     yield ""
     yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
+
+
+def folder_for(folder: Path, names: Iterable[str]) -> None:
+    """Make the folder of --to, with these files in it. Raises UserError where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / name).touch()
+    except OSError as e:
+        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
