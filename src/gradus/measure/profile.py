@@ -158,21 +158,16 @@ def picture_lines(
     # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
     phases, cuda = timeline.phases(), isinstance(timeline, CudaTimeline)
     last = {name: allocated for name, allocated, _ in phases}
-    peaks: dict[str, int] = {}
-    for name, _, peak in phases:
-        peaks[name] = max(peaks.get(name, 0), peak)
+    peaks = {name: max(peak for other, _, peak in phases if other == name) for name in last}
     activations = last["step 2: forward"] - last["step 2: ready"]
-    conditions = {
-        "recipe": session.recipe.name,
-        "device": str(session.device),
-        "precision": session.recipe.layout.precision,
-        "torch": torch.__version__,
-    }
+    recipe = session.recipe
+    numbers = {"device": str(session.device), "precision": recipe.layout.precision}
+    conditions = {"recipe": recipe.name, **numbers, "torch": torch.__version__}
     cells, rows = [], []
     for name in ("building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))):
         numbers = {"allocated": last[name], "peak": peaks[name]}
         numbers |= {"reserved": timeline.reserved[name]} if cuda else {}
-        cells.append([f"  {name}", *map(megabytes, numbers.values())])
+        cells.append([f"  {name}", *(f"{n / 1e6:,.2f}" for n in numbers.values())])
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
         rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
     lines = columns(["  after", *numbers], cells, {1, 2, 3})
@@ -182,20 +177,16 @@ def picture_lines(
         ("activations", activations, "kept for the backward pass, by one micro-batch"),
         ("peak", max(peaks.values()), "the highest of all"),
     )  # fmt: skip
-    cells = [[f"  {name}", megabytes(n), what] for name, n, what in components]
+    cells = [[f"  {name}", f"{n / 1e6:,.2f}", what] for name, n, what in components]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n, _ in components]
     return [*lines, "", *columns(["  component", "MB", ""], cells, {1})], rows
-
-
-def megabytes(n: int) -> str:
-    return f"{n / 1e6:,.2f}"
 
 
 # ---------------------------------------------------------------- time
 
 
 def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat: int) -> list[str]:
-    """Profile steps, write the traces, and return the table of the operations that take longest themselves."""
+    """Profile steps, write the traces, and return torch.profiler's table of the TOP operations by their own time."""
     cuda = trainer.device.type == "cuda"
     written: list[Path] = []
 
@@ -216,24 +207,5 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
         for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
             trainer.take(next(steps))
             found.step()
-    return table(found, cuda)
-
-
-def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
-    """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory
-    they took."""
-    time = "self_device_time_total" if cuda else "self_cpu_time_total"
-    memory = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
-    # a GPU's kernels are listed by themselves too; their time is also the operation's that launched them
-    events = [
-        e
-        for e in found.key_averages()
-        if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")
-    ]
-    total = sum(getattr(e, time) for e in events) or 1
-    cells = []
-    for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:
-        spent, name = getattr(e, time), e.key if len(e.key) <= 56 else e.key[:55] + "…"
-        numbers = f"{spent / 1e3:.2f}", f"{spent / total:.1%}", str(e.count), f"{getattr(e, memory) / 1e6:.2f}"
-        cells.append([f"  {name:56}", *numbers])
-    return columns(["  operation", "ms", "share", "calls", "MB"], cells, {1, 2, 3, 4})
+    by, width = f"self_{'device' if cuda else 'cpu'}_time_total", {"max_name_column_width": 56}
+    return found.key_averages().table(sort_by=by, row_limit=TOP, **width).splitlines()
