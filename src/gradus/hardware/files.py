@@ -33,6 +33,18 @@ def user_file(kind: str) -> Path:
     return Path(given) if given else home / "gradus" / f"{kind}.yaml"
 
 
+def _own(kind: str, path: str | Path | None) -> Path | None:
+    """The user's file; None where there is none. Raises UserError where one that was named is not there."""
+    file = Path(path) if path is not None else user_file(kind)
+    if not file.exists() and (path is not None or os.environ.get(f"GRADUS_{kind.upper()}")):
+        raise UserError(f"{file}: no such {kind} file.")
+    return file if file.exists() else None
+
+
+def _files(kind: str, path: str | Path | None) -> list[Path]:
+    return [HERE / f"{kind}.yaml", *filter(None, [_own(kind, path)])]
+
+
 # ---------------------------------------------------------------- strict reading
 
 
@@ -96,9 +108,7 @@ def device_from(name: str, found: Any, where: str, context: dict[str, Any]) -> D
 def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], dict[str, Link]]:
     """All devices and links: the packaged ones, then the user's over them. `stamp`: when the user's file was changed,
     so that it is read again."""
-    all_links: dict[str, Link] = {}
-    all_devices: dict[str, Device] = {}
-    raw: dict[str, dict[str, Any]] = {}
+    all_links, all_devices, raw = {}, {}, {}
     for one in (HERE / "links.yaml", HERE / "devices.yaml", *([file] if file else [])):
         t = read(kinds.Devices, one)
         context = {"sources": t.sources, "links": all_links, "date": t.date}
@@ -124,12 +134,8 @@ def load(path: str | Path | None = None) -> tuple[dict[str, Device], dict[str, L
 
     Raises UserError for a file given that does not exist, an unknown key, a wrong unit or number (naming file and key).
     """
-    file = Path(path) if path is not None else user_file("hardware")
-    if file.exists():
-        return _load(file, file.stat().st_mtime_ns)
-    if path is not None or os.environ.get("GRADUS_HARDWARE"):
-        raise UserError(f"{file}: no such hardware file.")
-    return _load(None, None)
+    file = _own("hardware", path)
+    return _load(file, file and file.stat().st_mtime_ns)
 
 
 def devices(path: str | Path | None = None) -> dict[str, Device]:
@@ -161,10 +167,9 @@ def find(name: str, path: str | Path | None = None) -> Device:
     known = devices(path)
     if name in known:
         return known[name]
-    by_newest = list(reversed(known.values()))  # the user's own go before
-    for same in (lambda a: a == name, lambda a: a.lower() == name.lower(), lambda a: plain(a) == plain(name)):
-        for device in by_newest:
-            if any(same(alias) for alias in (device.name, *device.aliases)):
+    for form in (str, str.lower, plain):
+        for device in reversed(known.values()):  # the user's own override
+            if form(name) in map(form, (device.name, *device.aliases)):
                 return device
     if device := by_driver(name, path):
         return device
@@ -205,36 +210,28 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
 def by_driver(name: str, path: str | Path | None = None) -> Device | None:
     """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's
     card)."""
-    same = [d for d in devices(path).values() if d.driver and re.fullmatch(d.driver, name)]
-    return same[-1] if same else None
+    return next((d for d in reversed(devices(path).values()) if d.driver and re.fullmatch(d.driver, name)), None)
 
 
 def device_entry(device: Device) -> dict[str, Any]:
     """A device as the file writes it; find() of what was written gives it back."""
 
-    def stated(fields: dict[str, Any]) -> dict[str, Any]:
+    def stated(found: Device | Link, **changed: Any) -> dict[str, Any]:
+        speed = in_unit(found.bandwidth, "bytes/s", "GB/s")
+        fields = {**vars(found), "bandwidth": speed, **changed}
         return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
 
     def written(one: Link | None) -> dict[str, Any] | None:
-        return one and stated({
-            **vars(one),
-            "bandwidth": in_unit(one.bandwidth, "bytes/s", "GB/s"),
-            "latency": in_unit(one.latency, "seconds", "us"),
-            "both": one.both and in_unit(one.both, "bytes/s", "GB/s"),
-        })  # fmt: skip
+        both = one and one.both and in_unit(one.both, "bytes/s", "GB/s")
+        return one and stated(one, latency=in_unit(one.latency, "seconds", "us"), both=both)
 
-    found = {
-        **vars(device),
-        "name": None,
-        "peaks": {k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
-        "memory": in_unit(device.memory, "bytes", "GiB"),
-        "usable": in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
-        "bandwidth": in_unit(device.bandwidth, "bytes/s", "GB/s"),
-        "power": device.power and in_unit(device.power, "watts", "W"),
+    return stated(
+        device, name=None, aliases=list(device.aliases), memory=in_unit(device.memory, "bytes", "GiB"),
+        peaks={k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
+        usable=in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
+        power=device.power and in_unit(device.power, "watts", "W"),
         **{where: written(getattr(device, where)) for where in ("link", "network", "bridge")},
-        "aliases": list(device.aliases),
-    }
-    return stated(found)
+    )  # fmt: skip
 
 
 def add_device(device: Device, path: str | Path | None = None) -> Path:
@@ -250,11 +247,9 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     found = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
     known = found.setdefault("devices", {})
     for other in known.values():
-        if isinstance(other, dict) and other.get("aliases"):
-            kept = [a for a in other["aliases"] if a.lower() not in {b.lower() for b in device.aliases}]
-            other.pop("aliases")
-            if kept:
-                other["aliases"] = kept
+        if isinstance(other, dict) and (aliases := other.pop("aliases", None)):
+            taken = {a.lower() for a in device.aliases}
+            other |= {"aliases": kept} if (kept := [a for a in aliases if a.lower() not in taken]) else {}
     known.pop(device.name, None)
     known[device.name] = device_entry(device)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -265,13 +260,6 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
 
 
 # ---------------------------------------------------------------- prices and grids
-
-
-def _files(kind: str, path: str | Path | None) -> list[Path]:
-    file = Path(path) if path is not None else user_file(kind)
-    if not file.exists() and (path is not None or os.environ.get(f"GRADUS_{kind.upper()}")):
-        raise UserError(f"{file}: no such file of {kind}.")
-    return [HERE / f"{kind}.yaml", *([file] if file.exists() else [])]
 
 
 def _rising(found: Price | Building, where: str) -> None:
