@@ -72,7 +72,8 @@ def launch(args: Namespace) -> int:
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.log import own
 
-    for tool in ("ssh", args.copy) if args.host and not args.dry_run else ():
+    printed = args.dry_run or not args.host
+    for tool in ("ssh", args.copy) if not printed else ():
         if not shutil.which(tool):
             raise UserError(f"no {tool} here. Install it (on Debian: apt-get install openssh-client rsync).")
     try:
@@ -85,7 +86,7 @@ def launch(args: Namespace) -> int:
         (Path(run) / "job.sh").write_text(script)
     except OSError as e:
         raise UserError(f"{e.filename}: cannot be written ({e.strerror}). Give another log.dir.") from None
-    if args.dry_run or not args.host:
+    if printed:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
         for command in todo:
             print(f"# {command.why}\n{command}")
@@ -165,18 +166,14 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
 
 
 def _script(args: Namespace, words: Sequence[str], run: str) -> str:
-    words = ["gradus", *words]
-    if args.processes > 1:
-        words += ["--processes", str(args.processes)]
-    return "\n".join([
-        "#!/bin/bash",
-        "source .venv/bin/activate",
-        f"rm -f {run}/exit_code",
-        f"echo $$ > {run}/pid",
-        f"{shlex.join(words)} 2>&1 | tee -a {run}/log.txt",
-        f"echo ${{PIPESTATUS[0]}} > {run}/exit_code",
-        "",
-    ])  # fmt: skip
+    words = ["gradus", *words, *(["--processes", str(args.processes)] if args.processes > 1 else [])]
+    return f"""#!/bin/bash
+source .venv/bin/activate
+rm -f {run}/exit_code
+echo $$ > {run}/pid
+{shlex.join(words)} 2>&1 | tee -a {run}/log.txt
+echo ${{PIPESTATUS[0]}} > {run}/exit_code
+"""
 
 
 def _run(command: Command) -> None:
