@@ -190,7 +190,7 @@ class TableTokenizer(FastTokenizer):
         self.tokens, self.specials = tokens, tuple(specials)
         as_roberta = {"cls_token": "<s>", "sep_token": "</s>"} if {"<s>", "</s>"} <= {*specials} else {}
         super().__init__(rust, {"split_special_tokens": True, **as_roberta})
-        self.table = _table(tokens)
+        self.table = dict(zip(tokens, range(len(tokens))))
 
     def parts(self, text: str) -> Sequence[str]:
         """What a text is made of."""
@@ -216,10 +216,6 @@ class TableTokenizer(FastTokenizer):
         (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
 
 
-def _table(tokens: Sequence[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate(tokens)}
-
-
 class CharTokenizer(TableTokenizer):
     """One token a character."""
 
@@ -228,7 +224,7 @@ class CharTokenizer(TableTokenizer):
     def __init__(self, characters: Iterable[str], specials: Sequence[str] = ()):
         package, tokens = package_tokenizers(), [*specials, *characters]
         unknown = "<unk>" if "<unk>" in specials else None
-        rust = package.Tokenizer(package.models.BPE(_table(tokens), [], unk_token=unknown))
+        rust = package.Tokenizer(package.models.BPE(dict(zip(tokens, range(len(tokens)))), [], unk_token=unknown))
         rust.decoder = package.decoders.Fuse()
         super().__init__(rust, tokens, specials)
 
@@ -245,7 +241,8 @@ class WordTokenizer(TableTokenizer):
 
     def __init__(self, words: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS):
         package, tokens, self.lowercase = package_tokenizers(), [*specials, *words], lowercase
-        rust = package.Tokenizer(package.models.WordLevel(_table(tokens), "<unk>" if "<unk>" in specials else ""))
+        unknown, table = "<unk>" if "<unk>" in specials else "", dict(zip(tokens, range(len(tokens))))
+        rust = package.Tokenizer(package.models.WordLevel(table, unknown))
         rust.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"\n|\S+"), "removed", invert=True)
         if lowercase:
             rust.normalizer = package.normalizers.Lowercase()
@@ -280,7 +277,7 @@ class ByteTokenizer(TableTokenizer):
         alphabet = set(package.pre_tokenizers.ByteLevel.alphabet())
         others = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
         letters = [chr(b) if chr(b) in alphabet else next(others) for b in range(256)]
-        rust = package.Tokenizer(package.models.BPE(_table([*letters, *specials]), []))
+        rust = package.Tokenizer(package.models.BPE(dict(zip([*letters, *specials], range(256 + len(specials)))), []))
         rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         rust.decoder = package.decoders.ByteLevel()
         super().__init__(rust, [*(f"<0x{i:02X}>" for i in range(256)), *specials], specials)

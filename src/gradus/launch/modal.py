@@ -190,7 +190,10 @@ def train() -> str:
 
     run = Path("." if modal.is_local() else "/volume") / RUN
     local = {**FOLDERS, **FILES} if modal.is_local() else {}
-    words = ["=".join((*key, local.get(value, value))) for *key, value in (word.split("=", 1) for word in WORDS)]
+    words = []
+    for word in WORDS:
+        *key, value = word.split("=", 1)
+        words.append(local.get(word, "=".join((*key, local.get(value, value)))))
     code = main([*words, f"log.dir={run}"])
     if not modal.is_local():
         volume.commit()
