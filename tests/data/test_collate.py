@@ -1,4 +1,4 @@
-"""Padding, against torch's own."""
+"""Padding, against torch's own, and stacking."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradus.data.collate import pad_sequences
+from gradus.data.collate import pad_sequences, stack
 from gradus.errors import UserError
 
 sequences = st.lists(st.lists(st.integers(0, 99), max_size=12), min_size=1, max_size=8)
@@ -30,3 +30,11 @@ def test_padding_to_a_width():
     assert pad_sequences(arrays, 9, to=5)[0].tolist() == [[1, 2, 3, 9, 9], [4, 9, 9, 9, 9]]
     with pytest.raises(UserError, match="3 tokens, more than the 2"):
         pad_sequences(arrays, 9, to=2)
+
+
+def test_stack():
+    batch = stack([{"image": np.full((1, 2), i, np.uint8), "label": i, "flip": i > 0, "lam": np.float32(i / 2)} for i in range(3)])
+    assert batch["image"].dtype == torch.uint8 and batch["image"].shape == (3, 1, 2)
+    assert batch["label"].dtype == torch.int64 and batch["label"].tolist() == [0, 1, 2]
+    assert batch["flip"].dtype == torch.bool and batch["flip"].tolist() == [False, True, True]
+    assert batch["lam"].dtype == torch.float32 and batch["lam"].tolist() == [0.0, 0.5, 1.0]

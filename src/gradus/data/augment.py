@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import default_collate
 
+from gradus.data.collate import stack
 from gradus.data.images import channel_stats
 from gradus.errors import UserError
 from gradus.recipe.schema import ImagesData
@@ -33,7 +33,7 @@ class Augment:
     not fit.
     """
 
-    collate = staticmethod(default_collate)
+    collate = staticmethod(stack)
 
     def __init__(self, config: ImagesData, image_size: int | None, train: Any):
         self.config, self.image_size, self.train = config, image_size, train

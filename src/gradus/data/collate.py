@@ -1,8 +1,9 @@
-"""Sequences of several lengths into one tensor."""
+"""Samples into batches: pure functions from lists of numpy arrays to tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,11 @@ import torch
 from gradus.errors import UserError
 
 IGNORE = -100  # a target that does not count: torch.nn.functional.cross_entropy's default ignore_index
+
+
+def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Samples of arrays of equal shapes and of numbers: each key gains a leading batch dimension, types stay."""
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
 
 
 def pad_sequences(

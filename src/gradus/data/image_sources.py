@@ -126,17 +126,20 @@ class CifarSource(Rows):
         return sorted(f for f in self.path.iterdir() if self.wanted.fullmatch(f.name))
 
     @functools.cached_property
-    def records(self) -> np.ndarray:
-        """(n, 3073) uint8 of all files, whose names and sizes are `parts` and `sizes` then."""
-        files = dict(sorted(self._unpacked()))
-        self.parts, self.sizes = list(files), [len(data) // self.RECORD for data in files.values()]
-        for (name, data), size in zip(files.items(), self.sizes):
+    def records(self) -> dict[str, np.ndarray]:
+        """File → (n, 3073) uint8."""
+        found = {}
+        for name, data in sorted(self._unpacked()):
             if rest := len(data) % self.RECORD:
-                what = f"an image of {rest} bytes, not {self.RECORD}"
-                raise UserError(f"{name}, row {size}: {what}. Load the file again")
-        if not files:
+                what = f"row {len(data) // self.RECORD}: an image of {rest} bytes, not {self.RECORD}"
+                raise UserError(f"{name}, {what}. Load the file again")
+            found[name] = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)
+        if not found:
             raise UserError(f"{self.name}: none of CIFAR-10's files (binary version) in it")
-        return np.frombuffer(b"".join(files.values()), dtype=np.uint8).reshape(-1, self.RECORD)
+        return found
+
+    parts = property(lambda self: list(self.records))
+    sizes = property(lambda self: list(map(len, self.records.values())))
 
     def _unpacked(self) -> Iterator[tuple[str, bytes]]:
         if self.path.is_dir():
@@ -154,15 +157,12 @@ class CifarSource(Rows):
             why = str(e).splitlines()[0].rstrip(":")
             raise UserError(f"{self.path}: not a readable archive ({why}). Load it again") from None
 
-    def where(self, i: int) -> str:
-        return super().where(i) if len(self.records) else self.name
-
     def labels(self) -> np.ndarray:
-        return self.records[:, 0].astype(np.int64)
+        return np.concatenate([records[:, 0] for records in self.records.values()]).astype(np.int64)
 
     def rows(self) -> Iterator[np.ndarray]:
         """Every image, decoded: (3, 32, 32) uint8."""
-        return iter(self.records[:, 1:].reshape(-1, 3, 32, 32))
+        return (image for records in self.records.values() for image in records[:, 1:].reshape(-1, 3, 32, 32))
 
 
 def find_cifar(path: Path) -> Path | None:

@@ -27,12 +27,10 @@ WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
 def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     """Take real steps of the recipe and yield lines: first the memory picture, then torch.profiler's top operations.
 
-    Memory: what is allocated (on CUDA also reserved) and its peak after building, and after the forward pass, the
-    backward pass and the optimizer's step of the first step and of the second, which finds the optimizer's state there;
-    then by component.
-    Time: `repeat` cycles of 1 step not looked at, 1 to warm up, 3 recorded, with shapes and memory. Writes trace.json
-    (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
-    Raises UserError for what the recipe, the data or the disk do not allow.
+    Memory: allocated (on CUDA also reserved) and the peak after building, and after the forward pass, the backward pass
+    and the optimizer's step of the first two steps; then by component. Time: `repeat` cycles of 1 step not looked at, 1
+    to warm up, 3 recorded. Writes trace.json (one a cycle; open it in Perfetto or chrome://tracing), top.txt and
+    memory.jsonl (rows) into `folder`. Raises UserError for what the recipe, the data or the disk do not allow.
     """
     folder_for(folder, ("top.txt",))
     session = open_session(recipe)

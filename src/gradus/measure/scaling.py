@@ -2,20 +2,15 @@
 goes, by name.
 
 Strong scaling keeps the global batch; weak scaling keeps the batch of a process. Every number of processes is started
-anew in every round, and runs the very trainer of `gradus train`.
-
-A step's time goes by five names that add up to it, from the clocks of every process's main thread:
-
-- computing: on a processor (data excepted), the copies that collectives need included;
-- communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps it waiting;
-- waiting: blocked longer than that: for a process that comes later. Where a step has several meeting points at which
-  different processes come last, some of this counts as communication;
-- data: making the batch, or waiting for it;
-- other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process
-  alone is blocked.
+anew in every round, and runs the very trainer of `gradus train`. A step's time goes by five names that add up to it,
+from the clocks of every process's main thread. computing: on a processor (data excepted), the copies that collectives
+need included. communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps
+it waiting. waiting: blocked longer than that: for a process that comes later (where several meeting points have
+different last processes, some of this counts as communication). data: making the batch, or waiting for it. other: ready
+to run while other programs had the processor (Linux tells it), and what one process alone is blocked.
 
 Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with
-one until it is done, the wait for the last process to call it included. Some may be hidden behind computing.
+one until it is done, the wait for the last process included. Some may be hidden behind computing.
 """
 
 from __future__ import annotations
@@ -81,10 +76,9 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
     """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees
     samples of its own.
 
-    Weak: what is counted in steps is divided by their number k, so that a run sees as many samples; the learning rate
-    stays, or is multiplied by k with `scale_lr` (the linear scaling rule: Goyal et al. 2017, section 2.1). What a
-    layout cannot do with one replica is left out for one. On a CPU every process has `layout.threads` threads, 1 where
-    that is not said.
+    Weak: what is counted in steps is divided by their number k; the learning rate stays, or is multiplied by k with
+    `scale_lr` (Goyal et al. 2017, section 2.1). What a layout cannot do with one replica is left out for one. On a CPU
+    every process has `layout.threads` threads, else 1.
     """
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
@@ -492,10 +486,9 @@ def measure(
     """Train on each of these numbers of processes, and return what was found as rows (`rows_of`).
 
     Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in
-    `folder`/runs.
-    plan: handed in from above: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives
-    the rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured.
-    Raises UserError for what cannot be done, before anything is started where it can be known then.
+    `folder`/runs. plan: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives the
+    rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured. Raises UserError for what
+    cannot be done, before anything is started where it can be known then.
     """
     how = dataclasses.replace(how, steps=whole(how.steps, meeting(recipe.layout)))
     found = [Found(n, r) for n, r in zip(counts, examine(recipe, counts, weak=how.weak, scale_lr=how.scale_lr))]
