@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
-from gradus.hardware.kinds import NUMBERS, Building, Cluster, Device, Grid, Link, Price, link_named, plain
+from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, link_named, plain
 from gradus.hardware.units import in_unit
 
 HERE = Path(__file__).parent
@@ -62,18 +62,10 @@ def checked(kind: type[T], found: Any, where: str, context: dict[str, Any] | Non
         return _adapter(kind).validate_python(given, context=context)
     except ValidationError as e:
         error = e.errors()[0]
-    keys, value = [str(part) for part in error["loc"] if part != "[key]"], error["input"]
-    inner = NUMBERS if keys[:1] == ["peaks"] else [field.name for field in dataclasses.fields(Link)]
-    known_key = error["type"] not in ("unexpected_keyword_argument", "literal_error") or len(keys) < 2
-    text = {
-        "missing": "missing.",
-        "value_error": str(error.get("ctx", {}).get("error")),
-        "string_type": f"{value!r} is not text; put it in quotes.",
-        "dict_type": f"expected keys with values, not {value!r}.",
-        "dataclass_type": f"expected keys with values, not {value!r}.",
-    }.get(error["type"], f"{value!r}: {error['msg']}.")
-    path = (where + ".".join(keys)).rstrip(". :")
-    raise UserError(f"{path}: {text if known_key else 'unknown key.' + did_you_mean(keys[-1], inner)}")
+    keys = [str(part) for part in error["loc"] if part != "[key]"]
+    own, value = error.get("ctx", {}).get("error"), error["input"]
+    text = "missing." if error["type"] == "missing" else str(own or f"{value!r}: {error['msg']}.")
+    raise UserError(f"{(where + '.'.join(keys)).rstrip('. :')}: {text}")
 
 
 @functools.lru_cache(maxsize=16)
