@@ -265,7 +265,7 @@ def _watch() -> None:
     while parent.is_alive():
         if not hasattr(signal, "sigtimedwait"):
             parent.join()
-        elif (told := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and told.si_pid == parent.pid:
+        elif (info := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and info.si_pid == parent.pid:
             break
     os._exit(1)
 

@@ -254,19 +254,12 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
 # ---------------------------------------------------------------- prices and grids
 
 
-def _rising(found: Price | Building, where: str) -> None:
-    if not found.low <= found.expected <= found.high:
-        figures = f"{found.low:g}, {found.expected:g}, {found.high:g}"
-        raise UserError(f"{where.rstrip('.')}: low, expected, high must not fall: {figures}.")
-
-
 def _quote(found: Any, where: str, context: dict[str, Any], **own: Any) -> Price:
-    given = {"date": context["date"], "expected": found.get("low"), **found} if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        return checked(Price, found, where, context, **own)
+    given = {"date": context["date"], "expected": found.get("low"), **found}
     price = checked(Price, given, where, context, **own)
-    if "expected" not in found:
-        price = dataclasses.replace(price, expected=(price.low + price.high) / 2)
-    _rising(price, where)
-    return price
+    return price if "expected" in found else dataclasses.replace(price, expected=(price.low + price.high) / 2)
 
 
 def quotes(name: str, path: str | Path | None = None) -> list[Price]:
@@ -280,9 +273,8 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
         context = {"sources": t.sources, "date": t.date}
         for key, found in t.prices.items():
             places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}
-            parts = [
-                _quote(one, f"{file}: prices.{key}{i}.", context, currency=t.currency) for i, one in places.items()
-            ]
+            own = {"context": context, "currency": t.currency}
+            parts = [_quote(one, f"{file}: prices.{key}{i}.", **own) for i, one in places.items()]
             try:
                 of = key if key == name else find(key).name
             except UserError as e:
@@ -304,15 +296,11 @@ def price(device: Device | str, path: str | Path | None = None) -> Price | None:
     if not found:
         return None
     t = read(kinds.Prices, _files("prices", path)[-1])
-    times = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
-    return Price(
-        min(t * one.low for t, one in zip(times, found)),
-        statistics.median(t * one.expected for t, one in zip(times, found)),
-        max(t * one.high for t, one in zip(times, found)),
-        t.currency,
-        max(one.date for one in found),
-        "; ".join(f"{one.source} ({one.date})" for one in found),
-    )
+    rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
+    low, expected, high = ([r * getattr(q, k) for r, q in zip(rates, found)] for k in ("low", "expected", "high"))
+    sources = "; ".join(f"{one.source} ({one.date})" for one in found)
+    date = max(one.date for one in found)
+    return Price(min(low), statistics.median(expected), max(high), t.currency, date, sources)
 
 
 def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
@@ -322,7 +310,6 @@ def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
         context = {"sources": t.sources}
         if t.pue is not None:
             building = checked(Building, t.pue, f"{file}: pue.", context)
-            _rising(building, f"{file}: pue")
         for key, one in t.grids.items():
             given = {"name": key, **({"year": t.year} if t.year else {}), **one}
             found[key] = checked(Grid, given, f"{file}: grids.{key}.", context)

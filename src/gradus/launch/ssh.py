@@ -130,11 +130,10 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         names = ("pyproject.toml", "README.md", "constraints.txt", "src")
         parts = [sources / name for name in names if (sources / name).exists()]
         todo.append(Command("copy the program", copy(parts, f"{host}:{args.folder}/source/")))
-    settings = {}
+    settings, name = {}, args.recipe
     for key, paths in given.items():
         settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
         todo.append(Command(f"copy {key}", copy([p.resolve() for p in paths], f"{host}:{args.folder}/inputs/{key}/")))
-    name = args.recipe
     if file:
         # recipe.yaml of a run folder is written by the run itself; a name that a shell there could misread stays here
         safe = re.fullmatch(SAFE, file.name) and file.name != "recipe.yaml"

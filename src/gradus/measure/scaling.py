@@ -99,24 +99,16 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
     if r.schedule.name == "noam":
         rate /= math.sqrt(k)
     batch = {key: n * k for key in ("samples", "tokens") if (n := getattr(r.batch, key))}
-    return r.model_copy(
-        update={
-            "batch": r.batch.model_copy(update=batch),
-            "optimizer": r.optimizer.model_copy(update={"lr": rate}),
-            "train": fewer(r.train, "steps", "checkpoint_every"),
-            "schedule": fewer(r.schedule, "warmup_steps", "end_step"),
-            "evaluate": fewer(r.evaluate, "every"),
-        }
-    )
+    sections = {"batch": r.batch.model_copy(update=batch), "optimizer": r.optimizer.model_copy(update={"lr": rate})}
+    sections |= {"train": fewer(r.train, "steps", "checkpoint_every"), "evaluate": fewer(r.evaluate, "every")}
+    return r.model_copy(update={**sections, "schedule": fewer(r.schedule, "warmup_steps", "end_step")})
 
 
 def without_replicas(layout: Layout) -> dict[str, Any]:
     """The keys of a layout that have nothing to do where there is one replica, as they are then."""
-    plain = {"replicate": "auto", "shard_optimizer": False, "local_sgd": None, "diloco": None}
-    keeps = ("auto", "none", "data_parallel")  # the last is one process by itself
-    if layout.replicate in keeps:
-        del plain["replicate"]
-    return {k: v for k, v in plain.items() if getattr(layout, k) != v}
+    kept = layout.replicate in ("auto", "none", "data_parallel")  # the last is one process by itself
+    plain = {"replicate": layout.replicate if kept else "auto", "shard_optimizer": False, "local_sgd": None}
+    return {k: v for k, v in {**plain, "diloco": None}.items() if getattr(layout, k) != v}
 
 
 @dataclasses.dataclass
@@ -139,8 +131,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     session = open_session(recipe, None, here)
     parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
-    every = meeting(recipe.layout)
-    source = endless(trainer)
+    source, (more, every) = endless(trainer), whole_rounds(PROFILED, recipe.layout)
     try:
         for _ in range(warm_up):
             trainer.take(next(source))
@@ -156,33 +147,32 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         elapsed = time.perf_counter() - marks[0][0]
         samples, memory, counted = trainer.progress.samples - before, peak_memory(session.device), traffic.counted
         profiled = profiled and parallel.several and session.device.type == "cpu"
-        collectives = profile_collectives(trainer, source, whole(PROFILED, every)) if profiled else None
+        collectives = None
+        if profiled:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+                for _ in range(more):
+                    trainer.take(next(source))
+            events = [(e.name, e.time_range.start, e.time_range.end) for e in found.events()]
+            collectives = by_collective(events, more)
     finally:
         trainer.loader.close()
     # (steps, 2: data, the rest)
     wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)
     blocked = np.maximum(0.0, wall - processor - ready)  # the clocks differ by microseconds
     spent = np.stack([wall[:, 0], processor[:, 1], ready[:, 1], blocked[:, 1]], axis=1)
-    facts = {
-        "device": str(session.device.type),
-        "precision": recipe.layout.precision,
-        "threads": torch.get_num_threads(),
-        "parameters": models.count(session.recipe.model)["total"],
-        "loss_unit": session.task.loss_unit,
-    }
+    facts = {"device": str(session.device.type), "precision": recipe.layout.precision}
+    facts |= {"threads": torch.get_num_threads(), "parameters": models.count(session.recipe.model)["total"]}
+    facts |= {"loss_unit": session.task.loss_unit}
     sent = {name: (c.calls / every, c.sent / every) for name, c in counted.found.items()} if counted else None
     return Timed(elapsed, spent, samples, float(loss), memory, sent, collectives, facts)
 
 
-def meeting(layout: Layout) -> int:
-    """Steps from one synchronisation of local updates to the next."""
-    apart = layout.local_sgd or layout.diloco
-    return apart.every if apart else 1
-
-
-def whole(steps: int, every: int) -> int:
-    """At least `steps`, and a multiple of `every`."""
-    return -(-steps // every) * every
+def whole_rounds(steps: int, layout: Layout) -> tuple[int, int]:
+    """(at least `steps`, and a multiple of what follows; steps from one synchronisation of local updates to the
+    next)."""
+    local = layout.local_sgd or layout.diloco
+    every = local.every if local else 1
+    return -(-steps // every) * every, every
 
 
 def _now() -> tuple[float, float, float]:
@@ -191,14 +181,6 @@ def _now() -> tuple[float, float, float]:
     with contextlib.suppress(OSError):  # Linux: nanoseconds on a processor, and on its run queue
         ready = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return time.perf_counter(), time.thread_time(), ready
-
-
-def profile_collectives(trainer: Trainer, source: Iterator[Any], steps: int) -> dict[str, tuple[float, float]]:
-    """Collective → (calls, seconds from call to end) a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        for _ in range(steps):
-            trainer.take(next(source))
-    return by_collective([(e.name, e.time_range.start, e.time_range.end) for e in found.events()], steps)
 
 
 def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
@@ -490,7 +472,7 @@ def measure(
     rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured. Raises UserError for what
     cannot be done, before anything is started where it can be known then.
     """
-    how = dataclasses.replace(how, steps=whole(how.steps, meeting(recipe.layout)))
+    how = dataclasses.replace(how, steps=whole_rounds(how.steps, recipe.layout)[0])
     found = [Found(n, r) for n, r in zip(counts, examine(recipe, counts, weak=how.weak, scale_lr=how.scale_lr))]
     how = _noted(recipe, found, how, say)
     if (folder / "rows.jsonl").exists():
