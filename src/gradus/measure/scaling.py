@@ -381,9 +381,8 @@ def table(all_found: list[Found], rows: Sequence[Row]) -> Iterator[str]:
         yield "\na step in ms, mean over the processes; the parts add up to it:"
         yield from lines(f"processes|step|{parts}", *named(ms, "step", *(f"step/{name}" for name in PARTS)))
         yield f"\nlost against {base.processes}, in % of the step:"
-        gone = [(1 - f.against(base)[1], *lost(f, base).values()) for f in all_found]
-        cells = [(str(f.n), *(f"{100 * share:+.1f}" for share in shares)) for f, shares in zip(all_found, gone)]
-        yield from columns(["processes", "in all", *PARTS], cells)
+        shares = named(lambda share: f"{100 * share:+.1f}", *(f"lost/{name}" for name in PARTS))
+        yield from lines(f"processes|in all|{parts}", lambda f, v: f"{100 * (1 - v['efficiency']):+.1f}", *shares)
     else:
         yield f"\nthe parts of a step are measured on a CPU only; this was on {base.last.facts['device']}"
     each = [(f.n, name, *figures) for f in all_found for name, figures in f.collectives().items()]
@@ -404,7 +403,7 @@ def table(all_found: list[Found], rows: Sequence[Row]) -> Iterator[str]:
         )  # fmt: skip
 
 
-# of Okabe and Ito: told apart by all eyes
+# of Okabe and Ito: distinct to all eyes
 COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")))
 
 
