@@ -39,14 +39,15 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="gradus-workers-") as folder:
         files = [Path(folder) / str(rank) for rank in range(n)]
         words = (n, worlds.free_port(), files, log, function, args)
-        started, first = mp.start_processes(_work, words, n, join=False, start_method=method), None
+        first, others = None, multiprocessing.active_children()
         try:
+            started = mp.start_processes(_work, words, n, join=False, start_method=method)
             while not started.join(grace_period=GRACE):
                 pass
         except mp.ProcessExitedException as e:
             first = e.error_index
         finally:
-            for process in started.processes:
+            for process in set(multiprocessing.active_children()).difference(others):
                 process.kill()
                 process.join()
         answers = {r: pickle.loads(f.read_bytes()) for r, f in enumerate(files) if f.exists()}
