@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +39,7 @@ def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.
 
 def test_a_record_is_rewritten_in_place(tmp_path):
     here = Status(tmp_path, World(1, 2))
-    assert read(tmp_path, 1).place == "before the first step while starting"
+    assert read(tmp_path, 1).place == ("before the first step", "starting")
     here.at("the gradient all-reduce", 37)
     here.at("reading data")
     path = status.record_path(tmp_path, 1)
@@ -61,8 +60,8 @@ def test_the_longest_record_fits(tmp_path, monkeypatch):
     here.count = 10**9
     here.at("x" * 64, 10**8)
     assert read(tmp_path, 9_999).step == 10**8
-    status._leave_word(tmp_path, 9_999, RuntimeError("Timed out waiting 86400000ms for recv"), lost=86_400.0)
-    assert read(tmp_path, 9_999).lost == 86_400.0 and status.record_path(tmp_path, 9_999).stat().st_size == status.SIZE
+    status._leave_word(tmp_path, 9_999, RuntimeError("Timed out waiting 86400000ms for recv"), lost=True)
+    assert read(tmp_path, 9_999).lost and status.record_path(tmp_path, 9_999).stat().st_size == status.SIZE
     with pytest.raises(AssertionError):
         here.at("x" * 65)
     here.close()
@@ -115,7 +114,7 @@ def test_a_rank_that_hangs(tmp_path):
     put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=0.0)
     put(tmp_path, 1, "reading data", host="node7", count=99)
     wanted = (
-        "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data (the other ranks waited 30 s)."
+        "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data."
     )
     assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: LOST}) == wanted
     assert diagnose(tmp_path, 3) == wanted, "also where there is no parent"
@@ -137,12 +136,12 @@ def test_other_ends(tmp_path):
     assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never wrote a record")
     put(tmp_path, 1, "the gradient all-reduce", ago=5)
     put(tmp_path, 2, "the gradient all-reduce", ago=5)
-    assert "rank 1 on far is in the gradient all-reduce of step 37 as the others are, but did not answer" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
+    assert "rank 1 on far did not leave the gradient all-reduce of step 37: it was last seen 5 s ago" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
     put(tmp_path, 1, "done", 36)
-    assert "rank 1 on far has ended as if all were done" in diagnose(tmp_path, 2, {0: LOST, 1: 0})
+    assert "rank 1 on far did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 36 done." in diagnose(tmp_path, 2, {0: LOST, 1: 0})
     put(tmp_path, 0, "the gradient all-reduce", lost=30.0, ago=35)
     put(tmp_path, 1, "the gradient all-reduce", lost=0.0, ago=2)
-    assert diagnose(tmp_path, 2).startswith("rank 1 on far is in the gradient all-reduce of step 37"), "it came when the others had given up"
+    assert diagnose(tmp_path, 2).startswith("rank 1 on far did not leave the gradient all-reduce of step 37"), "it came when the others had given up"
 
 
 def test_a_process_of_this_host_that_is_gone(tmp_path):
@@ -152,15 +151,6 @@ def test_a_process_of_this_host_that_is_gone(tmp_path):
     put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
     put(tmp_path, 1, "the gradient all-reduce", pid=gone.pid, host=status.host())
     assert re.match(rf"rank 1 on {HOST} is gone \(its process {gone.pid} has ended\) at step 37 while in the gradient all-reduce", diagnose(tmp_path, 2))
-    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        stopped.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-        put(tmp_path, 1, "reading data", pid=stopped.pid, host=status.host(), count=9)
-        assert f"the others gave up; its process {stopped.pid} is stopped" in diagnose(tmp_path, 2)
-    finally:
-        stopped.kill()
-        stopped.wait()
 
 
 @pytest.mark.parametrize("text", [
@@ -190,7 +180,7 @@ def test_other_errors_are_left_workers(tmp_path):
             assert lost(tmp_path, e, World(0, 2)) is None
     with pytest.raises(ZeroDivisionError), status.watched(tmp_path, World(0, 2)):
         raise ZeroDivisionError
-    assert read(tmp_path, 0).lost is None
+    assert not read(tmp_path, 0).lost
     assert lost(tmp_path, RuntimeError("Connection closed by peer"), World()) is None
     here.close()
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.layers.feedforward import get_activation
+from gradus.layers.feedforward import ACTIVATIONS
 
 # ---------------------------------------------------------------- matrix products of groups of rows
 # Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell,
@@ -101,13 +101,8 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, d_in, d_out))
         self.bias = nn.Parameter(torch.empty(n_experts, d_out)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As nn.Linear, expert by expert."""
-        bound = self.weight.shape[1] ** -0.5
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        for parameter in self.parameters():  # as nn.Linear, expert by expert
+            nn.init.uniform_(parameter, -(d_in**-0.5), d_in**-0.5)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
@@ -134,17 +129,13 @@ class Experts(nn.Module):
         self.up = ExpertLinear(n_experts, d_model, d_ff, bias)
         self.down = ExpertLinear(n_experts, d_ff, d_model, bias)
         self.dropout = nn.Dropout(dropout)
-        self.activation = get_activation(activation)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         up = self.up(x, counts)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
         return self.down(self.dropout(hidden), counts)
-
-
-def here(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
-    return experts(x, counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -166,7 +157,7 @@ class MixtureOfExperts(nn.Module):
         self.n_experts, self.top_k = n_experts, top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias, dropout)
-        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = here
+        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = Experts.__call__
         self.keeps_balance = False
         self.balance: Tensor | None = None
 

@@ -26,12 +26,10 @@ def sinusoidal(
     """(seq, d_model) fp32: sin and cos of position / 10000^(2i / d_model) (Vaswani et al. 2017, section 3.5).
 
     interleaved: sin and cos alternate, as in the paper. halves: all sin, then all cos.
-    Raises UserError for an odd d_model or an unknown layout.
+    Raises UserError for an odd d_model.
     """
     if d_model % 2:
         raise UserError(f"sinusoidal positions need an even d_model, not {d_model}; use {d_model + 1}")
-    if layout not in ("interleaved", "halves"):
-        raise UserError(f"positions={layout}: unknown layout. Known: halves, interleaved.")
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
     # (seq, d_model / 2)
     angle = torch.arange(seq_len, dtype=torch.float64, device="cpu")[:, None] * 10_000.0**-exponent

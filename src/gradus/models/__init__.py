@@ -170,7 +170,8 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
 
-        return config, sharded.under_their_names(config, sharded.read(path))
+        model = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
+        return config, weights.theirs(build(config, "meta"), model)
     return config, weights.read_tensors(path) if weights_too else {}
 
 
@@ -180,7 +181,6 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 def _read_config(file: Path) -> schema.ModelConfig:
     hf = weights.read_json(file)
     ours = hf.pop("gradus", {})
-    weights.check_kinds(hf, file)
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
     with one_line(file):
@@ -329,18 +329,7 @@ def convert(name_or_path: str | Path, folder: str | Path, max_shard_bytes: float
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")
     found, _ = weights.match(model, tensors, True, path)
-    ours = model.state_dict(keep_vars=True)
-
-    def keys(rule: weights.Rule) -> tuple:
-        return tuple(rule.key(ours[name]) for name in rule.names)
-
-    called: dict[tuple, str] = {}  # the first name of a tied tensor is the one that Hugging Face reads for all
-    for rule in weights.rules_of(config.family).rules(config):
-        called.setdefault(keys(rule), rule.theirs)
-
-    def once() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, rule in found.items():
-            if keys(rule) in called:
-                yield called.pop(keys(rule)), tensors[name].read()
-
-    weights.write(once(), to_config_json(config, tensors[next(iter(found))].read().dtype), folder, max_shard_bytes)
+    stored = weights.theirs(model, weights.ours(model, found, tensors, path))
+    dtype = tensors[next(iter(found))].read().dtype
+    written = ((name, tensor.read()) for name, tensor in stored.items())
+    weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes)

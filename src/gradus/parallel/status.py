@@ -123,8 +123,8 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one process last recorded. `time` in seconds since the epoch; `lost`: the seconds it waited for others
-    before it gave up; `code`: the exit code that it ends with by an error of its own."""
+    """What one process last recorded. `time` in seconds since the epoch; `lost`: it gave up waiting for others; `code`:
+    the exit code that it ends with by an error of its own."""
 
     rank: int
     pid: int
@@ -133,7 +133,7 @@ class Record:
     step: int | None
     time: float
     what: str
-    lost: float | None = None
+    lost: bool = False
     code: int | None = None
 
     @property
@@ -141,10 +141,10 @@ class Record:
         return f"rank {self.rank} on {self.host}"
 
     @property
-    def place(self) -> str:
-        """For example `at step 37 while reading data`."""
+    def place(self) -> tuple[str, str]:
+        """For example `at step 37` and `reading data`."""
         at = "before the first step" if self.step is None else f"at step {self.step}"
-        return f"{at} while {'in ' if self.what.startswith('the ') else ''}{self.what}"
+        return at, f"in {self.what}" if self.what.startswith("the ") else self.what
 
     @property
     def collective(self) -> str:
@@ -166,21 +166,16 @@ def read(folder: Path, rank: int) -> Record | None:
     return None
 
 
-def process_state(record: Record) -> str | None:
-    """`gone`, or what a process on this host is doing; None where that cannot be known."""
+def is_gone(record: Record) -> bool:
+    """Whether its process has ended, where that is a process of this host."""
     if record.host != host():
-        return None
+        return False
     try:
         with contextlib.suppress(PermissionError):
             os.kill(record.pid, 0)
-        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return "gone"
-    except OSError:
-        return None
-    waiting = "waiting for a disk or a device"
-    words = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": waiting, "R": "computing", "S": "sleeping"}
-    return words.get(letter)
+        return Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError as e:
+        return isinstance(e, ProcessLookupError)
 
 
 # ------------------------------------------------------------ what went wrong
@@ -192,32 +187,30 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     `codes`: rank → exit code, negative for a signal, None for one that has not ended, as its parent knows them. Without
     them (there is no parent under mpirun or srun), the records and this host's table of processes decide.
     """
-    records = {rank: read(folder, rank) for rank in range(size)}
-    states = {rank: process_state(r) for rank, r in records.items() if r is not None}
+    records = {rank: r for rank in range(size) if (r := read(folder, rank))}
     if codes is None:
-        failed = [rank for rank, r in records.items() if r is not None and r.code is not None]
-        ended = [rank for rank, state in states.items() if state == "gone"]
-        gone = sorted(failed, key=lambda rank: _failed_at(folder, rank))
-        gone = gone or [rank for rank in ended if records[rank].lost is None and records[rank].what != "done"]
-        codes = {rank: r and (LOST if r.lost is not None else r.code) for rank, r in records.items()}
+        failed = [rank for rank, r in records.items() if r.code is not None]
+        ended = [rank for rank, r in records.items() if is_gone(r) and not r.lost and r.what != "done"]
+        gone = sorted(failed, key=lambda rank: _failed_at(folder, rank)) or ended
+        codes = {rank: LOST if r.lost else r.code for rank, r in records.items()}
     else:
         codes = with_word_left(folder, codes)
         gone = died(folder, codes)
-    known = [r for r in records.values() if r is not None]
-    gave_up = [r for r in known if r.lost is not None or codes[r.rank] in (LOST, -signal.SIGABRT)]
     if gone:
         return _lost_ranks(folder, records, gone, codes)
-    others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
-    silent = [rank for rank in others if records[rank] is None]
-    if silent:
+    if silent := [rank for rank in range(size) if rank not in records]:
         return f"{_ranks(silent)} never wrote a record in {Path(folder) / 'ranks'}, and the others waited in vain."
-    if others:
-        late = min((records[rank] for rank in others), key=lambda r: r.progress)
+    gave_up = [r for r in records.values() if r.lost or codes[r.rank] in (LOST, -signal.SIGABRT)]
+    if others := [r for r in records.values() if r not in gave_up]:
+        late = min(others, key=lambda r: r.progress)
     else:  # all gave up: the last to come came too late
         late = min(gave_up, key=lambda r: (r.progress[0], -r.time))
+    seen = f"it was last seen {max(0.0, time.time() - late.time):.0f} s ago {' '.join(late.place)}."
     if not gave_up:
-        return f"{late.name} is the farthest behind: it was last seen {_ago(late)} {late.place}."
-    text = _waiting_ranks(late, gave_up, states.get(late.rank), codes.get(late.rank))
+        return f"{late.name} is the farthest behind: {seen}"
+    first = max(gave_up, key=lambda r: r.progress)
+    did_not = "did not leave" if (late.step, late.what) == (first.step, first.what) else "did not reach"
+    text = f"{late.name} {did_not} {first.collective}: {seen}"
     if not others:  # the connection itself may have failed: the error that came first says how
         first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
         if lines := tail(error_path(folder, first.rank)):
@@ -275,36 +268,17 @@ def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int
         how = f"was killed by {name_of.get(-code, f'signal {-code}')} (exit code {code})"
     else:
         how = f"ended with exit code {code}"
-    text = f"{name} {how} {record.place if record else 'while starting'}"
+    text = f"{name} {how} {' while '.join(record.place) if record else 'while starting'}"
     if len(gone) > 1:
         text += f", and so did {_ranks(gone[1:])}"
     lines = tail(log_path(folder, rank))
-    if not lines and record and process_state(record) not in ("gone", None):  # it has not come to write them
+    if not lines and record and record.host == host() and not is_gone(record):  # it has not come to write them
         lines = tail(error_path(folder, rank))
     if lines:
         text += "\n  ".join(["; the last lines it wrote:", *lines])
     elif code == -signal.SIGKILL:
         text += ". If nobody killed it, the host's memory was full: see dmesg."
     return text
-
-
-def _waiting_ranks(late: Record, gave_up: list[Record], state: str | None, code: int | None) -> str:
-    first = max(gave_up, key=lambda r: r.progress)
-    waited = max((r.lost or 0.0 for r in gave_up), default=0.0)
-    doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""
-    patience = f" (the other ranks waited {waited:.0f} s{doing})" if waited else f" (the others gave up{doing})"
-    if code == 0 or late.what == "done":
-        ended = f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}"
-        return f"{ended}, while the others were in {first.collective}."
-    if (late.step, late.what) == (first.step, first.what):
-        where = f"{late.name} is in {first.collective} as the others are"
-        return f"{where}, but did not answer: it came there {_ago(late)}{patience}."
-    seen = f"it was last seen {_ago(late)} {late.place.replace(' while in ', ' in ').replace(' while ', ' ')}"
-    return f"{late.name} did not reach {first.collective}: {seen}{patience}."
-
-
-def _ago(record: Record) -> str:
-    return f"{max(0.0, time.time() - record.time):.0f} s ago"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -333,10 +307,6 @@ _PEERS = re.compile(
     r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
     re.IGNORECASE | re.DOTALL,
 )
-_WAITED = re.compile(
-    r"timed? ?out (?:waiting |after )?\(?(\d+) ?ms|Timeout\(ms\)=(\d+)|wait timeout after (\d+) ?ms", re.IGNORECASE
-)
-
 
 def speaks_of_peers(text: str) -> bool:
     """Whether an error's text is that of a collective whose other side is gone or late."""
@@ -393,25 +363,22 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     """
     if world.size == 1 or not from_collective(exception):
         return None
-    waited = _WAITED.search(str(exception))
-    seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
-    _leave_word(folder, world.rank, exception, lost=seconds)
+    _leave_word(folder, world.rank, exception, lost=True)
     if has_parent():
         return Lost("another rank is gone", quiet=True)
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
-        if all(r and (r.lost is not None or r.code is not None or process_state(r) == "gone") for r in records):
+        if all(r and (r.lost or r.code is not None or is_gone(r)) for r in records):
             break
         time.sleep(0.05)
     text = diagnose(folder, world.size)
     # the same code on all ranks, since srun and mpirun report only one
     code = next((r.code for r in records if r is not None and r.code is not None), LOST)
-    with contextlib.suppress(OSError):  # a folder that is gone: better said twice than not at all
-        try:  # the first to come tells the user
-            _reported_path(folder).touch(exist_ok=False)
-        except FileExistsError:
-            return Lost(text, True, code)
+    try:  # the first to come tells the user
+        _reported_path(folder).touch(exist_ok=False)
+    except OSError as e:  # a folder that is gone: better said twice than not at all
+        return Lost(text, isinstance(e, FileExistsError), code)
     return Lost(text, False, code)
 
 
@@ -419,16 +386,15 @@ def _reported_path(folder: Path) -> Path:
     return Path(folder) / "ranks" / "reported"
 
 
-def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) -> None:
+def _leave_word(folder: Path, rank: int, error: BaseException, **word: int) -> None:
     """Add to this process's record why it ends, and write the error's traceback beside it."""
     with contextlib.suppress(OSError):
         error_path(folder, rank).write_text("".join(traceback.format_exception(error)), errors="replace")
-    mine = read(folder, rank)
-    if mine is None:
-        return
-    fields = {k: v for k, v in (dataclasses.asdict(mine) | word).items() if v is not None or k == "step"}
-    with contextlib.suppress(OSError), open(record_path(folder, rank), "r+b", buffering=0) as file:
-        file.write(_line(fields))
+    path = record_path(folder, rank)
+    with contextlib.suppress(OSError, ValueError):
+        line = _line(json.loads(path.read_text()) | word)
+        with open(path, "r+b", buffering=0) as file:
+            file.write(line)
 
 
 @contextlib.contextmanager

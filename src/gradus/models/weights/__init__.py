@@ -8,8 +8,6 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
-    upgrade(hf, tensors)   optional: turn the tensors beside a config.json of an earlier layout of ours into those that
-                           `rules` describes now
     adapt(stored, config, tensors)
                            optional: turn the tensors that `rules(stored)` describes into those of `rules(config)`
     unknown_to_transformers(config)
@@ -37,7 +35,7 @@ from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, some
 from gradus.models.family import rules_of
 from gradus.models.weights import checksums
-from gradus.models.weights.stored import Stored, read_files
+from gradus.models.weights.stored import Stacked, Stored, read_files
 from gradus.recipe.schema import MODELS
 
 if TYPE_CHECKING:  # a configuration is read without torch
@@ -90,29 +88,6 @@ class LoadReport:
     reshaped: list[str] = field(default_factory=list)
 
 
-WHOLE = re.compile(
-    r"(num|n)_(hidden_layers|layers?|heads?|attention_heads|key_value_heads|embd|inner|positions|channels|labels)"
-    r"|num_(local_experts|experts_per_tok)|(hidden|intermediate|vocab|type_vocab|decoder_vocab)_size"
-    r"|d_(model|ff|kv)|head_dim|max_position_embeddings"
-    r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|relative_attention_\w+"
-)
-KINDS = {"model_type": str, "hidden_act": str, "activation_function": str, "feed_forward_proj": str,
-         "architectures": list, "rope_scaling": dict, "rope_parameters": dict, "id2label": dict}  # fmt: skip
-
-
-def check_kinds(hf: dict, where: object) -> None:
-    """Raises UserError for a field of a config.json that Gradus reads and whose value is not of the kind that it
-    expects. null counts as absent."""
-    words = {str: "text", list: "a list of names", dict: "an object", int: "a whole number"}
-    for name, value in hf.items():
-        kind = int if WHOLE.fullmatch(name) else KINDS.get(name)
-        right = kind is None or value is None or (isinstance(value, kind) and not isinstance(value, bool))
-        if right and name == "architectures" and value:
-            right = all(isinstance(x, str) for x in value)
-        if not right:
-            raise UserError(f"{where}: {name}={value!r:.60}: expected {words[kind]}")
-
-
 def model_types() -> dict[str, str]:
     """model_type in config.json → the family that reads it."""
     return {model_type: family for family in MODELS for model_type in rules_of(family).MODEL_TYPES}
@@ -152,21 +127,12 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
         return _read_file(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).is_file():
-            return _upgraded(path, _read_file(path / name))
+            return _read_file(path / name)
         if (path / f"{name}.index.json").is_file():
-            return _upgraded(path, _read_shards(path / f"{name}.index.json"))
+            return _read_shards(path / f"{name}.index.json")
     raise UserError(
         f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
     )
-
-
-def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    family = model_types().get(hf.get("model_type"))
-    if family is None:
-        return tensors
-    hf.pop("gradus", None)
-    return getattr(rules_of(family), "upgrade", lambda hf, tensors: tensors)(hf, tensors)
 
 
 def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -354,41 +320,58 @@ def ours(
                 )
         return tensor
 
-    def made(sources: dict[int | None, list[tuple[str, int]]]) -> Tensor:
-        import torch
-
-        return one(sources[None]) if None in sources else torch.stack([one(sources[i]) for i in sorted(sources)])
+    def made(sources: list[tuple[str, int]], shape: tuple[int, ...]) -> Stored:
+        source = sources[0][0]
+        if len(sources) == 1 and found[source].to_ours is identity:
+            return tensors[source]
+        return Stored(shape, partial(one, sources), dtype=tensors[source].dtype)
 
     of: dict[str, dict[int | None, list[tuple[str, int]]]] = {}
-    for theirs, rule in found.items():
+    for source, rule in found.items():
         for i, name in enumerate(rule.names):
-            of.setdefault(first[name], {}).setdefault(rule.index, []).append((theirs, i))
+            of.setdefault(first[name], {}).setdefault(rule.index, []).append((source, i))
     values = {}
     for name, sources in of.items():
-        (theirs, _), *more = next(iter(sources.values()))
-        plain = sources.keys() == {None} and not more and found[theirs].to_ours is identity
-        if plain:
-            values[name] = tensors[theirs]
-        elif None in sources or len(sources) == len(mine[name]):
-            values[name] = Stored(tuple(mine[name].shape), partial(made, sources), dtype=tensors[theirs].dtype)
+        shape = tuple(mine[name].shape)
+        if None in sources:
+            values[name] = made(sources[None], shape)
+        elif len(sources) == len(mine[name]):
+            layers = [made(sources[i], shape[1:]) for i in sorted(sources)]
+            values[name] = Stacked(shape, None, dtype=layers[0].dtype, layers=layers)
     return values
 
 
 # ---------------------------------------------------------------- ours → theirs
 
 
+def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Parameters of the model by name (a tied one by its first) as Hugging Face names and stores them, each once, made
+    from ours when it is read. What no rule knows stays as it is."""
+    import torch
+
+    first = first_names(model)
+    made: dict[str, Stored] = {}
+    taken: set[tuple[str, int | None]] = set()
+    for rule in rules_of(model.config.family).rules(model.config):
+        names = [first[name] for name in rule.names]
+        keys = {(name, rule.index) for name in names}
+        if keys <= taken or not ours.keys() >= set(names):
+            continue
+        taken |= keys
+        parts = [ours[name] if rule.index is None else ours[name].layer(rule.index) for name in names]
+        if rule.to_theirs is not identity:
+            shape = tuple(rule.to_theirs(*(torch.empty(part.shape, device="meta") for part in parts)).shape)
+            read = partial(lambda rule, parts: rule.to_theirs(*(part.read() for part in parts)), rule, parts)
+            parts = [Stored(shape, read, dtype=parts[0].dtype)]
+        made[rule.theirs] = parts[0]
+    known = {name for name, _ in taken}
+    return made | {name: stored for name, stored in ours.items() if name not in known}
+
+
 def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under Hugging Face's names, one at a time, each stored tensor once."""
-    ours = model.state_dict(keep_vars=True)
-    written: set[tuple[int, int | None]] = set()
-    for rule in rules_of(model.config.family).rules(model.config):
-        parts = [ours[name] for name in rule.names]
-        if not all(rule.key(part) in written for part in parts):
-            written.update(rule.key(part) for part in parts)
-            yield rule.theirs, rule.to_theirs(*(rule.part(part.detach()) for part in parts))
-    known = {tensor for tensor, _ in written}
-    forgotten = [name for name, tensor in ours.items() if id(tensor) not in known]
-    assert not forgotten, f"no rule for {forgotten}"
+    ours = {name: Stored(tuple(p.shape), partial(identity, p.detach())) for name, p in model.named_parameters()}
+    return ((name, stored.read()) for name, stored in theirs(model, ours).items())
 
 
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

@@ -7,7 +7,6 @@ express is saved with model_type gradus-seq2seq: our configuration, with tensors
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -193,22 +192,13 @@ def _interleaved(tensor: Tensor, axis: int) -> Tensor:
     return torch.stack(tensor.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
 
 
-def upgrade(hf: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Convert tensors of an earlier version, which wrote every model with alternating positions as gradus-seq2seq, with
-    the features in our order."""
-    stored_so = hf["model_type"] != "gradus-seq2seq"
-    return tensors if stored_so or not _reorders(config_from_hf(hf)) else _each(tensors, _halves)
-
-
 def adapt(stored: Seq2SeqConfig, config: Seq2SeqConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Reorder the features where the `rules` of the two configurations expect different orders, as where a tie is
     undone."""
     if _reorders(stored) == _reorders(config):
         return tensors
-    return _each(tensors, _halves if _reorders(config) else _interleaved)
+    order = _halves if _reorders(config) else _interleaved
 
-
-def _each(tensors: dict[str, Stored], order: Callable[[Tensor, int], Tensor]) -> dict[str, Stored]:
     def ordered(stored: Stored, axis: int | None) -> Stored:
         return stored if axis is None else Stored(stored.shape, lambda: order(stored.read(), axis))
 
