@@ -29,12 +29,12 @@ from gradus.parallel.world import World, free_port
 HOST = re.escape(socket.gethostname())
 
 
-def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.0, pid: int = 2**22 + 5, host: str = "far", lost=None, count=100):
+def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.0, pid: int = 2**22 + 5, host: str = "far", lost=False, count=100):
     """A record as another host's process left it."""
     record = {"rank": rank, "pid": pid, "host": host, "count": count, "step": step, "time": time.time() - ago, "what": what}
     path = status.record_path(folder, rank)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record | ({} if lost is None else {"lost": lost})))
+    path.write_text(json.dumps(record | ({"lost": True} if lost else {})))
 
 
 def test_a_record_is_rewritten_in_place(tmp_path):
@@ -86,7 +86,7 @@ def test_a_record_costs_microseconds(tmp_path):
 
 
 def test_a_rank_that_died(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     put(tmp_path, 1, "the gradient all-reduce", host="node7")
     text = diagnose(tmp_path, 2, {0: LOST, 1: -9})
     assert text.startswith("rank 1 on node7 was killed by SIGKILL (exit code -9) at step 37 while in the gradient all-reduce")
@@ -110,8 +110,8 @@ def test_the_cause_is_told_from_its_effects(tmp_path):
 
 
 def test_a_rank_that_hangs(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", ago=30, lost=30.0)
-    put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", ago=30, lost=True)
+    put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=True)
     put(tmp_path, 1, "reading data", host="node7", count=99)
     wanted = (
         "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data."
@@ -132,15 +132,15 @@ def test_the_watchdog_of_nccl(tmp_path):
 
 
 def test_other_ends(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", lost=30.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never wrote a record")
     put(tmp_path, 1, "the gradient all-reduce", ago=5)
     put(tmp_path, 2, "the gradient all-reduce", ago=5)
     assert "rank 1 on far did not leave the gradient all-reduce of step 37: it was last seen 5 s ago" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
     put(tmp_path, 1, "done", 36)
     assert "rank 1 on far did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 36 done." in diagnose(tmp_path, 2, {0: LOST, 1: 0})
-    put(tmp_path, 0, "the gradient all-reduce", lost=30.0, ago=35)
-    put(tmp_path, 1, "the gradient all-reduce", lost=0.0, ago=2)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True, ago=35)
+    put(tmp_path, 1, "the gradient all-reduce", lost=True, ago=2)
     assert diagnose(tmp_path, 2).startswith("rank 1 on far did not leave the gradient all-reduce of step 37"), "it came when the others had given up"
 
 
@@ -148,7 +148,7 @@ def test_a_process_of_this_host_that_is_gone(tmp_path):
     """Without a parent, the table of processes tells."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     put(tmp_path, 1, "the gradient all-reduce", pid=gone.pid, host=status.host())
     assert re.match(rf"rank 1 on {HOST} is gone \(its process {gone.pid} has ended\) at step 37 while in the gradient all-reduce", diagnose(tmp_path, 2))
 
@@ -224,7 +224,7 @@ def test_the_rank_that_failed_first_is_named_first(tmp_path):
 def test_the_connection_itself_failed(tmp_path):
     """No rank is gone and none is late: all gave up, and the error that came first is shown."""
     for rank, at in ((0, 2000), (1, 1000)):
-        put(tmp_path, rank, "the gradient all-reduce", lost=0.0)
+        put(tmp_path, rank, "the gradient all-reduce", lost=True)
         status.error_path(tmp_path, rank).write_text(f"Traceback\nRuntimeError: [gloo] Connection reset, seen by {rank}\n")
         os.utime(status.error_path(tmp_path, rank), (at, at))
     for codes in ({0: LOST, 1: LOST}, None):

@@ -112,24 +112,22 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if path.suffix != ".bin":
-            raise UserError(
-                f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
-            )
-        return path
+        if path.suffix == ".bin":
+            return path
+        raise UserError(
+            f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
+        )
     if not path.exists():
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name_or_path)) and not str(name_or_path).startswith("."):
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name_or_path)):
             return _from_hub(str(name_or_path), weights_too)
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, beside) if beside else ''}")
-    if (path / "config.json").is_file() or (path / "params.json").is_file():
-        return path
-    if (path / "checkpoints").is_dir():
-        steps = [p for p in (path / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-        best = path / "checkpoints" / "best"
-        for checkpoint in [best, *sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)]:
-            if (checkpoint / "config.json").is_file():
-                return checkpoint
+    runs = path / "checkpoints"
+    newest_first = sorted(runs.glob(f"step-{'[0-9]' * 8}"), reverse=True)
+    for folder in (path, runs / "best", *newest_first):
+        if (folder / "config.json").is_file() or (folder / "params.json").is_file():
+            return folder
+    if runs.is_dir():
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
         )
@@ -158,7 +156,7 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if path.is_file():
         from gradus.models.weights import llama2c
 
-        return llama2c.read(path, weights_too)
+        return llama2c.read(path)
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
         from gradus.models.weights import meta_llama
 
@@ -273,10 +271,10 @@ def load(
         known = (name for name in loaded.values if name not in loaded.report.new)
         dtype = next((loaded.values[name].read().dtype for name in known), None)
     elif isinstance(dtype, str):
-        names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        if dtype not in names:
-            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*names, 'auto'])}")
-        dtype = getattr(torch, dtype)
+        known = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+        if dtype not in known:
+            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*known, 'auto'])}")
+        dtype = known[dtype]
     loaded.model.to(dtype or torch.float32)
     return loaded.on(device)
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradus import models
 from gradus.data.collate import IGNORE
-from gradus.errors import UserError
+from gradus.errors import UserError, divisors, either
 from gradus.layers import Attention, Block, attention_mask, get_kernel
 from gradus.layers.kernels import (
     Chunk,
@@ -47,31 +47,26 @@ from gradus.layers.kernels import (
     rng_state,
 )
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import all_gather, all_to_all
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be trained with this layout.context, one line each."""
     n = layout.context
-    if n == 1:
-        return
     if reason := models.lookup(model.family).whole_sequence:
         others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
         yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
     elif layout.context_method == "ulysses":
         heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
-        here = [m for m in range(1, kv_heads + 1) if kv_heads % (m * layout.tensor) == 0]
+        here = [m for m in divisors(kv_heads) if kv_heads % (m * layout.tensor) == 0]
         if n not in here:
             named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
             tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
-            fits = f"Use {_either(here)}, or" if here else "Use"
+            fits = f"Use {either(here)}, or" if here else "Use"
             yield (
                 f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. "
                 f"{fits} layout.context_method=ring."
             )
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +212,8 @@ class Context:
 
     @torch.compiler.disable
     def _after_last(self, block: nn.Module, args: tuple, out: Tensor):
-        return _on_whole(lambda x: _Gather.apply(x, self.group, self.sequence.split), out)  # (batch, seq, d_model)
+        length = self.sequence.split.length
+        return _on_whole(lambda x: all_gather(x, 1, self.group)[:, :length], out)  # (batch, seq, d_model)
 
     # ------------------------------------------------------------ attention
 
@@ -262,14 +258,15 @@ class Context:
         n, (split, segments, keep) = self.n, sequence
         # parts: each (n, batch, heads / n, local, head_dim)
         parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]
-        mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
+        mixed = all_to_all(torch.cat(parts, dim=2), None, None, self.group)  # from process i its tokens
         heads = [x.shape[2] for x in parts]
         q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split(heads, dim=2))
         mask = attention_mask(segments, keep)
         # out: (batch, n_heads / n, seq, head_dim)
         out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
-        return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)
+        # (batch, n_heads, local, head_dim)
+        return all_to_all(out.contiguous(), None, None, self.group).movedim(0, 1).flatten(1, 2)
 
 
 def _on_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -410,41 +407,3 @@ class _RingAttention(torch.autograd.Function):
                     dkv += wait()  # the sum of the processes before, for the same keys and values
                 wait = ring.send(dkv, tag=1)
         return dq.to(q.dtype), wait().to(kv.dtype), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i, and from process i comes part i: its own inverse and its own
-    gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """(batch, local, d_model) of each process → (batch, seq, d_model) on all. The gradient is summed over the
-    processes; each takes that of its own tokens."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, split: Split) -> Tensor:
-        ctx.group, ctx.split = group, split
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(split.n)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        whole = torch.cat(parts, dim=1)
-        return whole[:, : split.length].contiguous() if split.padding else whole  # never a view, which FSDP warns of
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        parts = [part.contiguous() for part in ctx.split.pad(grad, 1).chunk(ctx.split.n, dim=1)]
-        out = torch.empty_like(parts[0])
-        dist.reduce_scatter(out, parts, group=ctx.group)
-        return out, None, None

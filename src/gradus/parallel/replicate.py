@@ -95,23 +95,19 @@ class ParameterServer(Replicas):
         return self.rank == 0
 
     def reduce(self, gradients: list[Tensor]) -> None:
-        push = torch.cat([g.flatten() for g in gradients])
-        if self.rank:
-            dist.send(push, group=self.group, group_dst=0)
-            return
-        pushed = torch.empty_like(push)
-        for worker in range(1, self.size):
-            dist.recv(pushed, group=self.group, group_src=worker)
-            push += pushed
-        _scatter_back(push, gradients)
+        with as_one(gradients) as push:
+            if self.rank:
+                dist.send(push, group=self.group, group_dst=0)
+            for worker in range(1, self.size) if self.rank == 0 else ():
+                pushed = torch.empty_like(push)
+                dist.recv(pushed, group=self.group, group_src=worker)
+                push += pushed
 
     def send_weights(self, weights: list[Tensor]) -> None:
-        flat = torch.cat([w.flatten() for w in weights])
-        if self.rank:
-            dist.recv(flat, group=self.group, group_src=0)
-            _scatter_back(flat, weights)
-        else:
-            for worker in range(1, self.size):
+        with as_one(weights) as flat:
+            if self.rank:
+                dist.recv(flat, group=self.group, group_src=0)
+            for worker in range(1, self.size) if self.rank == 0 else ():
                 dist.send(flat, group=self.group, group_dst=worker)
 
 
@@ -165,23 +161,24 @@ def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None,
     experts)."""
     if group is None:
         return
-    bucket: list[Tensor] = []
-    for gradient in [*gradients, None]:
-        full = bucket and (
-            gradient is None
-            or gradient.dtype != bucket[0].dtype
-            or sum(g.nbytes for g in bucket) + gradient.nbytes > bucket_bytes
-        )
-        if full:
-            flat = torch.cat([g.flatten() for g in bucket])
+    buckets: list[list[Tensor]] = []
+    for gradient in gradients:
+        last = buckets[-1] if buckets else []
+        room = bucket_bytes - gradient.nbytes - sum(g.nbytes for g in last)
+        if last and last[0].dtype == gradient.dtype and room >= 0:
+            last.append(gradient)
+        else:
+            buckets.append([gradient])
+    for bucket in buckets:
+        with as_one(bucket) as flat:
             dist.all_reduce(flat, group=group)
-            _scatter_back(flat, bucket)
-            bucket = []
-        if gradient is not None:
-            bucket.append(gradient)
 
 
-def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
+@contextlib.contextmanager
+def as_one(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The values of several tensors as one flat tensor; what it holds afterwards is copied back into them."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    yield flat
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
         tensor.copy_(part.view_as(tensor))
 

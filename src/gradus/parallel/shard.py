@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import Block
 from gradus.layers.moe import Experts
+from gradus.parallel.replicate import as_one
 from gradus.recipe.schema import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -111,7 +112,5 @@ class OptimizerShards:
         """After the step: every replica sends what it stepped."""
         for owner, part in enumerate(self.parts):
             if part:
-                flat = torch.cat([w.flatten() for w in part])
-                dist.broadcast(flat, group=self.group, group_src=owner)
-                for w, new in zip(part, flat.split([w.numel() for w in part])):
-                    w.copy_(new.view_as(w))
+                with as_one(part) as flat:
+                    dist.broadcast(flat, group=self.group, group_src=owner)

@@ -234,7 +234,7 @@ def match(
     assert len(by_name) == len(rules), "two rules for one tensor"
 
     found: dict[str, Rule] = {}
-    unused, misshapen, reshaped, wrong = [], [], [], []
+    unused, misshapen, reshaped = [], [], []
     there: set[tuple[int, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
@@ -250,7 +250,6 @@ def match(
             reshaped.append(name)
             continue
         else:
-            wrong.append(rule)
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
         there.update(rule.key(ours[n]) for n in rule.names)
     called = {rule.key(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
@@ -261,12 +260,10 @@ def match(
         missing = list(dict.fromkeys(called[key] for key in reversed(absent))) if strict else []
         extra = unused if strict else []
         faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
-        problems = [f"{what} {some(names)}" for what, names in faults if names]
-        hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
-        way_out = ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
         raise UserError(
             f"{where}: not the {model.config.family} that its configuration describes: "
-            f"{'; '.join(problems)}{'' if hopeless else way_out}"
+            f"{'; '.join(f'{what} {some(names)}' for what, names in faults if names)}. "
+            "With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
         )
     if not found:
         holds = some(list(tensors)) or "nothing"
@@ -391,9 +388,8 @@ def write(
     folder = Path(folder)
     aside = folder / ".writing"
     shards: list[list[str]] = []
-    total = 0
     shard: dict[str, Tensor] = {}
-    held = 0
+    total = 0
 
     def flush() -> None:
         save_file(shard, aside / f"{len(shards)}.safetensors", metadata={"format": "pt"})
@@ -405,19 +401,16 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
         for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if shard and held + size > max_shard_bytes:
+            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
                 flush()
-                held = 0
             shard[name] = tensor.cpu().contiguous()
-            held += size
-            total += size
+            total += tensor.nbytes
         flush()
         n = len(shards)
         numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
         names = numbered if n > 1 else ["model.safetensors"]
         moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
-        if len(shards) > 1:
+        if n > 1:
             weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (aside / "index").write_text(json.dumps(index, indent=2) + "\n")

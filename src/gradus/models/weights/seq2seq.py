@@ -119,17 +119,11 @@ def model_type(config: Seq2SeqConfig) -> str:
 
 def unknown_to_transformers(config: Seq2SeqConfig) -> str:
     """What keeps both from computing this configuration, and what to set."""
-    if config.norm_eps != NORM_EPS:
-        return f"norm_eps={config.norm_eps:g}, which Marian and Pegasus fix; set model.norm_eps={NORM_EPS:g}"
-    if config.norm_first and config.target_vocab_size not in (None, config.vocab_size):
-        return "pre-norm with two vocabularies; set model.norm_first=false"
-    if config.norm_first:
-        return (
-            "pre-norm with only some of its embeddings shared; "
-            "set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
-        )
-    alike = "set model.tie_output=true or model.share_embeddings=false"
-    return f"source and target share an embedding that the output does not; {alike}"
+    return (
+        f"Marian and Pegasus have norm_eps={NORM_EPS:g}; Pegasus is pre-norm, with one vocabulary and all embeddings "
+        "shared or none, and Marian post-norm, whose output shares an embedding that source and target share; "
+        "set model.norm_eps, model.norm_first, model.share_embeddings, model.tie_output so"
+    )
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
