@@ -245,8 +245,6 @@ def send_nothing_ahead(stage: Any) -> None:
 # ---------------------------------------------------------------- classes whose private methods Gradus replaces
 
 REPLACED: dict[str, tuple[str, ...]] = {
-    # parallel.tensor: a style that makes DTensors of what no other style splits
-    "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
     "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
 }

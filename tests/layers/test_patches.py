@@ -20,7 +20,7 @@ from gradus.layers.patches import How
 def test_extract_cuts_row_by_row(batch, channels, rows, columns, p, seed):
     torch.manual_seed(seed)
     images = torch.randn(batch, channels, rows * p, columns * p)
-    for how in get_args(How):
+    for how in ("unfold", "rearrange"):
         patches = extract(images, p, how)
         assert patches.shape == (batch, rows * columns, channels * p * p)
         for i in range(rows):

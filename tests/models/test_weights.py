@@ -562,10 +562,10 @@ def test_run_folder(tmp_path):
     with pytest.raises(UserError, match="a run without a checkpoint yet"):
         models.load(tmp_path / "run")
     for step, model in with_step.items():
-        models.save(model, tmp_path / "run" / "checkpoints" / f"step-{step}")
-    (tmp_path / "run" / "checkpoints" / "step-11").mkdir()  # not whole
+        models.save(model, tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    (tmp_path / "run" / "checkpoints" / "step-00000011").mkdir()  # not whole
     assert torch.equal(models.load(tmp_path / "run").norm.weight, with_step[10].norm.weight)
-    (tmp_path / "run" / "checkpoints" / "best").symlink_to("step-9")
+    (tmp_path / "run" / "checkpoints" / "best").symlink_to("step-00000009")
     assert torch.equal(models.load(tmp_path / "run").norm.weight, with_step[9].norm.weight)
     model = random_model(LLAMA)
     assert models.load_weights(model, tmp_path / "run") == weights.LoadReport()

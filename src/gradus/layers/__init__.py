@@ -1,7 +1,8 @@
 """The parts that models are made of. Norms are PyTorch's own: nn.LayerNorm and nn.RMSNorm."""
 
+from torch import nn
+
 from gradus.layers.attention import Attention
-from gradus.layers.block import Block
 from gradus.layers.cache import Cache, LayerCache, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
@@ -25,3 +26,7 @@ __all__ = [
     "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
 ]  # fmt: skip
+
+
+class Block(nn.Module):
+    """A layer that a model repeats. From outside, blocks are what is checkpointed, compiled and sharded."""

@@ -14,13 +14,12 @@ from gradus.errors import UserError
 How = Literal["convolution", "unfold", "rearrange"]
 
 
-def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
+def extract(images: Tensor, patch_size: int, how: Literal["unfold", "rearrange"] = "rearrange") -> Tensor:
     """Cut images into patches, row by row.
 
     images: (batch, channels, height, width), both sides multiples of patch_size.
     Returns (batch, n_patches, channels · patch_size · patch_size): within a patch channel, then row, then column.
-    how: unfold and rearrange (a reshape) are two ways to the same; convolution is a third one, with the identity as its
-    kernel.
+    how: two ways to the same; rearrange is a reshape.
     """
     batch, channels, height, width = images.shape
     p = patch_size
@@ -29,13 +28,10 @@ def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
             f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change "
             "patch_size"
         )
-    if how == "rearrange":
-        grid = images.reshape(batch, channels, height // p, p, width // p, p)
-        return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
     if how == "unfold":
         return F.unfold(images, p, stride=p).transpose(1, 2)
-    identity = torch.eye(channels * p * p, dtype=images.dtype, device=images.device).view(-1, channels, p, p)
-    return F.conv2d(images, identity, stride=p).flatten(2).transpose(1, 2)
+    grid = images.reshape(batch, channels, height // p, p, width // p, p)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
 
 
 class Patches(nn.Module):

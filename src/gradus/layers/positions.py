@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradus.errors import UserError
-
-
-class RopeScaling(Protocol):
-    """Llama 3.1's stretching of rotary frequencies: what `gradus.recipe.schema.RopeScaling` holds."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
 
 
 def sinusoidal(
@@ -38,12 +29,12 @@ def sinusoidal(
     return table.to(device=device or torch.get_default_device(), dtype=torch.float32)
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
+def rotary_frequencies(head_dim: int, theta: float, scaling: Any = None, device=None) -> Tensor:
     """(head_dim / 2,) fp32: radians a position, theta^(-2i / head_dim) (Su et al. 2021, equation 15).
 
-    scaling: Llama 3.1's (Grattafiori et al. 2024): wavelengths longer than original_seq_len / low_freq_factor are
-    stretched by `factor`, those shorter than original_seq_len / high_freq_factor stay, and between the two the stretch
-    fades in.
+    scaling: Llama 3.1's (recipe.schema.RopeScaling; Grattafiori et al. 2024): wavelengths longer than
+    original_seq_len / low_freq_factor are stretched by `factor`, those shorter than original_seq_len / high_freq_factor
+    stay, and between the two the stretch fades in.
     """
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head size, not {head_dim}")
@@ -56,7 +47,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None 
 
 
 def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    positions: Tensor, head_dim: int, theta: float, scaling: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Rotations for `apply_rotary`: (cos, sin), each positions.shape + (head_dim,) in fp32, the first half of sin
     negated.

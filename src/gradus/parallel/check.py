@@ -46,8 +46,8 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
         devices = 0 if layout.device == "cpu" else torch.cuda.device_count()
         if n > 1 or devices < 2:
             yield (
-                f"layout.replicate=data_parallel: one process splits a batch over several GPUs; here are {n} processes "
-                f"and {devices} GPUs. Use layout.replicate=ddp."
+                "layout.replicate=data_parallel: one process splits a batch over several GPUs "
+                f"(processes here: {n}, GPUs: {devices}). Use layout.replicate=ddp."
             )
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -51,28 +51,22 @@ from gradus.torch_private import send_nothing_ahead, without_hooks
 T = TypeVar("T")
 
 
-SPLIT_BACKWARD = "zero_bubble computes the gradients of inputs and of weights in two passes"
-
-
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be split over this layout.pipeline, one line each."""
     n = layout.pipeline
-    schedule, per_process, stacks = layout.schedule, stages_per_process(layout), models.lookup(model.family).stacks
+    per_process, stacks = stages_per_process(layout), models.lookup(model.family).stacks
     n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
     if n * per_process > n_blocks:
-        most = n_blocks // per_process
-        fewer = f"layout.pipeline={most} or less" if most > 1 else "a smaller layout.pipeline"
-        if per_process > 1 and n_blocks >= n:
-            fewer += ", or layout.schedule=1f1b with layout.stages=1"
         yield (
-            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, "
-            f"and the model has {n_blocks} blocks. Use {fewer}."
+            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has "
+            f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
+            f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
         )
-    if schedule == "zero_bubble" and len(stacks) > 1:
+    if layout.schedule == "zero_bubble" and len(stacks) > 1:
         yield (
-            f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter "
-            f"a stage at several places, as {model.family}'s decoder embedding and biases do. "
-            "Use layout.schedule=interleaved."
+            "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
+            "PyTorch's second one fails where weights enter a stage at several places, as "
+            f"{model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
         )
 
 
@@ -389,15 +383,16 @@ class Pipeline:
         names = {name for name, _ in model.named_parameters()}
         assert names == set().union(*(names_of[s] for s in mine)), "a part keeps the whole model's names"
 
-        first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in names_of[s]}
+        holders: dict[str, set[int]] = {}
+        for s, s_names in enumerate(names_of):
+            for name in s_names:
+                holders.setdefault(name, set()).add(self.rank_of[s])
         # each parameter on exactly one process
-        self.owned = {name for name, rank in first.items() if rank == self.rank}
-        stages = range(self.n_stages)
-        holders = {name: sorted({self.rank_of[s] for s in stages if name in names_of[s]}) for name in first}
+        self.owned = {name for name, ranks in holders.items() if min(ranks) == self.rank}
         # in an order that all processes share
-        self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+        self.tied = {name: sorted(ranks) for name, ranks in sorted(holders.items()) if len(ranks) > 1}
         self.run: _Run | None = None
-        self._schedules: OrderedDict[tuple, object] = OrderedDict()
+        self._schedule = functools.lru_cache(maxsize=4)(self._make_schedule)  # each holds its receive buffers
 
     # ------------------------------------------------------------ training
 
@@ -418,7 +413,7 @@ class Pipeline:
         index, losses = torch.arange(n), []
         target, into = (index, losses) if self.n_stages - 1 in self.stages else (None, None)
         try:
-            self._schedule(n, capacities).step(index=index, target=target, losses=into, return_outputs=False)
+            self._schedule(n, *capacities).step(index=index, target=target, losses=into, return_outputs=False)
         except RuntimeError as e:  # torch wraps what a stage raises
             if isinstance(e.__cause__, UserError):
                 raise e.__cause__ from None
@@ -435,21 +430,15 @@ class Pipeline:
             return -(-n // self.layout.pipeline) * self.layout.pipeline
         return n
 
-    def _schedule(self, n: int, capacities: list[int]):
-        """torch's schedule for n micro-batches of these sizes. A few are kept: each holds its receive buffers."""
-        key = (n, *capacities)
-        if key not in self._schedules:
-            stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
-            multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
-            self._schedules[key] = self.schedule_class(
-                stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
-            )
-            while len(self._schedules) > 4:
-                self._schedules.popitem(last=False)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
+    def _make_schedule(self, n: int, *capacities: int):
+        """torch's schedule for n micro-batches of these sizes."""
+        stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
+        multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
+        return self.schedule_class(
+            stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+        )
 
-    def _torch_stage(self, stage: Stage, capacities: list[int]) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, capacities: tuple[int, ...]) -> PipelineStage:
         def like(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, device="meta", dtype=dtype).requires_grad_()
 

@@ -31,9 +31,8 @@ class Replicas:
     def __init__(self, bare: nn.Module):
         self.bare = self.model = bare
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        yield
+    def sync_on(self, last: bool) -> None:
+        """Sum gradients in the next backward pass, or (False) keep them for a later micro-batch's."""
 
     def reduce(self, gradients: list[Tensor]) -> None:
         """Sum the gradients over the replicas, in place. They come in the same order on every process."""
@@ -125,10 +124,8 @@ class DDP(Replicas):
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            yield
+    def sync_on(self, last: bool) -> None:
+        self.model.require_backward_grad_sync = last
 
 
 def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:

@@ -81,12 +81,6 @@ def _across(parameter: Tensor, n: int) -> Shard:
     return Shard(next((i for i, size in enumerate(local.shape) if size % n == 0), 0))
 
 
-def sync_on(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in this backward pass, or (False) keep them for a later micro-batch's."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-
-
 class OptimizerShards:
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each replica steps a part of the weights and sends it to the
     others.

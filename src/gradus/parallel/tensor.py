@@ -130,7 +130,13 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("to_q", "to_k", "to_v")}
     parallelize_module(module, mesh, plan | {"to_out": RowwiseParallel(output_layouts=stream, use_local_output=False)})
     if module.dropout:
-        module.forward = _when_training(module, _own_random_numbers(module.forward, mesh), module.forward)
+        plain, own = module.forward, _own_random_numbers(module.forward, mesh)
+
+        @functools.wraps(plain)
+        def forward(*args, **kwargs) -> Tensor:
+            return (own if module.training else plain)(*args, **kwargs)
+
+        module.forward = forward
 
 
 def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
@@ -165,29 +171,19 @@ def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTens
     return forward
 
 
-class _Whole(ParallelStyle):
-    """Parameters whole on every process, and plain inputs too. Computes with DTensors; `plain` makes the result a plain
-    tensor."""
+def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """What no other rule has made a DTensor is whole on every process. A module without children computes with
+    DTensors, of plain inputs too; a projection's result is a plain tensor."""
 
-    def __init__(self, plain: bool):
-        super().__init__()
-        self.plain = plain
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, mesh, None, self._enter, self._leave)
-
-    def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+    def enter(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
         return tuple(x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),)) for x in inputs)
 
-    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-        return output.to_local() if self.plain else output
+    def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local() if isinstance(module, nn.Linear) else output
 
-
-def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """What no other rule has made a DTensor."""
     rest = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
     if rest and next(module.children(), None) is None:
-        parallelize_module(module, mesh, _Whole(plain=isinstance(module, nn.Linear)))
+        distribute_module(module, mesh, None, enter, leave)
     else:  # a model's own parameters: ViT's class token and positions
         for name, p in rest.items():
             module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()]), p.requires_grad))
@@ -220,14 +216,6 @@ def _dropout(module: nn.Dropout, drop: Callable[[Tensor], Tensor]) -> Callable[[
         return DTensor.from_local(own(x.to_local()), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
 
     return forward
-
-
-def _when_training(module: nn.Module, training: Callable, otherwise: Callable) -> Callable:
-    @functools.wraps(otherwise)
-    def call(*args, **kwargs):
-        return (training if module.training else otherwise)(*args, **kwargs)
-
-    return call
 
 
 def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
