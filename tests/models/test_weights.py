@@ -409,7 +409,7 @@ def test_damaged_pytorch_bin(content, tmp_path):
     models.save(random_model(LLAMA), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(UserError, match=r"pytorch_model.bin: not a PyTorch file, or not a whole one"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin: refused: not a PyTorch file, or not a whole one"):
         models.load(tmp_path)
 
 

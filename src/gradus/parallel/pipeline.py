@@ -43,7 +43,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.models import Stack
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 from gradus.torch_private import send_nothing_ahead, without_hooks
@@ -159,11 +158,6 @@ def _get(model: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
     return getattr(model.get_submodule(parent), name, None)
 
 
-def _set(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new)
-
-
 def _parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
     return [] if part is None else [part] if isinstance(part, nn.Parameter) else list(part.parameters())
 
@@ -189,36 +183,26 @@ class Cutter:
     def __init__(self, model: nn.Module):
         self.stacks = models.lookup(model.config.family).stacks
         self.sizes = [len(model.get_submodule(s.blocks)) for s in self.stacks]
-        self.n_blocks = sum(self.sizes)
+        self.blocks = [f"{s.blocks}.{i}" for s, size in zip(self.stacks, self.sizes) for i in range(size)]
         self.config, self.d_model = model.config, model.config.d_model
         self.names = {id(p): name for name, p in model.named_parameters()}
-
-    def starts(self) -> Iterator[tuple[Stack, int, int]]:
-        """(stack, its first block, the block after its last)."""
-        start = 0
-        for stack, size in zip(self.stacks, self.sizes):
-            yield stack, start, start + size
-            start += size
 
     def parts(self, own: set[int]) -> set[str]:
         """Names of the parts that these blocks need beside themselves."""
         needed: set[str] = set()
-        for stack, start, stop in self.starts():
-            if start in own:
-                needed.update(stack.before)
-            if stop - 1 in own:
-                needed.update(stack.after)
-            if own & set(range(start, stop)):
-                needed.update(stack.beside)
+        start = 0
+        for stack, size in zip(self.stacks, self.sizes):
+            mine = own & set(range(start, start + size))
+            needed.update(stack.before if start in mine else ())
+            needed.update(stack.after if start + size - 1 in mine else ())
+            needed.update(stack.beside if mine else ())
+            start += size
         return needed
 
     def parameters_of(self, model: nn.Module, own: set[int]) -> set[str]:
         """Names of the parameters of these blocks and of what they need, each as the whole model names it first."""
-        found = [p for part in self.parts(own) for p in _parameters(_get(model, part))]
-        for stack, start, stop in self.starts():
-            blocks = model.get_submodule(stack.blocks)
-            found += [p for i in range(start, stop) if i in own for p in blocks[i - start].parameters()]
-        return {self.names[id(p)] for p in found}
+        found = [_get(model, part) for part in self.parts(own)] + [model.get_submodule(self.blocks[i]) for i in own]
+        return {self.names[id(p)] for part in found for p in _parameters(part)}
 
     def view(self, model: nn.Module) -> nn.Module:
         """Another module around the same parts, which can be pruned without changing the first."""
@@ -226,18 +210,17 @@ class Cutter:
         for stack in self.stacks:
             names = stack.blocks.split(".")
             for path in (".".join(names[: i + 1]) for i in range(len(names))):
-                _set(view, path, _clone(view.get_submodule(path)))
+                view.set_submodule(path, _clone(view.get_submodule(path)))
         return view
 
     def prune(self, model: nn.Module, own: set[int], device: torch.device) -> None:
         """Remove, in place, what these blocks do not need. An embedding whose weight is needed for another purpose
         stays, unused: it keeps the weight's name."""
         needed, names = self.parts(own), self.parameters_of(model, own)
-        for stack, start, stop in self.starts():
-            blocks = model.get_submodule(stack.blocks)
-            for i in range(start, stop):
-                if i not in own:
-                    blocks[i - start] = _Skip()
+        for i, name in enumerate(self.blocks):
+            if i not in own:
+                model.set_submodule(name, _Skip())
+        for stack in self.stacks:
             for name in {*stack.before, *stack.after, *stack.beside} - needed:
                 part = _get(model, name)
                 if part is None:
@@ -247,14 +230,14 @@ class Cutter:
                     placeholder = torch.zeros(1, 1, self.d_model, device=device, dtype=part.dtype)
                     model.register_buffer(name, placeholder, persistent=False)
                 elif name in stack.beside:
-                    _set(model, name, _Skip())
+                    model.set_submodule(name, _Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
-                    _set(model, name, nn.Identity())
+                    model.set_submodule(name, nn.Identity())
                 else:
                     shape = (part.n_patches, self.d_model) if hasattr(part, "n_patches") else (self.d_model,)
                     zeros = _Zeros(*shape)
                     tied = {self.names[id(p)] for p in part.parameters()} <= names
-                    _set(model, name, _unused(part, zeros) if tied else zeros)
+                    model.set_submodule(name, _unused(part, zeros) if tied else zeros)
 
     def carried(self, block: int) -> tuple[str, ...]:
         """What travels to the stage that begins with this block: of the arguments of blocks, x, memory or both."""
@@ -265,22 +248,16 @@ class Cutter:
     def connect(self, model: nn.Module, begin: int, end: int, blocks: list[nn.Module], slot: dict[str, Tensor]) -> None:
         """Put [receive] and [leave] around blocks begin to end - 1 of a pruned model. `blocks`: all of the whole
         model."""
-
-        def put(index: int, new: nn.Module) -> None:
-            for stack, start, stop in self.starts():
-                if start <= index < stop:
-                    model.get_submodule(stack.blocks)[index - start] = new
-
         if begin > 0:
             arriving = self.carried(begin)
             if "x" in arriving:
-                put(begin - 1, _Receive(slot, "x"))
+                model.set_submodule(self.blocks[begin - 1], _Receive(slot, "x"))
             if "memory" in arriving:
-                put(self.sizes[0] - 1, _Receive(slot, "memory"))
+                model.set_submodule(self.blocks[self.sizes[0] - 1], _Receive(slot, "memory"))
                 if self.stacks[0].dropout:  # it has been applied
-                    _set(model, self.stacks[0].dropout, nn.Identity())
-        if end < self.n_blocks:
-            put(end, _Leave(slot, self.carried(end), blocks[end]))
+                    model.set_submodule(self.stacks[0].dropout, nn.Identity())
+        if end < len(self.blocks):
+            model.set_submodule(self.blocks[end], _Leave(slot, self.carried(end), blocks[end]))
 
     def shapes(self, batch: dict, block: int) -> dict[str, tuple[int, int]]:
         """What travels to the stage that begins with this block → (batch, seq)."""
@@ -362,13 +339,13 @@ class Pipeline:
 
         self.cutter = cutter = Cutter(model)
         # Rounded up, so that the last stage, which has the head, is never the one with a block more.
-        self.bounds = [-(-cutter.n_blocks * s // self.n_stages) for s in range(self.n_stages + 1)]
+        self.bounds = [-(-len(cutter.blocks) * s // self.n_stages) for s in range(self.n_stages + 1)]
         own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
         names_of = [cutter.parameters_of(model, blocks) for blocks in own]
         self.wire = next(model.parameters()).dtype  # of hidden states between stages
         self.stream = _stream(model, layout)
 
-        blocks = [block for stack in cutter.stacks for block in model.get_submodule(stack.blocks)]
+        blocks = [model.get_submodule(name) for name in cutter.blocks]
         mine = [s for s in range(self.n_stages) if self.rank_of[s] == self.rank]
         views = {s: model if len(mine) == 1 else cutter.view(model) for s in mine}
         self.stages: dict[int, Stage] = {}

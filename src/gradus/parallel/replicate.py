@@ -131,26 +131,17 @@ class DDP(Replicas):
 def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:
     """Compress the gradients that DDP sends: to half the bits, or to PowerSGD's low rank (Vogels et al. 2019), which
     adds what it leaves out to the next step's gradient."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if how == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START, warm_start=True
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif how != "none":  # PyTorch's own hook for bf16 asks for NCCL, which summing bf16 does not need
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[how]
-        model.register_comm_hook(None, lambda _, bucket: _in_half(bucket, dtype, group))
-
-
-def _in_half(bucket: dist.GradBucket, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
-    whole = bucket.buffer()
-    half = (whole / dist.get_world_size(group)).to(dtype)  # divided first: the sum must not overflow fp16
-
-    def back(done: torch.futures.Future) -> Tensor:
-        return whole.copy_(done.value()[0])
-
-    return dist.all_reduce(half, group=group, async_op=True).get_future().then(back)
+    elif how != "none":
+        hook = getattr(default_hooks, f"{how}_compress_hook")
+        # not by its own name: DDP refuses bf16's where there is no NCCL, which summing bf16 does not need
+        model.register_comm_hook(group, lambda group, bucket: hook(group, bucket))
 
 
 def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_bytes: float) -> None:

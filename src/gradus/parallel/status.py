@@ -335,15 +335,6 @@ def from_collective(error: BaseException) -> bool:
     return False
 
 
-class Lost(UserError):
-    """This process ends, with `code`, only because another is gone or does not come. `quiet`: another process tells the
-    user."""
-
-    def __init__(self, text: str, quiet: bool, code: int = LOST):
-        super().__init__(text)
-        self.quiet, self.code = quiet, code
-
-
 def has_parent() -> bool:
     """Whether a parent process started this one, watches it, and tells the user how it ended."""
     return os.environ.get(PARENT) == str(os.getppid())
@@ -354,18 +345,20 @@ def command(folder: Path, processes: int | None) -> str:
     return f"gradus train {shlex.quote(str(folder))} --resume" + (f" --processes {processes}" if processes else "")
 
 
-def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
+def lost(
+    folder: Path, exception: BaseException, world: World, patience: float = 3.0
+) -> tuple[int, str | None] | None:
     """What an error of gloo, NCCL or the store means: which rank is gone or late, and where; None for any other error.
 
-    Writes it into this process's record, so that ranks that gave up differ from the one that they waited for.
-    Without a parent to tell the user, waits up to `patience` seconds for the others' records. Only one of the ranks
-    that gave up is not `quiet`.
+    Returns (the code to end with, what to tell the user; None: another process tells it). Writes into this process's
+    record that it gave up, so that it differs from the one that it waited for. Without a parent to tell the user, waits
+    up to `patience` seconds for the others' records; one of the ranks that gave up tells.
     """
     if world.size == 1 or not from_collective(exception):
         return None
     _leave_word(folder, world.rank, exception, lost=True)
     if has_parent():
-        return Lost("another rank is gone", quiet=True)
+        return LOST, None
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
@@ -378,8 +371,8 @@ def lost(folder: Path, exception: BaseException, world: World, patience: float =
     try:  # the first to come tells the user
         _reported_path(folder).touch(exist_ok=False)
     except OSError as e:  # a folder that is gone: better said twice than not at all
-        return Lost(text, isinstance(e, FileExistsError), code)
-    return Lost(text, False, code)
+        return code, None if isinstance(e, FileExistsError) else text
+    return code, text
 
 
 def _reported_path(folder: Path) -> Path:
@@ -408,11 +401,12 @@ def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = (
     except Exception as e:
         from gradus.parallel.world import leave
 
-        error = lost(folder, e, world)
-        if error is None:
+        end = lost(folder, e, world)
+        if end is None:
             if world.size > 1:
                 _leave_word(folder, world.rank, e, code=exit_code(e))
             raise
-        if not error.quiet:
-            tell_error(str(error))
-        leave(error.code)
+        code, text = end
+        if text:
+            tell_error(text)
+        leave(code)

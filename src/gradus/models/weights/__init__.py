@@ -175,8 +175,6 @@ def unpickle(file: Path) -> dict[str, Tensor]:
     """
     import torch
 
-    with open(file, "rb") as f:
-        start = f.read(2)
     try:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -184,14 +182,12 @@ def unpickle(file: Path) -> dict[str, Tensor]:
             if "mmap can only be used" not in str(e):
                 raise
             state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as e:
-        if isinstance(e, pickle.UnpicklingError) and start[:1] in (b"P", b"\x80"):
-            raise UserError(
-                f"{file}: refused: this pickle holds more than tensors and could run any code. "
-                "Convert it where you trust its author: "
-                "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
-            ) from None
-        raise UserError(f"{file}: not a PyTorch file, or not a whole one. Copy or download it again") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
+        raise UserError(
+            f"{file}: refused: not a PyTorch file, or not a whole one, or a pickle that holds more than tensors and "
+            "could run any code. Copy or download it again. Convert it where you trust its author: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
+        ) from None
     is_dict = isinstance(state, dict)
     other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if is_dict else ["(the whole)"]
     if other:
