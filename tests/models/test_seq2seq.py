@@ -395,7 +395,7 @@ def test_what_is_too_long_is_told():
         model.encode(long)
     with pytest.raises(UserError, match=r"13 tokens is longer than model.seq_len=12"):
         model(long[:, :3], long)
-    with pytest.raises(UserError, match=r"up to 13 tokens is longer than model.seq_len=12"):
+    with pytest.raises(UserError, match=r"13 tokens is longer than model.seq_len=12"):
         model.new_cache(1, 13)
     with pytest.raises(UserError, match="vocab_size"):
         build(Seq2SeqConfig(**{**TINY, "vocab_size": None}))

@@ -3,7 +3,7 @@
 from torch import nn
 
 from gradus.layers.attention import Attention
-from gradus.layers.cache import Cache, LayerCache, decoder_inputs
+from gradus.layers.cache import Cache, LayerCache, check_length, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.masks import attention_mask
@@ -22,7 +22,7 @@ __all__ = [
     "ACTIVATIONS", "KERNELS",
     "Attention", "Block", "Cache", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
     "MixtureOfExperts", "Patches",
-    "apply_rotary", "attention_mask", "chunked", "decoder_inputs", "extract", "get_kernel",
+    "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
 ]  # fmt: skip

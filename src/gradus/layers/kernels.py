@@ -64,7 +64,7 @@ def sdpa(
     # all that flex_attention can do
     if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
         assert causal, "packed documents look backwards"
-        return flex(*_autocast(q, k, v), mask, scale), None
+        return flex(*autocast(q, k, v), mask, scale), None
     mask = _dense(mask, causal)
     if mask is not None or bias is not None:
         extra = _allowed(q, k, mask, causal)
@@ -96,7 +96,7 @@ def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
         causal: bool = False, scale: float | None = None, dropout: float = 0.0,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         mask = _dense(mask, causal)
         n_kv_heads = k.shape[1]
         group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
@@ -293,10 +293,15 @@ def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
     return mask.dense()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As PyTorch's own operators are given them: what is written in Python is not cast by itself."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
@@ -310,7 +315,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def no_autocast(device: torch.device):
-    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+    return torch.autocast(device.type if _has_autocast(device.type) else "cpu", enabled=False)
 
 
 def rng_state(device: torch.device) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus.layers.feedforward import ACTIVATIONS
+from gradus.layers.kernels import autocast, no_autocast
 
 # ---------------------------------------------------------------- matrix products of groups of rows
 # Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell,
@@ -84,11 +85,6 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 # ---------------------------------------------------------------- the layer
 
 
-@torch.compiler.assume_constant_result
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
-
-
 class ExpertLinear(nn.Module):
     """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out).
 
@@ -106,10 +102,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
-        weight, kind = self.local(self.weight), x.device.type
-        if _has_autocast(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = autocast(x, self.local(self.weight))  # PyTorch casts for its own operators only
         x = grouped_mm(x, weight, counts)
         if self.bias is None:
             return x
@@ -163,7 +156,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq, d_model), and so the result."""
-        with torch.autocast(x.device.type, enabled=False) if _has_autocast(x.device.type) else contextlib.nullcontext():
+        with no_autocast(x.device):
             scores = F.linear(x.float(), self.router.weight.float())  # (batch, seq, n_experts)
         probabilities = scores.softmax(-1)
         weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)

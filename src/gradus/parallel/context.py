@@ -32,12 +32,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradus import models
 from gradus.data.collate import IGNORE
-from gradus.errors import UserError, divisors, either
-from gradus.layers import Attention, Block, attention_mask, get_kernel
+from gradus.errors import divisors, either
+from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel
 from gradus.layers.kernels import (
     Chunk,
     Scores,
     accumulator,
+    autocast,
     backward_chunk,
     default_scale,
     forward_chunk,
@@ -176,11 +177,7 @@ class Context:
             return batch
         ids = batch["ids"]  # (batch, seq)
         length = ids.shape[1]
-        if length > self.config.seq_len:
-            raise UserError(
-                f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; "
-                "cut it or raise model.seq_len"
-            )
+        check_length(length, self.config.seq_len)
         batch = {"positions": torch.arange(length, device=ids.device).expand(ids.shape), **batch}
         split = Split(length, self.n, folded=self.ring)
         sequence = _Sequence(split, batch.pop("segments", None), batch.pop("keep", None))
@@ -242,8 +239,7 @@ class Context:
         if not self.ring:
             sequence = _Sequence(split, segments, keep)
             return self._ulysses(q, k, v, sequence, causal, scale, dropout), None
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        q, k, v = autocast(q, k, v)
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
         keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
