@@ -288,7 +288,6 @@ def load_deferred(
     path = locate(name_or_path)
     stored, tensors = _open(path, weights_too=True)
     config = _override(stored, overrides, "load")
-    tensors = weights.adapted(stored, config, tensors)
     model = build(config, "meta")
     found, report = weights.match(model, tensors, strict, path)
     values = weights.ours(model, found, tensors, path)
@@ -302,8 +301,7 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
     from gradus.models.values import fill
 
     path = locate(name_or_path)
-    stored, tensors = _open(path, weights_too=True)
-    tensors = weights.adapted(stored, model.config, tensors)
+    _, tensors = _open(path, weights_too=True)
     found, report = weights.match(model, tensors, True, path)
     fill(dict(model.named_parameters()), weights.ours(model, found, tensors, path))
     return report

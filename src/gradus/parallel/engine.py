@@ -155,9 +155,7 @@ class Parallel:
         """Weights that were stepped elsewhere arrive."""
         if self.optimizer_shards:
             self.optimizer_shards.send_weights()
-        if self.layout.replicate == "parameter_server" and self.several:
-            with torch.no_grad():
-                self.replicas.send_weights([h.local.data for h in self.local_parameters])
+        self.replicas.send_weights([h.local.data for h in self.local_parameters])
 
     def zero_grad(self) -> None:
         for own in self.local_parameters:

@@ -501,8 +501,7 @@ class Pipeline:
         for name in self.cutter.carried(stage.end):
             x = stage.slot.pop(f"leaving {name}")  # (batch, seq, d_model)
             x = x.to_local() if isinstance(x, DTensor) else x
-            fits = torch.promote_types(x.dtype, self.wire) == self.wire
-            assert fits, f"hidden states of {x.dtype} do not fit into {self.wire}"
+            assert torch.promote_types(x.dtype, self.wire) == self.wire, f"{x.dtype} does not fit into {self.wire}"
             rows.append(x.reshape(-1, x.shape[-1]).to(self.wire))
         used = sum(len(r) for r in rows)
         assert capacity is None or used <= capacity, f"{used} rows, and room for {capacity}"

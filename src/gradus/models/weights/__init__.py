@@ -8,8 +8,6 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
-    adapt(stored, config, tensors)
-                           optional: turn the tensors that `rules(stored)` describes into those of `rules(config)`
     unknown_to_transformers(config)
                            of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
@@ -133,12 +131,6 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     raise UserError(
         f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
     )
-
-
-def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Convert tensors that lie beside the configuration `stored` for a model of another configuration of its family."""
-    adapt = getattr(rules_of(config.family), "adapt", None)
-    return adapt(stored, config, tensors) if adapt and stored.family == config.family else tensors
 
 
 def _read_file(file: Path) -> dict[str, Stored]:

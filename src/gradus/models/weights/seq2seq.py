@@ -1,8 +1,8 @@
 """The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the
 paper's post-norm, PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding. Both have
-positions as all sin, then all cos; a model whose sin and cos alternate is written for them with the d_model features in
-that order, which computes the same: nothing but the positions depends on the order of features. What neither can
-express is saved with model_type gradus-seq2seq: our configuration, with tensors named as in those two."""
+positions as all sin, then all cos; a model whose sin and cos alternate is written with the d_model features in that
+order, which computes the same: nothing but the positions depends on the order of features. What neither can express is
+saved with model_type gradus-seq2seq: our configuration, with tensors named and ordered as in those two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gradus.models.weights import Rule, Stored, fields
+from gradus.models.weights import Rule, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
@@ -127,11 +127,7 @@ def unknown_to_transformers(config: Seq2SeqConfig) -> str:
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
-    return [_reordered(rule) for rule in _rules(config)] if _reorders(config) else _rules(config)
-
-
-def _reorders(config: Seq2SeqConfig) -> bool:
-    return config.positions == "interleaved" and model_type(config) != "gradus-seq2seq"
+    return [_reordered(rule) if config.positions == "interleaved" else rule for rule in _rules(config)]
 
 
 def _rules(config: Seq2SeqConfig) -> list[Rule]:
@@ -157,18 +153,13 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
     return table
 
 
-def _axis(theirs: str) -> int | None:
-    """Where a tensor of theirs has the d_model features of the residual stream."""
-    *_, name, kind = ("", *theirs.split("."))
-    if name in ("q_proj", "k_proj", "v_proj", "fc1", "embed_tokens", "shared", "lm_head"):
-        return 1 if kind == "weight" else None  # what goes in; a bias is of what comes out
-    return None if kind == "final_logits_bias" else 0
-
-
 def _reordered(rule: Rule) -> Rule:
     """The rule for features stored as 0, 2, 4 ..., 1, 3, 5 ...; see the head of this file."""
-    axis = _axis(rule.theirs)
-    if axis is None:
+    *_, name, kind = ("", *rule.theirs.split("."))
+    axis = 0  # where a tensor of theirs has the d_model features of the residual stream
+    if name in ("q_proj", "k_proj", "v_proj", "fc1", "embed_tokens", "shared", "lm_head"):
+        axis = 1  # what goes in; a bias is of what comes out
+    if kind == "final_logits_bias" or (axis == 1 and kind == "bias"):
         return rule
     return replace(rule, to_ours=partial(_interleaved, axis=axis), to_theirs=partial(_halves, axis=axis))
 
@@ -184,16 +175,3 @@ def _interleaved(tensor: Tensor, axis: int) -> Tensor:
     import torch
 
     return torch.stack(tensor.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
-
-
-def adapt(stored: Seq2SeqConfig, config: Seq2SeqConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Reorder the features where the `rules` of the two configurations expect different orders, as where a tie is
-    undone."""
-    if _reorders(stored) == _reorders(config):
-        return tensors
-    order = _halves if _reorders(config) else _interleaved
-
-    def ordered(stored: Stored, axis: int | None) -> Stored:
-        return stored if axis is None else Stored(stored.shape, lambda: order(stored.read(), axis))
-
-    return {name: ordered(stored, _axis(name)) for name, stored in tensors.items()}
