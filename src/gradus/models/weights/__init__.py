@@ -66,13 +66,16 @@ class Rule:
     def names(self) -> tuple[str, ...]:
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """The part of our tensor that the rule stores; a view."""
-        return tensor if self.index is None else tensor[self.index]
+    def keys(self, first: Mapping[str, str]) -> list[tuple[str, int | None]]:
+        """Equal for the same tensor, or the same slice of it, under any name. first: as `first_names`."""
+        return [(first[name], self.index) for name in self.names]
 
-    def key(self, tensor: Tensor) -> tuple[int, int | None]:
-        """Equal for the same tensor, or the same slice of it, under any name."""
-        return id(tensor), self.index
+    def shape(self, ours: Mapping[str, Tensor | Stored]) -> tuple[int, ...]:
+        """The shape in which it is stored."""
+        import torch
+
+        parts = (ours[name].shape[0 if self.index is None else 1 :] for name in self.names)
+        return tuple(self.to_theirs(*(torch.empty(part, device="meta") for part in parts)).shape)
 
 
 @dataclass
@@ -208,11 +211,9 @@ def match(
     strict: every tensor of the model must be there, and no others. Otherwise the report says which were not. Raises
     UserError that names missing, extra and misshapen tensors (misshapen ones always, except a head's when not strict).
     """
-    import torch
-
     table = rules_of(model.config.family)
     rules = table.rules(model.config)
-    ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
+    ours, first = model.state_dict(keep_vars=True), first_names(model)
     prefixes = getattr(table, "PREFIXES", ())
     wanted, given = (
         next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
@@ -223,7 +224,7 @@ def match(
 
     found: dict[str, Rule] = {}
     unused, misshapen, reshaped = [], [], []
-    there: set[tuple[int, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
+    there: set[tuple[str, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
         if rule is None:
@@ -231,7 +232,7 @@ def match(
                 unused.append(name)
             continue
         refuse_integers(name, tensor, where)
-        shape = tuple(rule.to_theirs(*(torch.empty(rule.part(ours[n]).shape, device="meta") for n in rule.names)).shape)
+        shape = rule.shape(ours)
         if shape == tuple(tensor.shape):
             found[name] = rule
         elif not strict and all(in_head(n) for n in rule.names):
@@ -239,13 +240,16 @@ def match(
             continue
         else:
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
-        there.update(rule.key(ours[n]) for n in rule.names)
-    called = {rule.key(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
-    absent = [key for key in called if key not in there]
-    lacking = {tensor for tensor, _ in absent}
-    new = [name for name, p in model.named_parameters() if id(p) in lacking]
+        there.update(rule.keys(first))
+    absent: dict[tuple[str, int | None], str] = {}  # each under the first of its names
+    for rule in rules:
+        for key in rule.keys(first):
+            if key not in there:
+                absent.setdefault(key, rule.theirs)
+    lacking = {name for name, _ in absent}
+    new = [name for name, _ in model.named_parameters() if name in lacking]
     if misshapen or (strict and (new or unused)):
-        missing = list(dict.fromkeys(called[key] for key in reversed(absent))) if strict else []
+        missing = list(dict.fromkeys(absent.values())) if strict else []
         extra = unused if strict else []
         faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
         raise UserError(
@@ -332,20 +336,17 @@ def ours(
 def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
     """Parameters of the model by name (a tied one by its first) as Hugging Face names and stores them, each once, made
     from ours when it is read. What no rule knows stays as it is."""
-    import torch
-
     first = first_names(model)
     made: dict[str, Stored] = {}
     taken: set[tuple[str, int | None]] = set()
     for rule in rules_of(model.config.family).rules(model.config):
-        names = [first[name] for name in rule.names]
-        keys = {(name, rule.index) for name in names}
-        if keys <= taken or not ours.keys() >= set(names):
+        keys = rule.keys(first)
+        if taken.issuperset(keys) or not all(name in ours for name, _ in keys):
             continue
-        taken |= keys
-        parts = [ours[name] if rule.index is None else ours[name].layer(rule.index) for name in names]
+        taken.update(keys)
+        parts = [ours[name] if index is None else ours[name].layer(index) for name, index in keys]
         if rule.to_theirs is not identity:
-            shape = tuple(rule.to_theirs(*(torch.empty(part.shape, device="meta") for part in parts)).shape)
+            shape = rule.shape({name: ours[first[name]] for name in rule.names})
             read = partial(lambda rule, parts: rule.to_theirs(*(part.read() for part in parts)), rule, parts)
             parts = [Stored(shape, read, dtype=parts[0].dtype)]
         made[rule.theirs] = parts[0]
