@@ -58,14 +58,10 @@ class Bert(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        if config.head in ("pretraining", "classification") and not config.pooler:
+        pools, classifies = config.head in ("pretraining", "classification"), config.head == "classification"
+        if (pools and not config.pooler) or (classifies and config.n_classes is None):
             raise UserError(
-                f"model.pooler=false: head={config.head} reads the pooler. "
-                "Set model.pooler=true, or head=masked_lm or none."
-            )
-        if config.head == "classification" and config.n_classes is None:
-            raise UserError(
-                "model.n_classes: not known, and head=classification needs it. Set it to the number of labels."
+                f"model.head={config.head}: needs model.pooler=true{' and model.n_classes' if classifies else ''}."
             )
         self.config = config
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
