@@ -118,10 +118,10 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
 
 
-def either(values: Iterable[object]) -> str:
+def either(values: Iterable[object], word: str = "or") -> str:
     """'1, 2 or 4'."""
-    *some, last = map(str, values)
-    return f"{', '.join(some)} or {last}" if some else last
+    *others, last = map(str, values)
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def divisors(n: int) -> list[int]:

@@ -46,9 +46,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Any = None, device=
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: Any = None
-) -> tuple[Tensor, Tensor]:
+def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: Any = None) -> tuple[Tensor, Tensor]:
     """Rotations for `apply_rotary`: (cos, sin), each positions.shape + (head_dim,) in fp32, the first half of sin
     negated.
 

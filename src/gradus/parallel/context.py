@@ -33,20 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from gradus import models
 from gradus.data.collate import IGNORE
 from gradus.errors import divisors, either
-from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel
-from gradus.layers.kernels import (
-    Chunk,
-    Scores,
-    accumulator,
-    autocast,
-    backward_chunk,
-    default_scale,
-    forward_chunk,
-    no_autocast,
-    query_chunks,
-    rng_restored,
-    rng_state,
-)
+from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel, kernels
 from gradus.recipe.schema import Layout, ModelConfig
 from gradus.torch_private import all_gather, all_to_all
 
@@ -236,11 +223,11 @@ class Context:
         if not self.ring:
             sequence = _Sequence(split, segments, keep)
             return self._ulysses(q, k, v, sequence, causal, scale, dropout), None
-        q, k, v = autocast(q, k, v)
+        q, k, v = kernels.autocast(q, k, v)
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
         keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
-        scale = default_scale(q, scale)
+        scale = kernels.default_scale(q, scale)
         ring = _Ring(self.group, self.rank, split, causal, segments, keep, scale, dropout, self.chunk, q.device)
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
@@ -326,19 +313,19 @@ class _Ring:
             for b, j in enumerate(self.split.chunks(holder)):
                 if self.causal and j > i:
                     continue
-                for rows, cols in query_chunks(0, size, self.chunk, size, self.causal and i == j):
+                for rows, cols in kernels.query_chunks(0, size, self.chunk, size, self.causal and i == j):
                     place = i * size, j * size, a * size, b * size
                     of_queries, of_keys, queries, keys = (
                         slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols))
                     )
                     yield _Tile(queries, keys, self.mask(of_queries, of_keys, self.causal and i == j))
 
-    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Scores, Chunk]:
-        """What gradus.layers.kernels takes for a tile; what dropout drops is drawn."""
+    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        """q, k, v, Scores and Chunk, as gradus.layers.kernels takes them; what dropout drops is drawn."""
         q, k, v = q[..., t.queries, :], k[..., t.keys, :], v[..., t.keys, :]
         rows, cols = slice(0, q.shape[-2]), slice(0, k.shape[-2])
-        how = Scores(t.mask, None, False, self.scale, self.dropout)
-        return q, k, v, how, Chunk.draw(q, rows, cols, self.dropout)
+        how = kernels.Scores(t.mask, None, False, self.scale, self.dropout)
+        return q, k, v, how, kernels.Chunk.draw(q, rows, cols, self.dropout)
 
     def mask(self, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
         """Where these queries may attend to these keys, both counted in the whole sequence; diagonal: only to earlier
@@ -367,14 +354,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
-        ctx.ring, ctx.rng_state = ring, rng_state(q.device) if ring.dropout else None
-        out = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
+        ctx.ring, ctx.rng_state = ring, kernels.rng_state(q.device) if ring.dropout else None
+        out = torch.zeros(q.shape, dtype=kernels.accumulator(q.dtype), device=q.device)
         # not -inf: a query that may attend to nothing gives 0, not NaN
         lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)
-        with no_autocast(q.device):
+        with kernels.no_autocast(q.device):
             for holder, (k, v) in ring.rounds(kv):
                 for t in ring.tiles(holder):
-                    part, part_lse = forward_chunk(*ring.of_tile(t, q, k, v))
+                    part, part_lse = kernels.forward_chunk(*ring.of_tile(t, q, k, v))
                     now, before = out[..., t.queries, :], lse[..., t.queries, :]
                     total = torch.logaddexp(before, part_lse)
                     now.mul_((before - total).exp_()).add_(part.mul_((part_lse - total).exp_()))
@@ -389,13 +376,13 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         ring = ctx.ring
         dq, wait = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), None
-        with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
+        with kernels.no_autocast(q.device), kernels.rng_restored(q.device, ctx.rng_state):
             for holder, (k, v) in ring.rounds(kv):
                 dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
                 for t in ring.tiles(holder):
                     inputs = ring.of_tile(t, q, k, v)  # dropout is drawn in the order of the forward pass
                     saved = tuple(x[..., t.queries, :] for x in (out, lse, grad))
-                    dq[..., t.queries, :] += backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
+                    dq[..., t.queries, :] += kernels.backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
                 if wait is not None:
                     dkv += wait()  # the sum of the processes before, for the same keys and values
                 wait = ring.send(dkv, tag=1)

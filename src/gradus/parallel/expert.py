@@ -19,6 +19,7 @@ from gradus.torch_private import FakeTensor, all_to_all
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Why this model's experts cannot be split so, one line a reason."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)

@@ -19,11 +19,11 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradus.errors import UserError, exit_code, tell_error
+from gradus.errors import UserError, either, exit_code, tell_error
 
 if TYPE_CHECKING:  # launch.local reads this module before torch is there
     from gradus.parallel.world import World
@@ -34,18 +34,13 @@ PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started 
 LINES = 12  # of a worker's log that are shown
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.json"
+def _paths(kind: str) -> Callable[[Path, int], Path]:
+    return lambda folder, rank: Path(folder) / "ranks" / f"rank-{rank:04d}.{kind}"
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    """The standard error of a worker other than rank 0, where a parent keeps it."""
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.log"
-
-
-def error_path(folder: Path, rank: int) -> Path:
-    """The traceback of the error that ended a rank."""
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.error"
+record_path = _paths("json")
+log_path = _paths("log")  # the standard error of a worker other than rank 0, where a parent keeps it
+error_path = _paths("error")  # the traceback of the error that ended a rank
 
 
 def set_aside(path: Path) -> None:
@@ -282,7 +277,7 @@ def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {either(ranks, 'and')}"
 
 
 def tail(path: Path) -> list[str]:
@@ -307,6 +302,7 @@ _PEERS = re.compile(
     r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
     re.IGNORECASE | re.DOTALL,
 )
+
 
 def speaks_of_peers(text: str) -> bool:
     """Whether an error's text is that of a collective whose other side is gone or late."""
@@ -345,9 +341,7 @@ def command(folder: Path, processes: int | None) -> str:
     return f"gradus train {shlex.quote(str(folder))} --resume" + (f" --processes {processes}" if processes else "")
 
 
-def lost(
-    folder: Path, exception: BaseException, world: World, patience: float = 3.0
-) -> tuple[int, str | None] | None:
+def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> tuple[int, str | None] | None:
     """What an error of gloo, NCCL or the store means: which rank is gone or late, and where; None for any other error.
 
     Returns (the code to end with, what to tell the user; None: another process tells it). Writes into this process's
