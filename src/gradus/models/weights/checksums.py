@@ -63,7 +63,9 @@ def read(folder: Path) -> dict[str, dict] | None:
         told = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    if not isinstance(told, dict):
+    if not (
+        isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())
+    ):
         raise ValueError(FILE)
     return told
 
@@ -72,6 +74,9 @@ def damage(folder: Path, told: Mapping[str, dict], names: Iterable[str]) -> str 
     """What is wrong with these files of a folder, in words; None where they are as they were written."""
     for name in names:
         try:
+            size = (folder / name).stat().st_size
+            if size != told[name]["bytes"]:
+                return f"{name} has {size:,} bytes and was written with {told[name]['bytes']:,}"
             if of(folder / name) != told[name]:
                 return f"{name} is not what was written (its checksum differs)"
         except FileNotFoundError:
