@@ -325,5 +325,5 @@ def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterato
         while not all(name in held for name, _ in keys):
             name, tensor = next(parts)
             held[name] = tensor.cpu()
-        yield rule.theirs, rule.to_theirs(*(rule.part(held[name]) for name, _ in keys))
+        yield rule.theirs, rule.to_theirs(*(held[name] if n is None else held[name][n] for name, n in keys))
         held = {name: tensor for name, tensor in held.items() if last[name] > i}
