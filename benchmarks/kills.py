@@ -214,7 +214,7 @@ def one_through_the_launcher(setup: Setup, rng: random.Random, folder: Path) -> 
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, setup.duration))
         record = status.read(folder, victim) or record
-        if record is None or parent.poll() is not None or status.process_state(record) in (None, "gone"):
+        if record is None or parent.poll() is not None or status.is_gone(record):
             parent.wait(LIMIT)
             return None
         with contextlib.suppress(ProcessLookupError):

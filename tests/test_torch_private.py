@@ -254,6 +254,10 @@ def test_rows_travel_there_and_gradients_back(world):
     assert out.shape == (5, 3)
     out.sum().backward()
     assert x.grad.shape == x.shape
+    whole = torch_private.all_gather(x, 1, dist.group.WORLD)
+    assert whole.shape == (4, 12)
+    whole.sum().backward()
+    assert x.grad.shape == x.shape
     counts = torch_private.all_to_all(torch.ones(4, dtype=torch.long), None, None, dist.group.WORLD)
     assert torch_private.is_awaited(type(counts)) and counts.add(0).shape == (4,) and not torch_private.is_awaited(torch.Tensor)
 

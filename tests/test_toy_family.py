@@ -309,7 +309,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert "Did you mean model.n_taps?" in found["key"]
     assert "model.family: task span_corruption needs t5, not conv. conv is for task.name=causal_lm." in found["task"]
     assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, vit" in found["context"]
-    assert "conv has no experts; gpt and llama can" in found["expert"]
+    assert "this conv has no experts." in found["expert"]
     assert "model.n_taps" in found["keys"] and "tokens that a filter sees" in found["keys"]
     lacks = "layers is no list of gradus.layers.Block; stacks: blocks.0."
     assert found["stack"].startswith(f"family conv: stacks: {lacks}")

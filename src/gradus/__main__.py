@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
 from gradus.launch.local import die_with_parent
 
@@ -16,14 +15,6 @@ def main() -> None:
         code = main()
     except KeyboardInterrupt:  # while importing
         code = 130
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        from gradus.parallel.world import leave
-
-        leave(code)
     sys.exit(code)
 
 

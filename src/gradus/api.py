@@ -14,7 +14,6 @@ import inspect
 import io
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -125,27 +124,21 @@ def train(
     the steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
     """
     from gradus.measure.flops import for_run
-    from gradus.parallel import world as worlds
+    from gradus.parallel import world
     from gradus.plan.prove import Proof
-    from gradus.train import resolve
     from gradus.train.hooks import Hook
-    from gradus.train.run import train as run
+    from gradus.train.resolve import Given
+    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is no hook. Give an object of a class made from gradus.train.hooks.Hook.")
-    world, proof, name = worlds.find(), Proof(force), os.fspath(recipe)
-    with proof.ready(world):
-        given = resolve.Given(here=world, resuming=resume, settings=settings)
-        folder = resolve.run_to_resume(name, list(overrides), given) if resume else None
-        loaded, notes = resolve.load(str(folder or name), list(overrides), given)
-        for note in notes if world.first else ():
-            print(f"note: {note}", file=sys.stderr)
-        try:
-            return Run(run(loaded, resume=folder, flops=for_run, plan=proof, world=world, hooks=hooks).folder)
-        except Stopped as stop:
-            return Run(stop.checkpoint.parent.parent)
+    given, options = Given(here=world.find(), settings=settings), {"plan": Proof(force), "flops": for_run}
+    try:
+        return Run(start(os.fspath(recipe), list(overrides), given, resume=resume, hooks=hooks, **options).folder)
+    except Stopped as stop:
+        return Run(stop.checkpoint.parent.parent)
 
 
 def plan(
@@ -260,8 +253,7 @@ def _place(model: Any) -> Place:
     if hasattr(model, "place"):
         return model.place
     if not isinstance(model, str | os.PathLike):
-        what = f"expected a model, got {type(model).__name__}"
-        raise UserError(f"{what}. Give what gradus.api.load returned, a run, or the folder of one.")
+        raise UserError(f"expected a model, got {type(model).__name__}. Give a run, a folder, or what load returned.")
     return find(os.fspath(model))
 
 

@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import select
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -33,30 +32,17 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if action.dest == "verb":
-            raise UserError(f"gradus {value}: no such verb.{_meant(str(value), action.choices)} See gradus --help")
+            from gradus.recipe import names
+
+            recipe = value in names() or str(value).endswith((".yaml", ".yml", ".json"))
+            meant = f" Did you mean gradus train {value}?" if recipe else did_you_mean(str(value), action.choices)
+            raise UserError(f"gradus {value}: no such verb.{meant} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
         raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
 
 
-MEANING = {  # a verb by what it does
-    "test": "evaluate", "score": "evaluate", "infer": "predict", "classify": "predict", "translate": "predict",
-    "complete": "generate", "chat": "generate", "sample": "generate", "finetune": "train", "fine-tune": "train",
-    "pretrain": "train", "run": "train", "resume": "train", "convert": "export", "save": "export", "cost": "plan",
-    "estimate": "plan", "search": "plan", "download": "fetch", "validate": "check", "doctor": "env", "options": "keys",
-    "config": "keys", "presets": "models", "devices": "hardware", "list": "recipes", "slurm": "launch", "ssh": "launch",
-}  # fmt: skip
-
-
-def _meant(word: str, verbs: Iterable[str]) -> str:
-    from gradus.recipe import names
-
-    if word in names() or word.endswith((".yaml", ".yml", ".json")):
-        return f" Did you mean gradus train {word}?"
-    return f" Did you mean {MEANING[word]}?" if word in MEANING else did_you_mean(word, verbs)
-
-
-Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, recipe, words)
+Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, words)
 
 
 def parser() -> Parser:
@@ -65,10 +51,11 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
 
-    def verb(name: str, function, text: str, recipe: bool = True, words: str = "overrides") -> argparse.ArgumentParser:
+    def verb(name: str, function, text: str, words: str | None = None) -> argparse.ArgumentParser:
+        # words: the argument that takes words wherever they stand ("": none); None: the verb takes a recipe
         p = verbs.add_parser(name, help=text, description=text)
-        p.set_defaults(function=function, words=words)
-        if recipe:
+        p.set_defaults(function=function, words="overrides" if words is None else words)
+        if words is None:
             what = "a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder"
             p.add_argument("recipe", metavar="RECIPE", help=what)
             _overrides(p, "train.steps=100 optimizer.lr=1e-3")
@@ -96,35 +83,28 @@ def _running(verb: Verb) -> None:
     add = verb("train", train, "train a recipe into a run folder").add_argument
     add("--resume", **FLAG, help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
     add("--auto-resume", **FLAG, help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    add("--processes", **whole(limits.PROCESSES),
-        help="start N processes on this machine (others: torchrun, mpirun, srun)")
-    add("--max-restarts", **whole(10**6, 0, name="K"), default=0,
-        help="of --processes: start again from the last checkpoint, up to K times")
+    add("--processes", **whole(limits.PROCESSES), help="start N processes here (others: torchrun, mpirun, srun)")
+    add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="of --processes: from the last checkpoint")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    text = "look at data of your own and write a recipe for them"
-    add = verb("new", lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), text,
-        recipe=False, words="").add_argument
+    run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
+    add = verb("new", run, text, "").add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
-    kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images in class folders, "
-    kinds += "or the two files of parallel text"
+    kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
-    add("--init", metavar="FOLDER",
-        help="weights to fine-tune, in the Hugging Face layout, instead of a small model from scratch")
+    add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
     add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and said)")
     add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and said)")
 
 
 def _planning(verb: Verb) -> None:
-    text = "what a recipe or a preset will cost: memory, time, money, energy, before anything is spent"
-    p = verb("plan", plan, text, recipe=False)
+    p = verb("plan", plan, "what a recipe or a preset will cost: memory, time, money, energy", "overrides")
     add = p.add_argument
     add("recipe", nargs="?", metavar="RECIPE", help="a recipe, a run folder, a preset (gradus models) or hf:NAME")
     _overrides(p, "layout.checkpointing=full")
     add("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
     add("--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
         help="to train on, in place of the recipe's steps, e.g. 300e9")
-    add("--days", type=limits.real(above=0, most=1e6), metavar="D",
-        help="a deadline: with --on DEVICE, how many of them are needed")
+    add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="a deadline: how many of --on DEVICE it takes")
     add("--all", **FLAG, help="every component by table, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
@@ -132,55 +112,46 @@ def _planning(verb: Verb) -> None:
     add("--search", **FLAG, help="the best layouts on this hardware, and why the others lose")
     add("--serve", **FLAG, help="to use the model, not to train it: weights and cache, time a token")
     add("--batch", **whole(limits.BATCH, name="B"), help="of --serve: sequences at a time (default 1)")
-    add("--length", **whole(limits.LENGTH),
-        help="of --serve: tokens a sequence, prompt and new ones (default: all its positions)")
+    add("--length", **whole(limits.LENGTH), help="of --serve: tokens a sequence (default: all its positions)")
     add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const="", metavar="POINTS.json",
-        help="how far from published measurements (default: as stored)")
+    add("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements")
     add("--examples", **FLAG, help="the worked examples of the sources, computed (docs/errata.md)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
-    text = "what was planned of finished runs beside what was measured"
-    add = verb("prove", lambda a: room("plan.prove").prove(a.runs, a.json), text, recipe=False,
-        words="runs").add_argument
+    run, text = lambda a: room("plan.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
+    add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
 
 
 def _looking(verb: Verb) -> None:
-    text = "before spending: data, shapes, memory, gradients, loss at the start, one batch overfitted, "
-    text += "speed of the loader"
+    text = "before spending: data, shapes, memory, gradients, first loss, one batch overfitted, loader"
     add = verb("check", lambda a: room("plan.check").check(load_recipe(a), a.json), text).add_argument
     add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
     add = verb("fit", lambda a: room("plan.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
-    add("--sweep", metavar="N,...",
-        help="measure samples/s and peak memory at these micro-batches instead, e.g. 8,16,32,64,128")
+    add("--sweep", metavar="N,...", help="measure speed and memory at these micro-batches instead, e.g. 8,16,32,64")
     add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
     add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
     add("--no-data", **FLAG, help="only what follows without opening the data")
-    add("--modules", **FLAG,
-        help="print the module tree as the layout places it instead: each parameter's shape and part")
+    add("--modules", **FLAG, help="the module tree as the layout places it instead: each parameter's shape and part")
     add("--processes", **whole(limits.AXIS), help="as one of so many (default: as many as the layout's axes need)")
     add("--rank", **whole(limits.AXIS, 0, name="R"), help="of --modules: on this process (default 0)")
-    text = "every key of a recipe: its default, type and meaning"
-    add = verb("keys", keys, text, recipe=False, words="section").add_argument
+    add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
-    verb("recipes", recipes, "list the packaged recipes", recipe=False)
-    text = "list the model presets with their exact parameter counts"
-    add = verb("models", models, text, recipe=False, words="names").add_argument
+    verb("recipes", recipes, "list the packaged recipes", "")
+    add = verb("models", models, "list the model presets with their exact parameter counts", "names").add_argument
     add("names", nargs="*", metavar="PRESET", help="only these, by component")
 
 
 def _preparing(verb: Verb) -> None:
-    text = "stage a recipe's tokenizer, weights and data for a machine without internet"
-    add = verb("fetch", fetch, text).add_argument
+    add = verb("fetch", fetch, "stage tokenizer, weights and data for a machine without internet").add_argument
     add("--to", required=True, metavar="DIR", help="folder to fill")
-    add = verb("tokenizer", tokenizer, "train a tokenizer from text", recipe=False, words="files").add_argument
+    add = verb("tokenizer", tokenizer, "train a tokenizer from text", "files").add_argument
     add("action", choices=["train"])
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
     add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
@@ -196,20 +167,17 @@ def _using(verb: Verb) -> None:
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     text = "text or image in: label, filled mask, translation or features out"
-    add = verb("predict", lambda a: room("infer.predict").predict(a), text, recipe=False, words="inputs").add_argument
+    add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    add("inputs", nargs="*", metavar="INPUT",
-        help="texts or image files; none: standard input; -: its lines, each answered as it comes")
+    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: its lines as they come")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     add("--features", **FLAG, help="print or save hidden states instead of a prediction")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
-    add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", recipe=False,
-        words="prompt").add_argument
-    add("model", metavar="RUN_OR_MODEL",
-        help="a run folder, a checkpoint, a folder in the Hugging Face layout, or llama2.c's .bin")
+    add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a folder of Hugging Face's, a llama2.c .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
     add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
     add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
@@ -217,23 +185,19 @@ def _using(verb: Verb) -> None:
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
-    add("--sliding-window", **FLAG,
-        help="go on beyond the model's places, reading only the latest tokens (slower there)")
+    add("--sliding-window", **FLAG, help="go on beyond the model's places, reading only the latest tokens")
     add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
     add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
 
 
 def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
-    add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, recipe=False).add_argument
-    add("--processes", **whole(limits.PROCESSES),
-        help="how many to start (default 2); under torchrun, mpirun or srun: theirs")
+    add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, "").add_argument
+    add("--processes", **whole(limits.PROCESSES), help="how many to start (default 2; under a launcher: its own)")
     add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
-    add("--sizes", metavar="SIZE,...",
-        help="of the whole array, e.g. 1KiB,64KiB,4MiB (default: 1KiB to 16MiB by fours)")
+    add("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,4MiB (default: 1KiB to 16MiB by fours)")
     add("--to", metavar="FILE.jsonl", help="add the rows to this file")
-    text = "train on 1, 2, 4, ... processes: speed-up, efficiency, and where the rest of it goes, by name"
-    add = verb("scale", scale, text).add_argument
+    add = verb("scale", scale, "speed-up and efficiency on 1, 2, 4, ... processes; where the rest goes").add_argument
     add("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
     add("--steps", **whole(limits.STEPS), default=30, help="steps that are timed in a round (default 30)")
     add("--warmup", **whole(limits.STEPS, 0), default=5, help="steps before them (default 5)")
@@ -243,25 +207,22 @@ def _measuring(verb: Verb) -> None:
     add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
-    text = "the machine as found, with a word on each figure"
-    add = verb("env", lambda a: room("measure.machine").env(a), text, recipe=False).add_argument
+    run, text = lambda a: room("measure.machine").env(a), "the machine as found, with a word on each figure"
+    add = verb("env", run, text, "").add_argument
     add("--json", **FLAG, help="as JSON")
-    text = "the devices and links that the plan knows, with their sources"
-    add = verb("hardware", lambda a: room("hardware").lines(" ".join(a.name) or None), text, recipe=False,
-        words="name").add_argument
+    run, text = lambda a: room("hardware").lines(" ".join(a.name) or None), "the devices and links that the plan knows"
+    add = verb("hardware", run, text, "name").add_argument
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
-    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, recipe=False).add_argument
-    add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S",
-        help="about how long (default 180)")
+    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, "").add_argument
+    add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about (default 180)")
     add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
-    add("--to", metavar="FILE",
-        help="hardware file to write into (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
+    add("--to", metavar="FILE", help="hardware file (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
 
 
 def _elsewhere(verb: Verb) -> None:
     text = "run a recipe elsewhere: as a Slurm job, on a rented machine over ssh, on Modal"
-    p = verb("launch", None, text, recipe=False)
+    p = verb("launch", None, text, "")
     places = p.add_subparsers(dest="place", metavar="PLACE", parser_class=Parser, required=True)
     for place in ("slurm", "ssh", "modal"):
         module = importlib.import_module(f"gradus.launch.{place}")
@@ -270,13 +231,11 @@ def _elsewhere(verb: Verb) -> None:
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
     text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
-    add = verb("export", lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb), text,
-        recipe=False, words="").add_argument
-    add("model", metavar="RUN_OR_CHECKPOINT",
-        help="a run folder (its best checkpoint, else its newest), or a checkpoint")
+    export = lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb)  # noqa: E731
+    add = verb("export", export, text, "").add_argument
+    add("model", metavar="RUN_OR_CHECKPOINT", help="a run folder (its best, else newest checkpoint) or a checkpoint")
     add("--to", required=True, metavar="DIR", help="folder to write")
-    add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB",
-        help="largest file of weights (default 5); as much memory is used")
+    add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB", help="largest file (default 5)")
 
 
 def room(name: str):
@@ -284,16 +243,13 @@ def room(name: str):
     return importlib.import_module(f"gradus.{name}")
 
 
-def load_recipe(args, here=None, quiet: bool = False, resuming: bool = False):
-    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed (unless `quiet`).
-    here: the world of the run (None: one process)."""
+def load_recipe(args, here=None):
+    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed. here: the world of
+    the run (None: one process)."""
     from gradus.parallel.world import World
     from gradus.train import resolve
 
-    recipe, notes = resolve.load(args.recipe, args.overrides, resolve.Given(args.json_file, here or World(), resuming))
-    for note in () if quiet else notes:
-        print(f"note: {note}", file=sys.stderr)
-    return recipe
+    return resolve.told(args.recipe, args.overrides, resolve.Given(args.json_file, here or World()))
 
 
 def on_this_host(n: int | None):
@@ -311,37 +267,23 @@ def train(args) -> int:
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
-    from gradus.parallel import world
-    from gradus.plan.prove import Proof
-
-    here, proof = world.find(), Proof(args.force)
-    with proof.ready(here):  # before the processes meet, which they do to find the run too
-        return _train(args, here, proof)
-
-
-def _train(args, here, proof) -> int:
-    from gradus.train import resolve
-
-    given, folder = resolve.Given(args.json_file, here), None
-    if args.resume:
-        folder = resolve.run_to_resume(args.recipe, args.overrides, given)
-    elif args.auto_resume:
-        folder = resolve.started(args.recipe, args.overrides, given, here)
-    args.recipe = str(folder or args.recipe)
-    recipe = load_recipe(args, here, quiet=not here.first, resuming=folder is not None)
     from gradus.measure.flops import for_run
-    from gradus.parallel import status
-    from gradus.train.run import train as run
+    from gradus.parallel import status, world
+    from gradus.plan.prove import Proof
+    from gradus.train.resolve import Given
+    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    longer = args.resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in args.overrides)
+    here, options = world.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
+    given = Given(args.json_file, here)
     try:
-        outcome = run(recipe, resume=folder, flops=for_run, plan=proof, world=here, longer=longer)
+        outcome = start(args.recipe, args.overrides, given, plan=Proof(args.force), flops=for_run, **options)
     except Stopped as stop:
         if here.first:
             how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)
             print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
         return 128 + stop.signal_number
+    recipe = outcome.trainer.recipe
     if recipe.task.name == "copy" and here.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
@@ -429,8 +371,7 @@ def show(args) -> int:
 
 
 def keys(args) -> Iterable[str]:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = (line for asked in args.section or [None] for line in room("recipe.keys").keys(asked, width))
+    lines = (line for asked in args.section or [None] for line in room("recipe.keys").keys(asked))
     return "\n".join(lines).rstrip().splitlines()
 
 
@@ -509,10 +450,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
     machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
-    code = run(argv)
-    world = sys.modules.get("gradus.parallel.world")
-    if world is not None and world.joined():
-        world.leave(code)
+    code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
+    try:
+        code = run(argv)
+    except Exception:  # a bug
+        if not joined():
+            raise
+        traceback.print_exc()
+    if joined():
+        sys.modules["gradus.parallel.world"].leave(code)
     return code
 
 

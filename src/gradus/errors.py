@@ -118,6 +118,16 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
 
 
+def either(values: Iterable[object], word: str = "or") -> str:
+    """'1, 2 or 4'."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the nearest known name, else ' Known: a, b, c.'"""
     known = sorted({str(k) for k in known})

@@ -154,6 +154,13 @@ def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, gr
     return _functional_collectives.all_to_all_single_autograd(x, received, sent, group)
 
 
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The x of all processes of a group, one behind the other along `dim`, differentiable."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives.all_gather_tensor_autograd(x.contiguous(), dim, group)
+
+
 @functools.cache
 def is_awaited(kind: type) -> bool:
     """Whether this is the type of a functional collective's result, for which nobody has waited yet."""
@@ -238,8 +245,6 @@ def send_nothing_ahead(stage: Any) -> None:
 # ---------------------------------------------------------------- classes whose private methods Gradus replaces
 
 REPLACED: dict[str, tuple[str, ...]] = {
-    # parallel.tensor: a style that makes DTensors of what no other style splits
-    "torch.distributed.tensor.parallel.ParallelStyle": ("_apply",),
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
     "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
 }

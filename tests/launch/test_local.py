@@ -178,8 +178,7 @@ def test_a_rank_hangs(case, rank):
     code, _, error = case("stop", str(rank))
     assert code == 1
     assert re.match(
-        rf"error: rank {rank} on {HOST} did not reach the gradient all-reduce of step 37: it was last seen (?:[3-9]|\d\d) s ago at step 37 reading data "
-        rf"\(the other ranks waited 3 s; its process \d+ is stopped\)\.\n$",
+        rf"error: rank {rank} on {HOST} did not reach the gradient all-reduce of step 37: it was last seen (?:[3-9]|\d\d) s ago at step 37 reading data\.\n$",
         error,
     ), error
 

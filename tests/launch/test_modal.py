@@ -43,10 +43,12 @@ def test_what_the_app_has(tmp_path, monkeypatch, capsys):
     assert "modal.enter" in found["Model"] and "modal.method" in found["Model"] and "modal.parameter" in found["Model"]
     assert "app.function" in found["train"] and "local_entrypoint" in found["main"]
     assert all(f"{name}.local" in found[entry] and f"{name}.remote" in found[entry] for name, entry in (("train", "main"), ("method", "generate")))
-    words = next(ast.literal_eval(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "words")
-    assert words == ["train", "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--auto-resume", "--processes", "2"]
-    assert 'GPU = "H100:2"' in text and '[modal.Secret.from_name("hub")]' in text and 'modal.Volume.from_name("gradus", create_if_missing=True)' in text
-    assert '"timeout": 5400' in text and re.search(r'"torch[\d<,.]*>=2\.11', text) and '.add_local_dir(ADDED["/root/gradus"], "/root/gradus")' in text
+    of = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    given = {name: ast.literal_eval(value) for name, value in of.items() if name.isupper()}
+    assert given["WORDS"] == ["train", "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--auto-resume", "--processes", "2"]
+    assert given["GPU"] == "H100:2" and given["SECRETS"] == ["hub"] and given["VOLUME"] == "gradus" and given["SECONDS"] == 5400
+    assert any(re.match(r"torch[\d<,.]*>=2\.11", package) for package in given["PACKAGES"])
+    assert given["FOLDERS"] == {"/root/gradus": str(Path(sys.modules["gradus"].__file__).parent)} and given["FILES"] == {}
     assert f"modal run {tmp_path}/app.py::main  # train" in capsys.readouterr().out
 
 
@@ -63,7 +65,7 @@ def test_it_imports_builds_and_trains(tmp_path, monkeypatch):
 
     assert isinstance(app.app, modal.App) and isinstance(app.image, modal.Image) and isinstance(app.volume, modal.Volume)
     assert isinstance(app.train, modal.Function) and isinstance(app.Model, modal.cls.Cls)
-    assert app.ADDED["/root/inputs/mine.yaml"] == str(recipe)
+    assert app.FILES["/root/inputs/mine.yaml"] == str(recipe)
     summary = json.loads(app.train.local())
     assert summary["metrics"]
     assert (tmp_path / "runs" / "a" / "checkpoints").is_dir()

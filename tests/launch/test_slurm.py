@@ -330,7 +330,7 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
 
     other = tmp_path / "limited" / f"slurm-{limited}.out"
     _until(lambda: other.is_file() and "step 20/" in other.read_text(), 240)
-    hours, minutes, seconds = map(int, slurm.Job(limited).time.split(":"))
+    hours, minutes, seconds = map(int, slurm.Job(limited).of["RunTime"].split(":"))
     elapsed = (hours * 60 + minutes) * 60 + seconds
     _ask("scontrol", "update", f"JobId={limited}", f"TimeLimit={-(-(elapsed + 45) // 60)}")  # so that less than 115 s are left
     _until(lambda: log.is_file() and "step 20/" in log.read_text(), 240)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gradus import recipe as recipes
 from gradus.cli import main, parse
 from gradus.errors import UserError
-from gradus.launch import modal, slurm, ssh, train_words
+from gradus.launch import slurm, ssh, train_words
 from gradus.recipe.schema import right_name
 
 NASTY = ["$(touch canary)", "`touch canary`", "'; touch canary; '", '"; touch canary; "', "a b", "*", "~", "\\", "!!", "#x", "${PATH}", "&", "|x", ">canary", "-e", "ü 日"]
@@ -138,11 +138,6 @@ def test_the_batch_script(recipe, overrides, name):
             assert call == ["srun", "--kill-on-bad-exit=1", "gradus", "train", recipe, *overrides, "log.dir=runs/50%j", "--auto-resume"]
 
 
-@given(text | st.text())
-def test_a_string_of_the_app(word):
-    assert ast.literal_eval(modal._string(word)) == word
-
-
 def test_a_recipe_file_in_the_app(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     library = Path(sys.modules["gradus"].__file__).with_name("recipe") / "library" / "copy-task.yaml"
@@ -150,8 +145,9 @@ def test_a_recipe_file_in_the_app(tmp_path, monkeypatch):
     (tmp_path / name).write_text(library.read_text())
     assert main(["launch", "modal", name, "--to", "app.py", "log.dir=runs/a"]) == 0
     tree = ast.parse((tmp_path / "app.py").read_text())
-    words = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "words")
-    assert eval(ast.unparse(words), {"at": lambda path: ("at", path)})[:2] == ["train", ("at", f"/root/inputs/{name}")]
+    of = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    words, there = ast.literal_eval(of["WORDS"]), f"/root/inputs/{name}"
+    assert words[:2] == ["train", there] and ast.literal_eval(of["FILES"]) == {there: str(tmp_path / name)}
 
 
 @pytest.mark.parametrize("word", ["a.b=x\ny", "a.b=\rx", "a.b=\0", "a.b=\udc80"])

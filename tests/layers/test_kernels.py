@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from gradus.errors import UserError
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.torch_private import FakeTensorMode
 
@@ -253,8 +252,3 @@ def backends(**keywords) -> set[str]:
 @pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"mask": padding()}, {"mask": padding(), "causal": True}], ids=" ".join)
 def test_sdpa_takes_the_flash_kernel(keywords):
     assert backends(**keywords) == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
-
-
-def test_an_unknown_kernel_is_named():
-    with pytest.raises(UserError, match=r"layout.attention=sdap.*Did you mean sdpa"):
-        get_kernel("sdap")

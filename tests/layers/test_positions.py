@@ -42,8 +42,6 @@ def test_sinusoidal_follows_the_device_and_refuses():
     assert sinusoidal(3, 4, device="meta").device.type == "meta"
     with pytest.raises(UserError, match="even d_model, not 7; use 8"):
         sinusoidal(3, 7)
-    with pytest.raises(UserError, match="positions=half"):
-        sinusoidal(3, 8, "half")
 
 
 SCALINGS = {

@@ -6,6 +6,7 @@ import pynvml as real
 import pytest
 import torch
 
+from gradus.measure import energy
 from gradus.measure.energy import Meter, rapl, total
 from gradus.train import machine
 
@@ -44,22 +45,29 @@ def gpu(monkeypatch):
     return torch.device("cuda", 0)
 
 
-def test_nvml_counts_millijoules(gpu):
-    library = FakeNvml(nvmlDeviceGetTotalEnergyConsumption=[1_000_000, 1_002_500, 1_010_000])
-    with Meter(gpu, library=library) as meter:
+def nvml(monkeypatch, **answers):
+    library = FakeNvml(**answers)
+    monkeypatch.setattr(machine, "open_nvml", lambda: (library, None))
+    return library
+
+
+def test_nvml_counts_millijoules(gpu, monkeypatch):
+    library = nvml(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=[1_000_000, 1_002_500, 1_010_000])
+    with Meter(gpu) as meter:
         assert meter.read() == 2.5
-    assert meter.joules == 10.0 and meter.source == "NVML, energy counter"
-    assert library.closed == 0, "what was opened elsewhere is closed there"
+    assert meter.joules == 10.0 and meter.source == "NVML, energy counter" and library.closed == 1
 
 
-def test_a_meter_that_falls_silent_has_nothing_to_tell(gpu):
-    with Meter(gpu, library=FakeNvml(nvmlDeviceGetTotalEnergyConsumption=[5, real.NVMLError_GpuIsLost()])) as meter:
+def test_a_meter_that_falls_silent_has_nothing_to_tell(gpu, monkeypatch):
+    nvml(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=[5, real.NVMLError_GpuIsLost()])
+    with Meter(gpu) as meter:
         assert meter.read() is None
     assert meter.joules is None and meter.source is None
 
 
 def test_no_gpu_meter_no_figure(gpu, monkeypatch):
-    with Meter(gpu, library=FakeNvml()) as meter:
+    nvml(monkeypatch)
+    with Meter(gpu) as meter:
         pass
     assert meter.joules is None and meter.source is None
     monkeypatch.setattr(machine, "open_nvml", lambda: (None, None))
@@ -76,11 +84,12 @@ def domain(root, place: str, name: str, energy_uj: int, wraps: int = 262_143_328
     (folder / "max_energy_range_uj").write_text(f"{wraps}\n")
 
 
-def test_rapl_adds_packages_and_memory_and_nothing_twice(tmp_path):
+def test_rapl_adds_packages_and_memory_and_nothing_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     for place, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
         domain(tmp_path, place, name, 1_000_000)
-    assert len(rapl(tmp_path)) == 3
-    with Meter("cpu", root=tmp_path) as meter:
+    assert len(rapl()) == 3
+    with Meter("cpu") as meter:
         domain(tmp_path, "0", "package-0", 31_000_000)
         domain(tmp_path, "0:0", "core", 20_000_000)  # a part of its package
         domain(tmp_path, "0:1", "dram", 6_000_000)
@@ -88,27 +97,31 @@ def test_rapl_adds_packages_and_memory_and_nothing_twice(tmp_path):
     assert meter.joules == 30 + 5 and meter.source == "RAPL, whole machine"
 
 
-def test_rapl_wraps_around(tmp_path):
+def test_rapl_wraps_around(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     domain(tmp_path, "0", "package-0", 9_999_000, wraps=9_999_999)
-    with Meter("cpu", root=tmp_path) as meter:
+    with Meter("cpu") as meter:
         domain(tmp_path, "0", "package-0", 1_999_999, wraps=9_999_999)
         assert meter.read() == pytest.approx(2.000999)
         domain(tmp_path, "0", "package-0", 999_999, wraps=9_999_999)  # round once more
     assert meter.joules == pytest.approx(2.000999 + 9.0)
 
 
-def test_no_rapl_or_not_readable(tmp_path):
+def test_no_rapl_or_not_readable(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     for root in (tmp_path, tmp_path / "absent"):
-        with Meter("cpu", root=root) as meter:
+        monkeypatch.setattr(energy, "POWERCAP", root)
+        with Meter("cpu") as meter:
             pass
         assert meter.joules is None and meter.source is None
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     domain(tmp_path, "0", "package-0", 1)
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
-    with Meter("cpu", root=tmp_path) as meter:
+    with Meter("cpu") as meter:
         pass
     assert meter.joules is None
     domain(tmp_path, "0", "package-0", 1)
-    with Meter("cpu", root=tmp_path) as meter:
+    with Meter("cpu") as meter:
         (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
     assert meter.joules is None, "it stopped answering on the way"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -136,18 +135,6 @@ def test_reads_mean_pooling_of_theirs(n_classes, tmp_path):
     out = theirs(images)
     want = out.logits if n_classes else out.last_hidden_state.mean(1)
     torch.testing.assert_close(ours(images), want, rtol=1e-4, atol=1e-5)
-
-
-def test_mean_pooling_of_before_is_read(tmp_path):
-    """It was once written as gradus-vit, with the names of ViT."""
-    ours = shake(build(ViTConfig(**TINY, n_classes=5, pool="mean")))
-    save(ours, tmp_path)
-    tensors = {name.replace("ijepa.", "vit."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = {"model_type": "gradus-vit", "architectures": ["ViT"], **ours.config.model_dump(mode="json", exclude={"preset", "init"})}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    images = torch.randn(2, 3, 8, 8)
-    assert config_of(tmp_path) == ours.config and torch.equal(load(tmp_path)(images), ours(images))
 
 
 def test_mean_pooling_is_the_encoder_of_theirs(tmp_path):

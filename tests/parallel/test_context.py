@@ -348,7 +348,7 @@ def _refused(world) -> str:
 
 @pytest.mark.slow
 def test_evaluation_takes_any_length_that_the_model_takes_and_decoding_needs_no_other_process():
-    wanted = "a sequence of 17 tokens is longer than model.seq_len=16; cut it or raise model.seq_len"
+    wanted = "a sequence of 17 tokens is longer than model.seq_len=16. Cut it (data.max_len=16), or raise model.seq_len"
     assert distributed.run(2, _evaluated) == [wanted, wanted]
 
 

@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -30,17 +29,17 @@ from gradus.parallel.world import World, free_port
 HOST = re.escape(socket.gethostname())
 
 
-def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.0, pid: int = 2**22 + 5, host: str = "far", lost=None, count=100):
+def put(folder, rank: int, what: str, step: int | None = 37, *, ago: float = 31.0, pid: int = 2**22 + 5, host: str = "far", lost=False, count=100):
     """A record as another host's process left it."""
     record = {"rank": rank, "pid": pid, "host": host, "count": count, "step": step, "time": time.time() - ago, "what": what}
     path = status.record_path(folder, rank)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record | ({} if lost is None else {"lost": lost})))
+    path.write_text(json.dumps(record | ({"lost": True} if lost else {})))
 
 
 def test_a_record_is_rewritten_in_place(tmp_path):
     here = Status(tmp_path, World(1, 2))
-    assert read(tmp_path, 1).place == "before the first step while starting"
+    assert read(tmp_path, 1).place == ("before the first step", "starting")
     here.at("the gradient all-reduce", 37)
     here.at("reading data")
     path = status.record_path(tmp_path, 1)
@@ -61,8 +60,8 @@ def test_the_longest_record_fits(tmp_path, monkeypatch):
     here.count = 10**9
     here.at("x" * 64, 10**8)
     assert read(tmp_path, 9_999).step == 10**8
-    status._leave_word(tmp_path, 9_999, RuntimeError("Timed out waiting 86400000ms for recv"), lost=86_400.0)
-    assert read(tmp_path, 9_999).lost == 86_400.0 and status.record_path(tmp_path, 9_999).stat().st_size == status.SIZE
+    status._leave_word(tmp_path, 9_999, RuntimeError("Timed out waiting 86400000ms for recv"), lost=True)
+    assert read(tmp_path, 9_999).lost and status.record_path(tmp_path, 9_999).stat().st_size == status.SIZE
     with pytest.raises(AssertionError):
         here.at("x" * 65)
     here.close()
@@ -87,7 +86,7 @@ def test_a_record_costs_microseconds(tmp_path):
 
 
 def test_a_rank_that_died(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     put(tmp_path, 1, "the gradient all-reduce", host="node7")
     text = diagnose(tmp_path, 2, {0: LOST, 1: -9})
     assert text.startswith("rank 1 on node7 was killed by SIGKILL (exit code -9) at step 37 while in the gradient all-reduce")
@@ -111,11 +110,11 @@ def test_the_cause_is_told_from_its_effects(tmp_path):
 
 
 def test_a_rank_that_hangs(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", ago=30, lost=30.0)
-    put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", ago=30, lost=True)
+    put(tmp_path, 2, "the gradient all-reduce", ago=30, lost=True)
     put(tmp_path, 1, "reading data", host="node7", count=99)
     wanted = (
-        "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data (the other ranks waited 30 s)."
+        "rank 1 on node7 did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 37 reading data."
     )
     assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: LOST}) == wanted
     assert diagnose(tmp_path, 3) == wanted, "also where there is no parent"
@@ -133,34 +132,25 @@ def test_the_watchdog_of_nccl(tmp_path):
 
 
 def test_other_ends(tmp_path):
-    put(tmp_path, 0, "the gradient all-reduce", lost=30.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     assert diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None}).startswith("ranks 1 and 2 never wrote a record")
     put(tmp_path, 1, "the gradient all-reduce", ago=5)
     put(tmp_path, 2, "the gradient all-reduce", ago=5)
-    assert "rank 1 on far is in the gradient all-reduce of step 37 as the others are, but did not answer" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
+    assert "rank 1 on far did not leave the gradient all-reduce of step 37: it was last seen 5 s ago" in diagnose(tmp_path, 3, {0: LOST, 1: None, 2: None})
     put(tmp_path, 1, "done", 36)
-    assert "rank 1 on far has ended as if all were done" in diagnose(tmp_path, 2, {0: LOST, 1: 0})
-    put(tmp_path, 0, "the gradient all-reduce", lost=30.0, ago=35)
-    put(tmp_path, 1, "the gradient all-reduce", lost=0.0, ago=2)
-    assert diagnose(tmp_path, 2).startswith("rank 1 on far is in the gradient all-reduce of step 37"), "it came when the others had given up"
+    assert "rank 1 on far did not reach the gradient all-reduce of step 37: it was last seen 31 s ago at step 36 done." in diagnose(tmp_path, 2, {0: LOST, 1: 0})
+    put(tmp_path, 0, "the gradient all-reduce", lost=True, ago=35)
+    put(tmp_path, 1, "the gradient all-reduce", lost=True, ago=2)
+    assert diagnose(tmp_path, 2).startswith("rank 1 on far did not leave the gradient all-reduce of step 37"), "it came when the others had given up"
 
 
 def test_a_process_of_this_host_that_is_gone(tmp_path):
     """Without a parent, the table of processes tells."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    put(tmp_path, 0, "the gradient all-reduce", lost=0.0)
+    put(tmp_path, 0, "the gradient all-reduce", lost=True)
     put(tmp_path, 1, "the gradient all-reduce", pid=gone.pid, host=status.host())
     assert re.match(rf"rank 1 on {HOST} is gone \(its process {gone.pid} has ended\) at step 37 while in the gradient all-reduce", diagnose(tmp_path, 2))
-    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        stopped.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-        put(tmp_path, 1, "reading data", pid=stopped.pid, host=status.host(), count=9)
-        assert f"the others gave up; its process {stopped.pid} is stopped" in diagnose(tmp_path, 2)
-    finally:
-        stopped.kill()
-        stopped.wait()
 
 
 @pytest.mark.parametrize("text", [
@@ -190,7 +180,7 @@ def test_other_errors_are_left_workers(tmp_path):
             assert lost(tmp_path, e, World(0, 2)) is None
     with pytest.raises(ZeroDivisionError), status.watched(tmp_path, World(0, 2)):
         raise ZeroDivisionError
-    assert read(tmp_path, 0).lost is None
+    assert not read(tmp_path, 0).lost
     assert lost(tmp_path, RuntimeError("Connection closed by peer"), World()) is None
     here.close()
 
@@ -234,7 +224,7 @@ def test_the_rank_that_failed_first_is_named_first(tmp_path):
 def test_the_connection_itself_failed(tmp_path):
     """No rank is gone and none is late: all gave up, and the error that came first is shown."""
     for rank, at in ((0, 2000), (1, 1000)):
-        put(tmp_path, rank, "the gradient all-reduce", lost=0.0)
+        put(tmp_path, rank, "the gradient all-reduce", lost=True)
         status.error_path(tmp_path, rank).write_text(f"Traceback\nRuntimeError: [gloo] Connection reset, seen by {rank}\n")
         os.utime(status.error_path(tmp_path, rank), (at, at))
     for codes in ({0: LOST, 1: LOST}, None):
@@ -242,7 +232,7 @@ def test_the_connection_itself_failed(tmp_path):
 
 
 def _meet(world: World, folder: str, who: int):
-    """What this rank makes of it when `who` is late for the third all-reduce: (text, quiet)."""
+    """What this rank makes of it when `who` is late for the third all-reduce: (code, text)."""
     here, group = Status(folder, world), dist.new_group(timeout=datetime.timedelta(seconds=1.5))
     try:
         for step in range(1, 10):
@@ -253,18 +243,15 @@ def _meet(world: World, folder: str, who: int):
             here.at("the gradient all-reduce")
             dist.all_reduce(torch.ones(3), group=group if step == 3 else None)  # before it, a slow machine may take its time
     except RuntimeError as e:
-        error = lost(folder, e, world, patience=1.0)
-        return str(error), error.quiet
+        return lost(folder, e, world, patience=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2])
 def test_without_a_parent_the_others_name_the_rank_that_hangs(tmp_path, who):
     answers = distributed.run(3, _meet, str(tmp_path), who)
-    found = [a for rank, a in enumerate(answers) if rank != who]
-    for text, _ in found:
-        assert re.match(rf"rank {who} on {HOST} did not reach the gradient all-reduce of step 3: it was last seen [1-9]\d? s ago at step 3 reading data", text)
-    assert sorted(quiet for _, quiet in found) == [False, True], "one of them tells the user"
+    (text,) = [a[1] for rank, a in enumerate(answers) if rank != who and a[1]]  # one of the others tells the user
+    assert re.match(rf"rank {who} on {HOST} did not reach the gradient all-reduce of step 3: it was last seen [1-9]\d? s ago at step 3 reading data", text)
 
 
 WORKER = """

@@ -83,11 +83,10 @@ def make(kind, tmp_path):
             return [tmp_path / "book.txt"], "causal_lm", "gpt"
         case "images":
             return [pictures(tmp_path / "pictures")], "classification", "vit"
-        case "pair" | "prefix":
+        case "pair":
             for language in ("en", "de"):
                 (tmp_path / f"short.{language}").write_text("\n".join(english()) + "\n")
-            both = [tmp_path / "short.en", tmp_path / "short.de"]
-            return both if kind == "pair" else [tmp_path / "short"], "translation", "seq2seq"
+            return [tmp_path / "short.en", tmp_path / "short.de"], "translation", "seq2seq"
 
 
 KINDS = [
@@ -97,7 +96,7 @@ KINDS = [
     "text",
     "images",
     "pair",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tsv", "splits", "prefix")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tsv", "splits")),
 ]
 
 

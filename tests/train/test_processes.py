@@ -352,7 +352,7 @@ def recipe(*overrides: str):
         (3, ("layout.shard=2",), "shard 2 = 2 processes, and 3 were started"),
         (2, ("layout.tensor=3",), "Start 3"),
         (3, ("layout.tensor=3", "batch.samples=33"), "Use 1, 2 or 4"),
-        (1, ("layout.replicate=data_parallel",), "there is none here"),
+        (1, ("layout.replicate=data_parallel",), "processes here: 1, GPUs: 0"),
         (1, ("layout.diloco.every=5",), "cannot take effect with one replica"),
         (2, ("layout.diloco.every=5", "train.checkpoint_every=7"), "Set train.checkpoint_every=5"),
         (2, ("layout.shard=2", "layout.compress=bf16"), "a hook of DDP"),

@@ -288,7 +288,7 @@ def test_examples_of_images_in_pure_half_precision(precision):
 def test_a_span_has_at_least_one_token(text, tmp_path):
     from gradus.errors import UserError
 
-    with pytest.raises(UserError, match=r"task\.mean_span=0\.5"):
+    with pytest.raises(UserError, match=r"task\.mean_span: expected a number ≥ 1, got 0\.5"):
         trainer("wikitext2-t5", text, tmp_path, "task.mean_span=0.5")
 
 

@@ -64,8 +64,9 @@ def keep(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(f".*-{folder.name}-*"):  # of a process that was killed
-            if time.time() - _touched(left) > 86400:
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):  # renamed by now
+                if time.time() - max(path.stat().st_mtime for path in (left, *left.rglob("*"))) > 86400:
+                    shutil.rmtree(left)
         with files.aside(folder) as aside:
             aside.mkdir()
             write(aside)
@@ -78,13 +79,3 @@ def keep(
         why = f"cannot write the cache ({e.strerror or e})"
         raise UserError(f"{folder.parent}: {why}. Set {setting} to a folder with room.") from None
     return folder
-
-
-def _touched(folder: Path) -> float:
-    """When a folder or anything in it last changed, in seconds since the epoch. A file that grows leaves its
-    folder's."""
-    times = []
-    for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(OSError):  # renamed by now
-            times.append(path.stat().st_mtime)
-    return max(times, default=time.time())

@@ -13,20 +13,9 @@ from gradus.errors import UserError
 IGNORE = -100  # a target that does not count: torch.nn.functional.cross_entropy's default ignore_index
 
 
-def stack(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Samples whose arrays have equal shapes: each key gains a leading batch dimension.
-
-    Arrays keep their type; Python numbers become int64, float32 or bool tensors of shape (batch,); anything else stays
-    a list.
-    """
-    batch: dict[str, Any] = {}
-    for key, first in samples[0].items():
-        values = [sample[key] for sample in samples]
-        if isinstance(first, (np.ndarray, np.generic)):
-            batch[key] = torch.from_numpy(np.stack(values))
-        else:
-            batch[key] = torch.tensor(values) if isinstance(first, (bool, int, float)) else values
-    return batch
+def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Samples of arrays of equal shapes and of numbers: each key gains a leading batch dimension, types stay."""
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
 
 
 def pad_sequences(

@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,32 +22,39 @@ CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
-class TableSource:
-    """One split, not yet decoded: tables with a column `img` or `image` (struct of bytes and path, or plain bytes) and
-    a column `label`. classes: None for as many as there are labels."""
+class Rows:
+    """One split, not yet decoded, in the rows of several `parts`, of which there are `sizes`."""
 
     paths = None  # of images that are files of their own
-
-    def __init__(self, tables: list[Path], config: ImagesData):
-        self.name = str(tables[0]) if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
-        self.tables, about = tables, [table_of(table) for table in tables]
-        columns = about[0][0]
-        self.image = config.image or first_column(self.name, columns, ("image", "img"), "image")
-        self.label = config.label or first_column(self.name, columns, ("label", "labels"), "label")
-        self.classes, self.sizes = columns.get(self.label), [n for _, n in about]
-
-    def key(self) -> str:
-        """What names its content."""
-        return digest([identity(table) for table in self.tables], self.image, self.label)
 
     def where(self, i: int) -> str:
         """File and row of image i."""
         part = int(np.searchsorted(np.cumsum(self.sizes), i, "right"))
-        return f"{self.tables[part]}, row {i - sum(self.sizes[:part])}"
+        return f"{self.parts[part]}, row {i - sum(self.sizes[:part])}"
+
+
+class TableSource(Rows):
+    """Tables with a column `img` or `image` (struct of bytes and path, or plain bytes) and a column `label`. classes:
+    None for as many as there are labels."""
+
+    def __init__(self, tables: list[Path], config: ImagesData):
+        self.name = str(tables[0]) if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
+        self.parts, about = tables, [table_of(table) for table in tables]
+        columns, self.sizes = about[0][0], [n for _, n in about]
+        self.image = config.image or first_column(self.name, columns, ("image", "img"), "image")
+        self.label = config.label or first_column(self.name, columns, ("label", "labels"), "label")
+        self.classes = columns.get(self.label)
+
+    def key(self) -> str:
+        """What names its content."""
+        return digest([identity(table) for table in self.parts], self.image, self.label)
+
+    def column(self, name: str) -> Iterator[Any]:
+        return (row[name] for table in self.parts for row in read_rows(table, [name]))
 
     def labels(self) -> np.ndarray:
         """(n,) int64."""
-        labels = [row[self.label] for table in self.tables for row in read_rows(table, [self.label])]
+        labels = list(self.column(self.label))
         for i, label in enumerate(labels):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
@@ -54,11 +62,9 @@ class TableSource:
 
     def rows(self) -> Iterator[bytes | Path]:
         """Every image in order: a file's bytes, or a path."""
-        cells = (row[self.image] for table in self.tables for row in read_rows(table, [self.image]))
-        for row, cell in enumerate(cells):
-            data = cell.get("bytes") if isinstance(cell, dict) else cell
-            if data is None and isinstance(cell, dict) and cell.get("path") and Path(cell["path"]).is_absolute():
-                data = Path(cell["path"])
+        for row, cell in enumerate(self.column(self.image)):
+            data, path = (cell.get("bytes"), cell.get("path") or "") if isinstance(cell, dict) else (cell, "")
+            data = Path(path) if data is None and Path(path).is_absolute() else data
             if not isinstance(data, bytes | Path):
                 what = f"column {self.image} holds no image bytes"
                 raise UserError(f"{self.where(row)}: {what}. Write the files' content into it")
@@ -71,8 +77,8 @@ class FolderSource:
 
     def __init__(self, folder: Path, classes: list[str] | None = None, names: Sequence[str] | None = None):
         self.name, there = str(folder), _folders(folder)
-        self.classes = classes or (list(names) if names and {d.name for d in there} <= set(names) else None)
-        self.classes = self.classes or [d.name for d in there]
+        own = [d.name for d in there]
+        self.classes = classes or (list(names) if names and set(own) <= set(names) else own)
         self.paths, self.of = [], []
         for each in there:
             if each.name not in self.classes:
@@ -102,11 +108,11 @@ class FolderSource:
         return iter(self.paths)
 
 
-class CifarSource:
+class CifarSource(Rows):
     """One split of the official binary version of CIFAR-10 (Krizhevsky 2009), data_batch_1.bin ... data_batch_5.bin and
     test_batch.bin, or of the archive of them: records of a label byte and 32 × 32 red, green and blue bytes each."""
 
-    paths, classes = None, CIFAR10
+    classes = CIFAR10
     RECORD = 1 + 3 * 32 * 32
 
     def __init__(self, path: Path, split: str):
@@ -120,17 +126,20 @@ class CifarSource:
         return sorted(f for f in self.path.iterdir() if self.wanted.fullmatch(f.name))
 
     @functools.cached_property
-    def records(self) -> list[tuple[str, np.ndarray]]:
-        """(file, (n, 3073) uint8) of each."""
-        found = []
+    def records(self) -> dict[str, np.ndarray]:
+        """File → (n, 3073) uint8."""
+        found = {}
         for name, data in sorted(self._unpacked()):
             if rest := len(data) % self.RECORD:
-                row = f"{name}, row {len(data) // self.RECORD}"
-                raise UserError(f"{row}: an image of {rest} bytes, not {self.RECORD}. Load the file again")
-            found.append((name, np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)))
+                what = f"row {len(data) // self.RECORD}: an image of {rest} bytes, not {self.RECORD}"
+                raise UserError(f"{name}, {what}. Load the file again")
+            found[name] = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)
         if not found:
             raise UserError(f"{self.name}: none of CIFAR-10's files (binary version) in it")
         return found
+
+    parts = property(lambda self: list(self.records))
+    sizes = property(lambda self: list(map(len, self.records.values())))
 
     def _unpacked(self) -> Iterator[tuple[str, bytes]]:
         if self.path.is_dir():
@@ -148,19 +157,12 @@ class CifarSource:
             why = str(e).splitlines()[0].rstrip(":")
             raise UserError(f"{self.path}: not a readable archive ({why}). Load it again") from None
 
-    def where(self, i: int) -> str:
-        for name, records in self.records:
-            if i < len(records):
-                return f"{name}, row {i}"
-            i -= len(records)
-        raise IndexError(i)
-
     def labels(self) -> np.ndarray:
-        return np.concatenate([records[:, 0] for _, records in self.records]).astype(np.int64)
+        return np.concatenate([records[:, 0] for records in self.records.values()]).astype(np.int64)
 
     def rows(self) -> Iterator[np.ndarray]:
         """Every image, decoded: (3, 32, 32) uint8."""
-        return (image for _, records in self.records for image in records[:, 1:].reshape(-1, 3, 32, 32))
+        return (image for records in self.records.values() for image in records[:, 1:].reshape(-1, 3, 32, 32))
 
 
 def find_cifar(path: Path) -> Path | None:
@@ -192,8 +194,8 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         raise DataError(f"data.path is missing: {kinds}")
     path = expanded(config.path)
     if is_hub(config.path):
-        found = {split: find_split(config.path, split, required=split == "train") for split in SPLITS}
-        tables = {split: [table] for split, table in found.items() if table is not None}
+        found = ((split, find_split(config.path, split, required=split == "train")) for split in SPLITS)
+        tables = {split: [table] for split, table in found if table is not None}
     elif not path.exists():
         raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
     elif cifar := find_cifar(path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gradus import files, limits
-from gradus.data.cache import keep
+from gradus.data.cache import digest, keep
 from gradus.data.image_sources import Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import check_number
@@ -50,11 +49,11 @@ def open_images(
     else:
         splits = {}
         for split, source in find_sources(config, names).items():
-            splits[split] = _open(source, image_size, splits["train"].classes if splits else None, names)
-        for split in splits.values():
-            shape, train = split.shape, splits["train"].shape
-            if shape[0] != train[0] or (shape != train and image_size is None):
-                raise UserError(f"{split.name}: images of {_size(shape)}, but the training images are {_size(train)}")
+            splits[split] = made = _open(source, image_size, splits["train"].classes if splits else None, names)
+            train = splits["train"].shape
+            if made.shape[0] != train[0] or (made.shape != train and image_size is None):
+                sizes = f"images of {_size(made.shape)}, but the training images are {_size(train)}"
+                raise UserError(f"{made.name}: {sizes}")
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)
@@ -186,7 +185,7 @@ def _open(
 ) -> ArrayImages | LazyImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
-    folder = files.cache_dir() / "images" / hashlib.sha256(f"{FORMAT} {source.key()}".encode()).hexdigest()[:32]
+    folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), lambda made: (made / "about.json").exists(), "GRADUS_CACHE")
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
@@ -217,10 +216,9 @@ def _classes(
         theirs, ours = ", ".join(own[:5]), ", ".join(classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
     classes = classes or own
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
-    if len(wrong):
-        n = len(classes)
-        raise UserError(f"{source.where(wrong[0])}: label {labels[wrong[0]]}, but there are {n} classes: 0 to {n - 1}")
+    n = len(classes)
+    for wrong in np.flatnonzero((labels < 0) | (labels >= n)):
+        raise UserError(f"{source.where(wrong)}: label {labels[wrong]}, but there are {n} classes: 0 to {n - 1}")
     return classes
 
 
@@ -265,7 +263,7 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
     memo = None
     if dataset.folder is not None:
-        part = hashlib.sha256(dataset.indices.tobytes()).hexdigest()[:16] if isinstance(dataset, Part) else "all"
+        part = digest(dataset.indices.tolist())[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
         if memo.exists():
             stats = json.loads(memo.read_text())

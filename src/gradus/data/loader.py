@@ -1,8 +1,8 @@
 """Which samples make a step, and the loader that brings them.
 
-A global batch is formed first, from (seed, epoch, position) alone. Only then is it cut into ranks' shares and
-micro-batches, and only per sample is anything drawn at random. So the number of workers, of micro-batches or of
-processes, and the point from which a run is resumed, change nothing about what is learnt from.
+A global batch is formed first, from (seed, epoch, position) alone; then it is cut into ranks' shares and micro-batches,
+and only per sample is anything drawn at random. So neither workers, micro-batches, processes nor a resume change what
+is learnt from.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class Plan:
     """The order of the samples: a pure function of the arguments and the epoch.
 
     n: number of samples. Exactly one of batch_samples (samples a step) and batch_tokens (as many samples a step as fit,
-    with padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens a sample, needed by batch_tokens and by
-    bucket. bucket: batches of samples of like length; with shuffle, the samples are shuffled, cut into pools of 50
-    batches, sorted within a pool, and the batches shuffled among themselves; without (evaluation), all are sorted. The
-    last, smaller batch is kept: every sample comes exactly once an epoch.
+    padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens a sample, needed by batch_tokens and bucket.
+    bucket: batches of samples of like length; with shuffle, pools of 50 batches of shuffled samples are sorted, and the
+    batches shuffled; without (evaluation), all are sorted. Every sample comes exactly once an epoch.
 
     Raises UserError for no samples, a missing `lengths`, and a sample longer than batch_tokens.
     """
@@ -96,9 +95,8 @@ class Plan:
 class Step:
     """What one process takes for one optimizer step: its samples, in order, and their micro-batches.
 
-    Every rank has as many micro-batches as the one with most samples, since in some layouts all must compute at once.
-    One that is there for that reason alone holds a sample of the batch again, counts nothing, and says so:
-    `batch["idle"]` is there.
+    Every rank has as many micro-batches as the one with most samples. One that is there for that reason alone holds a
+    sample of the batch again, counts nothing, and has `batch["idle"]`.
     """
 
     epoch: int
@@ -120,15 +118,13 @@ class Loader:
     dataset: map-style; `dataset[i]`, or `dataset.item(i, epoch)` if it has a true `epoch_aware`. prepare(sample, rng):
     all that is random about a sample, from a generator of (the plan's seed, epoch, index). collate(samples): a pure
     function to a dict of tensors. micro_batch: samples a forward pass (None: the whole share). loading: a recipe's
-    `data`: how many workers, how many steps they are ahead, whether they outlive an epoch (None: no workers). rank of
-    world: takes the rank-th contiguous share of every batch. `wait_s` is the time in seconds spent waiting for data so
-    far; without workers, that is the time to make it.
+    `data`: workers, steps they are ahead, whether they outlive an epoch (None: no workers). rank of world: takes the
+    rank-th contiguous share of every batch. `wait_s`: seconds spent waiting for data so far.
 
-    Workers are forked from a server process that has a single thread (multiprocessing's forkserver, else spawn): plain
-    fork would copy the locks of this process's threads in whatever state they are. So data set, prepare and collate are
-    pickled, and a large array belongs into a memory map that is reopened by path. Batches return through pipes, not
-    through a container's small /dev/shm. Workers end with this process, however it ends, and when it says so: not by a
-    Ctrl-C or SIGTERM that reaches the whole process group, after which this process may want to finish its step.
+    Workers are forked from a server process of one thread (forkserver, else spawn), for plain fork would copy the locks
+    of this process's threads. So data set, prepare and collate are pickled, and a large array belongs into a memory
+    map. Batches return through pipes, not through a container's small /dev/shm. Workers end with this process, not by a
+    Ctrl-C or SIGTERM that reaches the whole process group, after which it may want to finish its step.
     """
 
     def __init__(
@@ -269,7 +265,7 @@ def _watch() -> None:
     while parent.is_alive():
         if not hasattr(signal, "sigtimedwait"):
             parent.join()
-        elif (told := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and told.si_pid == parent.pid:
+        elif (info := signal.sigtimedwait({signal.SIGTERM}, 1.0)) is not None and info.si_pid == parent.pid:
             break
     os._exit(1)
 

@@ -48,11 +48,12 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
     there = hub_splits(name)
-    alias = alias_in(there, explicit or split)
-    if alias is None and (required or explicit):
-        asked = explicit or split
-        raise UserError(f"hf:{name}: no split {asked!r}; there are: {', '.join(there)}. Set data.{split}=NAME.")
-    return None if alias is None else Path(f"hf:{name}#{alias}")
+    if alias := alias_in(there, explicit or split):
+        return Path(f"hf:{name}#{alias}")
+    if required or explicit:
+        none = f"no split {explicit or split!r}; there are: {', '.join(there)}"
+        raise UserError(f"hf:{name}: {none}. Set data.{split}=NAME.")
+    return None
 
 
 def _several(path: Path, split: str, names: list[str]) -> UserError:
@@ -93,12 +94,10 @@ def find_pairs(
             matching = [name for name in names if name == explicit]
         if len(matching) > 1:
             raise _several(folder, split, matching)
-        if matching:
-            name = matching[0]
-            for language, files in sides.items():
-                if name not in files:
-                    one = f"no {name}.{language} to go with the other language"
-                    raise UserError(f"{path}: {one}. Set data.source and data.target.")
+        for name in matching:
+            for language in (one for one, files in sides.items() if name not in files):
+                lacks = f"no {name}.{language} to go with the other language"
+                raise UserError(f"{path}: {lacks}. Set data.source and data.target.")
             return Corpus.lines(sides[source][name]), Corpus.lines(sides[target][name])
         if explicit is not None and not (folder / explicit).is_file():
             pair = f"{explicit}.{source} and {explicit}.{target}"

@@ -12,14 +12,12 @@ import numpy as np
 class CopyDataset:
     """Sequences of symbols 1 .. n_symbols-1 that are to be copied; 0 is padding and start.
 
-    Items: dict of int64 arrays `source` (length,), `target_in` and `target_out`:
-        start="zero": the decoder starts from symbol 0: target_in = [0] + data[:-1], target_out = data, both (length,).
-        start="first": place 0 always holds symbol 1, which starts the decoder (the annotated Transformer's copy task):
-            target_in = data[:-1], target_out = data[1:], both (length - 1,).
+    Items: dict of int64 arrays `source` (length,), `target_in` and `target_out`. start="zero": the decoder starts from
+    symbol 0: target_in = [0] + data[:-1], target_out = data, both (length,). start="first": place 0 always holds symbol
+    1, which starts the decoder (the annotated Transformer's copy task): target_in = data[:-1], target_out = data[1:].
 
-    Item i is a pure function of (seed, split, i) and costs the same for every i. The possible sequences are divided by
-    a seeded permutation: a tenth of them belongs to split="valid", the rest to split="train". Items are drawn uniformly
-    from their split's part, so a held-out sequence is never in the training set, however few sequences there are.
+    Item i is a pure function of (seed, split, i). A seeded permutation divides the possible sequences: a tenth of them
+    belongs to split="valid", the rest to split="train", so a held-out sequence is never in the training set.
     """
 
     def __init__(

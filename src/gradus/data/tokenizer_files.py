@@ -166,29 +166,20 @@ def _whole_charsmap(text: Any) -> bool:
 def _read_wordpiece(file: Path) -> Tokenizer:
     """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
     with upper-case pieces is cased."""
-    package, special = package_tokenizers(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    lines = _text(file)
+    lines, special = _text(file), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
     if missing := ", ".join(s for s in special if s not in vocab):
         raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
     config = _config(file.parent)
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
-    rust = package.Tokenizer(package.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
-    rust.normalizer = package.normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
-        lowercase=lowercase,
+    chinese = bool(config.get("tokenize_chinese_chars", True))
+    made = package_tokenizers().BertWordPieceTokenizer(
+        vocab, handle_chinese_chars=chinese, strip_accents=config.get("strip_accents"), lowercase=lowercase
     )
-    rust.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
-    rust.decoder = package.decoders.WordPiece(prefix="##")
+    rust = package_tokenizers().Tokenizer.from_str(made.to_str())
     rust.add_special_tokens(special)
-    tokenizer = FastTokenizer(
-        rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent
-    )
-    tokenizer.around(vocab["[CLS]"], vocab["[SEP]"])
-    return tokenizer
+    return FastTokenizer(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
 def _read_byte_bpe(file: Path) -> Tokenizer:

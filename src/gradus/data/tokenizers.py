@@ -86,152 +86,6 @@ class Tokenizer:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------- tables: characters, words, bytes
-
-
-class TableTokenizer(Tokenizer):
-    """A look-up from token to id. `specials` come first, or after the 256 bytes. Without `<unk>` among them, what is
-    not in the vocabulary is an error."""
-
-    kind: str
-    joined_by = ""
-
-    def __init__(self, tokens: list[str], specials: Sequence[str]):
-        if len(tokens) == len(specials):
-            raise UserError(f"tokenizer: no {self.kind} in the text to read the vocabulary off. Give a longer text.")
-        self.tokens, self.specials = tokens, tuple(specials)
-        self.vocab_size = len(tokens)
-        self.table = {token: i for i, token in enumerate(tokens)}
-        for role in ("pad", "bos", "eos", "unk", "mask"):
-            name = next((n for n in USUAL[role] if n in self.specials), None)
-            setattr(self, f"{role}_id", self.table.get(name))
-        self.cls_id, self.sep_id = self.bos_id, self.eos_id  # as RoBERTa has it
-        self.special_ids = frozenset(self.table[s] for s in self.specials)
-
-    def parts(self, text: str) -> Sequence[str]:
-        """What a text is made of."""
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        if self.unk_id is not None:
-            return [self.table.get(part, self.unk_id) for part in self.parts(text)]
-        try:
-            return list(map(self.table.__getitem__, self.parts(text)))
-        except KeyError as e:
-            lacks = f"The {self.kind} {e.args[0]!r} is not in the vocabulary of {self.vocab_size}, which has no <unk>"
-            raise UserError(f"{lacks}. Use one that knows every text (tokenizer.kind=byte or bpe).") from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        known = (i for i in ids if 0 <= i < self.vocab_size and i not in self.special_ids)
-        return self.joined_by.join(self.tokens[i] for i in known)
-
-    def token(self, i: int) -> str:
-        return self.tokens[i] if 0 <= i < self.vocab_size else f"<{i}>"
-
-    def sentinel(self, i: int) -> int:
-        name = f"<extra_id_{i}>"
-        return self.table[name] if name in self.specials else super().sentinel(i)
-
-    def _state(self) -> dict[str, Any]:
-        return {"kind": self.kind, "specials": list(self.specials), "tokens": self.tokens}
-
-    def _content(self) -> bytes:
-        return json.dumps(self._state()).encode()
-
-    def save(self, folder: str | Path) -> None:
-        """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
-        names = {f"{role}_token": self._name(role) for role in ROLES}
-        FastTokenizer(self._rust(), names).save(folder)
-        (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
-
-    def _name(self, role: str) -> str | None:
-        i = getattr(self, f"{role}_id")
-        return None if i is None else self.tokens[i]
-
-
-class CharTokenizer(TableTokenizer):
-    """One token a character."""
-
-    kind = "char"
-
-    def __init__(self, characters: Iterable[str], specials: Sequence[str] = ()):
-        super().__init__([*specials, *characters], specials)
-
-    @classmethod
-    def from_texts(cls, texts: Iterable[str]) -> CharTokenizer:
-        """The sorted characters of `texts`. Raises UserError where there are none."""
-        return cls(sorted(set(itertools.chain.from_iterable(texts))))
-
-    def _rust(self):
-        package = package_tokenizers()
-        rust = package.Tokenizer(package.models.BPE(self.table, [], unk_token=self._name("unk")))
-        rust.decoder = package.decoders.Fuse()
-        return rust
-
-
-class WordTokenizer(TableTokenizer):
-    """One token a word between white space; a line's end is a token of its own."""
-
-    kind = "word"
-    joined_by = " "
-
-    def __init__(self, words: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS):
-        super().__init__([*specials, *words], specials)
-        self.lowercase = lowercase
-
-    @classmethod
-    def from_texts(
-        cls, texts: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS
-    ) -> WordTokenizer:
-        """The words of `texts` in the order of their first use. Raises UserError where there are none."""
-        words = (word for text in texts for word in re.findall(r"\n|\S+", text.lower() if lowercase else text))
-        return cls(list(dict.fromkeys((*specials, *words)))[len(specials) :], lowercase, specials)
-
-    def parts(self, text: str) -> list[str]:
-        return re.findall(r"\n|\S+", text.lower() if self.lowercase else text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return re.sub(r" ?\n ?", "\n", super().decode(ids))
-
-    def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "lowercase": self.lowercase, "frozen": True}  # `frozen` is read by earlier versions
-
-    def _rust(self):
-        package = package_tokenizers()
-        rust = package.Tokenizer(package.models.WordLevel(self.table, unk_token=self._name("unk") or ""))
-        rust.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"\n|\S+"), "removed", invert=True)
-        if self.lowercase:
-            rust.normalizer = package.normalizers.Lowercase()
-        return rust
-
-
-class ByteTokenizer(TableTokenizer):
-    """The 256 bytes of UTF-8, then the special tokens."""
-
-    kind = "byte"
-
-    def __init__(self, specials: Sequence[str] = ("<pad>", "<s>", "</s>", "<mask>")):
-        super().__init__([*(f"<0x{i:02X}>" for i in range(256)), *specials], specials)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
-
-    def _rust(self):
-        package = package_tokenizers()
-        # The visible letter of each byte (Radford et al. 2019, section 2.2): itself, or the next one from U+0100 on.
-        alphabet = set(package.pre_tokenizers.ByteLevel.alphabet())
-        others = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
-        letters = [chr(b) if chr(b) in alphabet else next(others) for b in range(256)]
-        vocab = {letter: i for i, letter in enumerate((*letters, *self.specials))}
-        rust = package.Tokenizer(package.models.BPE(vocab, []))
-        rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        rust.decoder = package.decoders.ByteLevel()
-        return rust
-
-
 # ---------------------------------------------------------------- Hugging Face tokenizers
 
 
@@ -318,6 +172,118 @@ class FastTokenizer(Tokenizer):
         self.rust.save(str(folder / "tokenizer.json"))
         said = {k: v for k, v in self.config.items() if v is not None}
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
+
+
+# ---------------------------------------------------------------- tables: characters, words, bytes
+
+
+class TableTokenizer(FastTokenizer):
+    """A look-up from token to id. `specials` come first, or after the 256 bytes. Without `<unk>` among them, what is
+    not in the vocabulary is an error."""
+
+    kind: str
+
+    def __init__(self, rust, tokens: list[str], specials: Sequence[str]):
+        if len(tokens) == len(specials):
+            raise UserError(f"tokenizer: no {self.kind} in the text to read the vocabulary off. Give a longer text.")
+        rust.add_special_tokens(list(specials))
+        self.tokens, self.specials = tokens, tuple(specials)
+        as_roberta = {"cls_token": "<s>", "sep_token": "</s>"} if {"<s>", "</s>"} <= {*specials} else {}
+        super().__init__(rust, {"split_special_tokens": True, **as_roberta})
+        self.table = dict(zip(tokens, range(len(tokens))))
+
+    def parts(self, text: str) -> Sequence[str]:
+        """What a text is made of."""
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        ids = [self.table.get(part, self.unk_id) for part in self.parts(text)]
+        if None in ids:
+            lacks = f"The {self.kind} {self.parts(text)[ids.index(None)]!r} is not in the vocabulary"
+            mend = "Use one that knows every text (tokenizer.kind=byte or bpe)"
+            raise UserError(f"{lacks} of {self.vocab_size}, which has no <unk>. {mend}.")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def _state(self) -> dict[str, Any]:
+        return {"kind": self.kind, "specials": list(self.specials), "tokens": self.tokens}
+
+    def save(self, folder: str | Path) -> None:
+        """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
+        super().save(folder)
+        (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
+
+
+class CharTokenizer(TableTokenizer):
+    """One token a character."""
+
+    kind = "char"
+
+    def __init__(self, characters: Iterable[str], specials: Sequence[str] = ()):
+        package, tokens = package_tokenizers(), [*specials, *characters]
+        unknown = "<unk>" if "<unk>" in specials else None
+        rust = package.Tokenizer(package.models.BPE(dict(zip(tokens, range(len(tokens)))), [], unk_token=unknown))
+        rust.decoder = package.decoders.Fuse()
+        super().__init__(rust, tokens, specials)
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> CharTokenizer:
+        """The sorted characters of `texts`. Raises UserError where there are none."""
+        return cls(sorted(set(itertools.chain.from_iterable(texts))))
+
+
+class WordTokenizer(TableTokenizer):
+    """One token a word between white space; a line's end is a token of its own."""
+
+    kind = "word"
+
+    def __init__(self, words: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS):
+        package, tokens, self.lowercase = package_tokenizers(), [*specials, *words], lowercase
+        unknown, table = "<unk>" if "<unk>" in specials else "", dict(zip(tokens, range(len(tokens))))
+        rust = package.Tokenizer(package.models.WordLevel(table, unknown))
+        rust.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"\n|\S+"), "removed", invert=True)
+        if lowercase:
+            rust.normalizer = package.normalizers.Lowercase()
+        super().__init__(rust, tokens, specials)
+
+    @classmethod
+    def from_texts(
+        cls, texts: Iterable[str], lowercase: bool = False, specials: Sequence[str] = SPECIALS
+    ) -> WordTokenizer:
+        """The words of `texts` in the order of their first use. Raises UserError where there are none."""
+        words = (word for text in texts for word in re.findall(r"\n|\S+", text.lower() if lowercase else text))
+        return cls(list(dict.fromkeys((*specials, *words)))[len(specials) :], lowercase, specials)
+
+    def parts(self, text: str) -> list[str]:
+        return re.findall(r"\n|\S+", text.lower() if self.lowercase else text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return re.sub(r" ?\n ?", "\n", super().decode(ids))
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "lowercase": self.lowercase, "frozen": True}  # `frozen` is read by earlier versions
+
+
+class ByteTokenizer(TableTokenizer):
+    """The 256 bytes of UTF-8, then the special tokens."""
+
+    kind = "byte"
+
+    def __init__(self, specials: Sequence[str] = ("<pad>", "<s>", "</s>", "<mask>")):
+        package = package_tokenizers()
+        # The visible letter of each byte (Radford et al. 2019, section 2.2): itself, or the next one from U+0100 on.
+        alphabet = set(package.pre_tokenizers.ByteLevel.alphabet())
+        others = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+        letters = [chr(b) if chr(b) in alphabet else next(others) for b in range(256)]
+        rust = package.Tokenizer(package.models.BPE(dict(zip([*letters, *specials], range(256 + len(specials)))), []))
+        rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        rust.decoder = package.decoders.ByteLevel()
+        super().__init__(rust, [*(f"<0x{i:02X}>" for i in range(256)), *specials], specials)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
 
 
 def train_bpe(

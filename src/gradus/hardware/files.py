@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
-from gradus.hardware.kinds import NUMBERS, Building, Cluster, Device, Grid, Link, Price, link_named, plain
+from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, link_named, plain
 from gradus.hardware.units import in_unit
 
 HERE = Path(__file__).parent
@@ -31,6 +31,18 @@ def user_file(kind: str) -> Path:
     given = os.environ.get(f"GRADUS_{kind.upper()}")
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(given) if given else home / "gradus" / f"{kind}.yaml"
+
+
+def _own(kind: str, path: str | Path | None) -> Path | None:
+    """The user's file; None where there is none. Raises UserError where one that was named is not there."""
+    file = Path(path) if path is not None else user_file(kind)
+    if not file.exists() and (path is not None or os.environ.get(f"GRADUS_{kind.upper()}")):
+        raise UserError(f"{file}: no such {kind} file.")
+    return file if file.exists() else None
+
+
+def _files(kind: str, path: str | Path | None) -> list[Path]:
+    return [HERE / f"{kind}.yaml", *filter(None, [_own(kind, path)])]
 
 
 # ---------------------------------------------------------------- strict reading
@@ -50,18 +62,10 @@ def checked(kind: type[T], found: Any, where: str, context: dict[str, Any] | Non
         return _adapter(kind).validate_python(given, context=context)
     except ValidationError as e:
         error = e.errors()[0]
-    keys, value = [str(part) for part in error["loc"] if part != "[key]"], error["input"]
-    inner = NUMBERS if keys[:1] == ["peaks"] else [field.name for field in dataclasses.fields(Link)]
-    known_key = error["type"] not in ("unexpected_keyword_argument", "literal_error") or len(keys) < 2
-    text = {
-        "missing": "missing.",
-        "value_error": str(error.get("ctx", {}).get("error")),
-        "string_type": f"{value!r} is not text; put it in quotes.",
-        "dict_type": f"expected keys with values, not {value!r}.",
-        "dataclass_type": f"expected keys with values, not {value!r}.",
-    }.get(error["type"], f"{value!r}: {error['msg']}.")
-    path = (where + ".".join(keys)).rstrip(". :")
-    raise UserError(f"{path}: {text if known_key else 'unknown key.' + did_you_mean(keys[-1], inner)}")
+    keys = [str(part) for part in error["loc"] if part != "[key]"]
+    own, value = error.get("ctx", {}).get("error"), error["input"]
+    text = "missing." if error["type"] == "missing" else str(own or f"{value!r}: {error['msg']}.")
+    raise UserError(f"{(where + '.'.join(keys)).rstrip('. :')}: {text}")
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,9 +100,7 @@ def device_from(name: str, found: Any, where: str, context: dict[str, Any]) -> D
 def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], dict[str, Link]]:
     """All devices and links: the packaged ones, then the user's over them. `stamp`: when the user's file was changed,
     so that it is read again."""
-    all_links: dict[str, Link] = {}
-    all_devices: dict[str, Device] = {}
-    raw: dict[str, dict[str, Any]] = {}
+    all_links, all_devices, raw = {}, {}, {}
     for one in (HERE / "links.yaml", HERE / "devices.yaml", *([file] if file else [])):
         t = read(kinds.Devices, one)
         context = {"sources": t.sources, "links": all_links, "date": t.date}
@@ -124,12 +126,8 @@ def load(path: str | Path | None = None) -> tuple[dict[str, Device], dict[str, L
 
     Raises UserError for a file given that does not exist, an unknown key, a wrong unit or number (naming file and key).
     """
-    file = Path(path) if path is not None else user_file("hardware")
-    if file.exists():
-        return _load(file, file.stat().st_mtime_ns)
-    if path is not None or os.environ.get("GRADUS_HARDWARE"):
-        raise UserError(f"{file}: no such hardware file.")
-    return _load(None, None)
+    file = _own("hardware", path)
+    return _load(file, file and file.stat().st_mtime_ns)
 
 
 def devices(path: str | Path | None = None) -> dict[str, Device]:
@@ -161,10 +159,9 @@ def find(name: str, path: str | Path | None = None) -> Device:
     known = devices(path)
     if name in known:
         return known[name]
-    by_newest = list(reversed(known.values()))  # the user's own go before
-    for same in (lambda a: a == name, lambda a: a.lower() == name.lower(), lambda a: plain(a) == plain(name)):
-        for device in by_newest:
-            if any(same(alias) for alias in (device.name, *device.aliases)):
+    for form in (str, str.lower, plain):
+        for device in reversed(known.values()):  # the user's own override
+            if form(name) in map(form, (device.name, *device.aliases)):
                 return device
     if device := by_driver(name, path):
         return device
@@ -205,36 +202,28 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
 def by_driver(name: str, path: str | Path | None = None) -> Device | None:
     """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's
     card)."""
-    same = [d for d in devices(path).values() if d.driver and re.fullmatch(d.driver, name)]
-    return same[-1] if same else None
+    return next((d for d in reversed(devices(path).values()) if d.driver and re.fullmatch(d.driver, name)), None)
 
 
 def device_entry(device: Device) -> dict[str, Any]:
     """A device as the file writes it; find() of what was written gives it back."""
 
-    def stated(fields: dict[str, Any]) -> dict[str, Any]:
+    def stated(found: Device | Link, **changed: Any) -> dict[str, Any]:
+        speed = in_unit(found.bandwidth, "bytes/s", "GB/s")
+        fields = {**vars(found), "bandwidth": speed, **changed}
         return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
 
     def written(one: Link | None) -> dict[str, Any] | None:
-        return one and stated({
-            **vars(one),
-            "bandwidth": in_unit(one.bandwidth, "bytes/s", "GB/s"),
-            "latency": in_unit(one.latency, "seconds", "us"),
-            "both": one.both and in_unit(one.both, "bytes/s", "GB/s"),
-        })  # fmt: skip
+        both = one and one.both and in_unit(one.both, "bytes/s", "GB/s")
+        return one and stated(one, latency=in_unit(one.latency, "seconds", "us"), both=both)
 
-    found = {
-        **vars(device),
-        "name": None,
-        "peaks": {k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
-        "memory": in_unit(device.memory, "bytes", "GiB"),
-        "usable": in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
-        "bandwidth": in_unit(device.bandwidth, "bytes/s", "GB/s"),
-        "power": device.power and in_unit(device.power, "watts", "W"),
+    return stated(
+        device, name=None, aliases=list(device.aliases), memory=in_unit(device.memory, "bytes", "GiB"),
+        peaks={k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
+        usable=in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
+        power=device.power and in_unit(device.power, "watts", "W"),
         **{where: written(getattr(device, where)) for where in ("link", "network", "bridge")},
-        "aliases": list(device.aliases),
-    }
-    return stated(found)
+    )  # fmt: skip
 
 
 def add_device(device: Device, path: str | Path | None = None) -> Path:
@@ -250,11 +239,9 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     found = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
     known = found.setdefault("devices", {})
     for other in known.values():
-        if isinstance(other, dict) and other.get("aliases"):
-            kept = [a for a in other["aliases"] if a.lower() not in {b.lower() for b in device.aliases}]
-            other.pop("aliases")
-            if kept:
-                other["aliases"] = kept
+        if isinstance(other, dict) and (aliases := other.pop("aliases", None)):
+            taken = {a.lower() for a in device.aliases}
+            other |= {"aliases": kept} if (kept := [a for a in aliases if a.lower() not in taken]) else {}
     known.pop(device.name, None)
     known[device.name] = device_entry(device)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -267,26 +254,12 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
 # ---------------------------------------------------------------- prices and grids
 
 
-def _files(kind: str, path: str | Path | None) -> list[Path]:
-    file = Path(path) if path is not None else user_file(kind)
-    if not file.exists() and (path is not None or os.environ.get(f"GRADUS_{kind.upper()}")):
-        raise UserError(f"{file}: no such file of {kind}.")
-    return [HERE / f"{kind}.yaml", *([file] if file.exists() else [])]
-
-
-def _rising(found: Price | Building, where: str) -> None:
-    if not found.low <= found.expected <= found.high:
-        figures = f"{found.low:g}, {found.expected:g}, {found.high:g}"
-        raise UserError(f"{where.rstrip('.')}: low, expected, high must not fall: {figures}.")
-
-
 def _quote(found: Any, where: str, context: dict[str, Any], **own: Any) -> Price:
-    given = {"date": context["date"], "expected": found.get("low"), **found} if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        return checked(Price, found, where, context, **own)
+    given = {"date": context["date"], "expected": found.get("low"), **found}
     price = checked(Price, given, where, context, **own)
-    if "expected" not in found:
-        price = dataclasses.replace(price, expected=(price.low + price.high) / 2)
-    _rising(price, where)
-    return price
+    return price if "expected" in found else dataclasses.replace(price, expected=(price.low + price.high) / 2)
 
 
 def quotes(name: str, path: str | Path | None = None) -> list[Price]:
@@ -300,9 +273,8 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
         context = {"sources": t.sources, "date": t.date}
         for key, found in t.prices.items():
             places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}
-            parts = [
-                _quote(one, f"{file}: prices.{key}{i}.", context, currency=t.currency) for i, one in places.items()
-            ]
+            own = {"context": context, "currency": t.currency}
+            parts = [_quote(one, f"{file}: prices.{key}{i}.", **own) for i, one in places.items()]
             try:
                 of = key if key == name else find(key).name
             except UserError as e:
@@ -324,15 +296,11 @@ def price(device: Device | str, path: str | Path | None = None) -> Price | None:
     if not found:
         return None
     t = read(kinds.Prices, _files("prices", path)[-1])
-    times = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
-    return Price(
-        min(t * one.low for t, one in zip(times, found)),
-        statistics.median(t * one.expected for t, one in zip(times, found)),
-        max(t * one.high for t, one in zip(times, found)),
-        t.currency,
-        max(one.date for one in found),
-        "; ".join(f"{one.source} ({one.date})" for one in found),
-    )
+    rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
+    low, expected, high = ([r * getattr(q, k) for r, q in zip(rates, found)] for k in ("low", "expected", "high"))
+    sources = "; ".join(f"{one.source} ({one.date})" for one in found)
+    date = max(one.date for one in found)
+    return Price(min(low), statistics.median(expected), max(high), t.currency, date, sources)
 
 
 def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
@@ -342,7 +310,6 @@ def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
         context = {"sources": t.sources}
         if t.pue is not None:
             building = checked(Building, t.pue, f"{file}: pue.", context)
-            _rising(building, f"{file}: pue")
         for key, one in t.grids.items():
             given = {"name": key, **({"year": t.year} if t.year else {}), **one}
             found[key] = checked(Grid, given, f"{file}: grids.{key}.", context)

@@ -139,8 +139,17 @@ class Cluster:
         return within, -(-group // within)
 
 
+class Rising:
+    """Three figures that do not fall."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.expected <= self.high:
+            figures = f"{self.low:g}, {self.expected:g}, {self.high:g}"
+            raise ValueError(f"low, expected, high must not fall: {figures}.")
+
+
 @dataclasses.dataclass(frozen=True)
-class Price:
+class Price(Rising):
     """Money a device-hour."""
 
     __pydantic_config__ = FORBID
@@ -164,7 +173,7 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Building:
+class Building(Rising):
     """The power of a building over its computers' (PUE)."""
 
     __pydantic_config__ = FORBID

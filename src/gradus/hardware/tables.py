@@ -68,7 +68,7 @@ def lines(name: str | None = None) -> list[str]:
     ]
 
 
-def told(figures: Sequence[tuple[str, Any]]) -> list[str]:
+def labelled(figures: Sequence[tuple[str, Any]]) -> list[str]:
     """A line or more for each (label, text) that has one."""
     return [
         line
@@ -83,7 +83,7 @@ def in_one_direction(k: Link) -> str:
 
 def of_link(k: Link) -> list[str]:
     bits = f"{k.bandwidth * 8 / 1e9:.6g} Gb/s"
-    return [k.name, *told([
+    return [k.name, *labelled([
         ("bandwidth", f"{gb_s(k.bandwidth)} = {bits} {in_one_direction(k)}"),
         ("collectives", f"{k.efficiency:.0%} of it, {k.latency * 1e6:.3g} us a hop"),
         ("source", k.source or "-"),
@@ -99,7 +99,7 @@ def of_device(d: Device) -> list[str]:
         taken += f", sources differ by a factor of {p.high / p.low:.1f}" if p.low and p.high > p.low else ""
     links = (("link", d.link), ("bridge", d.bridge), ("network", d.network))
     quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} an hour on {q.date}: {q.source}" for q in files.quotes(d.name)]
-    return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *told([
+    return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *labelled([
         ("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items())),
         ("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}"),
         ("power", d.power and f"{d.power:.0f} W"),

@@ -43,10 +43,10 @@ class Place:
 
         Read once. Raises UserError where there is none, or one that does not fit the model.
         """
+        if self._read is not None and given is None:
+            return self._read
         if given is not None:
             found = {"": tokenizer_files.load(given)}
-        elif self._read is not None:
-            return self._read
         else:
             try:
                 found = {"": tokenizer_files.load(self.folder)}
@@ -56,12 +56,9 @@ class Place:
                 found["target"] = tokenizer_files.load(self.folder / "target")
         for place, tokenizer in found.items():
             size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
-            if tokenizer.vocab_size > (size or self.config.vocab_size):
-                where, n = given or self.folder / place, tokenizer.vocab_size
-                raise UserError(
-                    f"{where}: this tokenizer has {n} tokens and the model {size or self.config.vocab_size}: "
-                    "they do not belong together. Give the model's own with --tokenizer PATH."
-                )
+            if (n := tokenizer.vocab_size) > (size := size or self.config.vocab_size):
+                both = f"{given or self.folder / place}: this tokenizer has {n} tokens and the model {size}"
+                raise UserError(f"{both}: they do not belong together. Give the model's own with --tokenizer PATH.")
         self._read = found
         return found
 
@@ -151,7 +148,5 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
 def fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
     for number, (text, row) in enumerate(zip(texts, rows), 1):
         if longest is not None and len(row) > longest:
-            start = text if len(text) <= 30 else text[:30] + "…"
-            raise UserError(
-                f"text {number} ({start!r}) has {len(row):,} tokens, more than the {longest:,} that the model can read."
-            )
+            start = f"text {number} ({text if len(text) <= 30 else text[:30] + '…'!r})"
+            raise UserError(f"{start} has {len(row):,} tokens, more than the {longest:,} that the model can read.")

@@ -48,10 +48,8 @@ class Continuation:
         if sliding or places is None or longest + max_new - 1 <= places:  # the last new token is not read again
             return max_new
         room, on = places - longest + 1, "; --sliding-window goes on" if place.family.attention == "causal" else ""
-        note(
-            f"--max-new={max_new} cut to {room}: the model has {places:,} places, "
-            f"of which the prompt takes {longest:,}{on}"
-        )
+        why = f"the model has {places:,} places, of which the prompt takes {longest:,}{on}"
+        note(f"--max-new={max_new} cut to {room}: {why}")
         return room
 
     def steps(self, choose: Choose, cache: bool = True) -> Iterator[None]:

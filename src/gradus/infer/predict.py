@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from gradus import files, limits, models, tasks
 from gradus import recipe as recipes
@@ -69,12 +70,12 @@ def predict(args: Any) -> Iterator[str]:
     for record in found:
         records.append(record)
         yield line_of(record)
-    known = [r["right"] for r in records if "right" in r]
-    if known:
+    if known := [r["right"] for r in records if "right" in r]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
         lines = (json.dumps(visible(r), ensure_ascii=False) + "\n" for r in records)
-        write(Path(args.to), lambda file: file.write("".join(lines).encode()))
+        with writing(f"--to={args.to}"):
+            files.write_text(Path(args.to), "".join(lines))
         yield f"wrote {args.to}"
     if args.grid:
         colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
@@ -103,15 +104,16 @@ def inputs_of(args: Any) -> list[str]:
 
 
 def line_of(record: Record) -> str:
-    said = ""
-    if "right" in record:
-        said = f"  ({'right' if record['right'] else 'wrong: it is ' + str(record['truth'])})"
+    def guesses(found: list[dict[str, Any]], between: str) -> str:
+        return between.join(f"{t['label']} {t['probability']:.4f}" for t in found)
+
     if "top" in record:
-        guesses = ", ".join(f"{t['label']} {t['probability']:.4f}" for t in record["top"])
-        return f"{guesses}{said}  ←  {short(record['input'])}"
+        wrong = "" if record.get("right", True) else f"wrong: it is {record['truth']}"
+        verdict = f"  ({wrong or 'right'})" if "right" in record else ""
+        return f"{guesses(record['top'], ', ')}{verdict}  ←  {short(record['input'])}"
     if "masks" in record:
-        guesses = ["; ".join(f"{t['label']} {t['probability']:.4f}" for t in mask) for mask in record["masks"]]
-        return "\n".join([record["filled"], *(f"  [MASK] {i}: {guess}" for i, guess in enumerate(guesses, 1))])
+        masks = (f"  [MASK] {i}: {guesses(mask, '; ')}" for i, mask in enumerate(record["masks"], 1))
+        return "\n".join([record["filled"], *masks])
     reference = f"\n  it is     {record['truth']}" if "truth" in record else ""
     return f"{short(record['input'])}\n  →         {record['answer']}{reference}"
 
@@ -131,14 +133,8 @@ def writing(option: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        text = f"{option}: cannot be written ({e.strerror or e}). Give a file in a folder you may write."
-        raise UserError(text) from None
-
-
-def write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
-    """Write a file aside and rename it."""
-    with writing(f"--to={path}"), files.aside(path) as aside, open(aside, "wb") as file:
-        fill(file)
+        why = f"cannot be written ({e.strerror or e})"
+        raise UserError(f"{option}: {why}. Give a file in a folder you may write.") from None
 
 
 def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
@@ -169,9 +165,13 @@ def labels(
     classes = class_names(place)
     for part in batches(list(zip(names, items))):
         values, ids = logits([item for _, item in part]).float().softmax(-1).topk(min(top, len(classes)))
-        for (name, _), *pair in zip(part, ids.tolist(), values.tolist()):
-            best = [{"label": classes[i], "probability": v} for i, v in zip(*pair)]
+        for (name, _), chosen, probabilities in zip(part, ids.tolist(), values.tolist()):
+            best = ranked([classes[i] for i in chosen], probabilities)
             yield {"input": name, **best[0], "top": best}
+
+
+def ranked(names: list[str], probabilities: list[float]) -> list[dict[str, Any]]:
+    return [{"label": name, "probability": p} for name, p in zip(names, probabilities)]
 
 
 def class_names(place: Place) -> list[str]:
@@ -235,19 +235,11 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
         fits([text], [row], place.config.seq_len)
         batch = torch.tensor([row], device=device_of(model))
         out = model(batch, select=batch == tokenizer.mask_id)
-        values, guesses = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
-        masks = [
-            [{"label": word(tokenizer, i), "probability": v} for i, v in zip(*pair)]
-            for pair in zip(guesses.tolist(), values.tolist())
-        ]
-        likeliest = iter(guesses[:, 0].tolist())
+        found = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
+        names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in found.indices.tolist()]
+        likeliest = iter(found.indices[:, 0].tolist())
         filled = tokenizer.decode([next(likeliest) if i == tokenizer.mask_id else i for i in ids])
-        yield {"input": text, "filled": filled, "masks": masks}
-
-
-def word(tokenizer: Tokenizer, i: int) -> str:
-    """The readable text of a token."""
-    return tokenizer.decode([i]).strip() or tokenizer.token(i)
+        yield {"input": text, "filled": filled, "masks": list(map(ranked, names, found.values.tolist()))}
 
 
 @torch.no_grad()
@@ -256,20 +248,16 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
     if place.recipe is not None and place.recipe.task.name == "copy":
         yield from copies(place, texts)
         return
-    tokenizers = place.tokenizers()
-    model = place.load()
+    tokenizers, model = place.tokenizers(), place.load()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = place.recipe.evaluate.max_new if place.recipe is not None else None
     for part in batches(texts):
         encoded = encode(place, tokenizers, part)
         room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
-        new = complete(
-            model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id
-        )
+        new = complete(model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
+        spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
         for text, row in zip(part, new):
-            shows_sentinels = place.recipe is not None and place.recipe.task.name == "span_corruption"
-            answer = " ".join(map(tokenizer.token, row)) if shows_sentinels else tokenizer.decode(row)
-            yield {"input": text, "answer": answer}
+            yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
 
 
 def copies(place: Place, texts: list[str]) -> Iterator[Record]:
@@ -314,23 +302,21 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
         settings = models.weights.read_json(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
-    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == n):
+    if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):
         raise UserError(f"{where} are not {n} numbers each, by which images are normalised. Write them there.")
     return mean, std
 
 
-def prepared(
-    place: Place, images: list[np.ndarray], mean: list[float], std: list[float], device: torch.device
-) -> Tensor:
+def prepared(place: Place, images: list[np.ndarray], device: torch.device) -> Tensor:
     """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
     size = place.config.image_size
     resized = [resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
-    return normalise(torch.cat(resized), mean, std)
+    return normalise(torch.cat(resized), *mean_and_std(place))
 
 
 def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
-    images, (mean, std), model = read_images(place, files), mean_and_std(place), place.load()
-    found = labels(place, files, images, lambda part: model(prepared(place, part, mean, std, device_of(model))), top)
+    images, model = read_images(place, files), place.load()
+    found = labels(place, files, images, lambda part: model(prepared(place, part, device_of(model))), top)
     return ({**record, "_image": image} for record, image in zip(found, images))
 
 
@@ -351,9 +337,8 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
         model, samples, image = place.load(), [data[i] for i in chosen], isinstance(task, ImageClassification)
-        names = [f"{args.split} {i}" for i in chosen]
-        if not image:
-            names = [task.tokenizer.decode(sample["ids"].tolist()) for sample in samples]
+        pairs = zip(chosen, samples)
+        names = [f"{args.split} {i}" if image else task.tokenizer.decode(s["ids"].tolist()) for i, s in pairs]
 
         def logits(part: list[Any]) -> Tensor:
             return task.logits(model, task.to_device(task.collate(part), device_of(model)))
@@ -395,7 +380,7 @@ def features(place: Place, args: Any) -> Iterator[str]:
     inputs = inputs_of(args)
     images = place.config.reads == "images"
     if images:
-        pixels, (mean, std) = read_images(place, inputs), mean_and_std(place)
+        pixels = read_images(place, inputs)
     else:
         tokenizers = place.tokenizers()
         rows = rows_of(place, tokenizers[""], inputs) if place.family.attention == "both" else None
@@ -406,7 +391,7 @@ def features(place: Place, args: Any) -> Iterator[str]:
     states: list[np.ndarray] = []  # (seq, d_model) each
     for part in batches(list(range(len(inputs)))):
         if images:
-            found = model.features(prepared(place, [pixels[i] for i in part], mean, std, device_of(model)))
+            found = model.features(prepared(place, [pixels[i] for i in part], device_of(model)))
             lengths = [found.shape[1]] * len(part)
         else:
             ids, keep = batch_of([rows[i] for i in part], tokenizers[""], device_of(model))
@@ -417,12 +402,11 @@ def features(place: Place, args: Any) -> Iterator[str]:
             first = ", ".join(f"{v:.4f}" for v in one[0, :5])
             yield f"({length}, {one.shape[1]})  [{first}, ...]  ←  {short(inputs[i])}"
     if args.to:
-        whole = np.zeros((len(states), max(map(len, states)), states[0].shape[1]), np.float32)
-        for i, one in enumerate(states):
-            whole[i, : len(one)] = one
+        whole = pad_sequence(list(map(torch.from_numpy, states)), batch_first=True).numpy()
         pooled = Path(args.to).with_suffix(".mean.npy")
-        write(Path(args.to), lambda file: np.save(file, whole))
-        write(pooled, lambda file: np.save(file, np.stack([one.mean(0) for one in states])))
+        for path, array in ((Path(args.to), whole), (pooled, np.stack([one.mean(0) for one in states]))):
+            with writing(f"--to={path}"), files.aside(path) as aside, open(aside, "wb") as file:
+                np.save(file, array)
         yield f"wrote {args.to} {whole.shape} and {pooled} {(len(whole), whole.shape[2])}"
 
 
@@ -455,8 +439,7 @@ def evaluate(
         note(text)
     is_run = (Path(name) / "recipe.yaml").is_file()
     for override in overrides if is_run else ():
-        section = override.split("=", 1)[0].split(".")[0]
-        if section not in FREE:
+        if not override.startswith(FREE):
             raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")

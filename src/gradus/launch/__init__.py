@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +30,12 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     from gradus.parallel.check import validate
     from gradus.parallel.world import World
     from gradus.train.log import new_run_folder
-    from gradus.train.resolve import Given, load
+    from gradus.train.resolve import Given, told
 
     for word in [args.recipe, *args.overrides, *([args.json_file] if args.json_file else [])]:
         one_line("RECIPE key=value", word)
     here = World(size=processes, local_size=-(-processes // getattr(args, "nodes", 1)))
-    recipe, notes = load(args.recipe, args.overrides, Given(args.json_file, here))
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    recipe = told(args.recipe, args.overrides, Given(args.json_file, here))
     if recipe.layout.replicate != "data_parallel":  # which looks at the GPUs of this machine
         validate(recipe, processes)
     return recipe, str(new_run_folder(recipe.log, recipe.name))

@@ -163,9 +163,8 @@ class Workers:
         try:
             status.clear(self.folder)
         except OSError as e:
-            raise UserError(
-                f"log.dir={self.folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
-            ) from None
+            why = f"cannot write there ({e.strerror})"
+            raise UserError(f"log.dir={self.folder}: {why}. Set log.dir to a folder you may write.") from None
         # the workers meet here: the port is taken from the start, and the memory is of this attempt alone
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[subprocess.Popen] = []
@@ -201,10 +200,8 @@ class Workers:
             "PYTHONUNBUFFERED": "1",
             status.PARENT: str(os.getpid()),
         }
-        if rank == 0:
-            return subprocess.Popen(command, env=environment, start_new_session=True)
-        with open(status.log_path(self.folder, rank), "wb") as log:
-            out = {"stdout": subprocess.DEVNULL, "stderr": log}
+        with open(status.log_path(self.folder, rank) if rank else os.devnull, "wb") as log:
+            out = {"stdout": subprocess.DEVNULL, "stderr": log} if rank else {}
             return subprocess.Popen(command, env=environment, start_new_session=True, **out)
 
     def _wait(self) -> dict[int, int | None]:
@@ -226,14 +223,14 @@ class Workers:
             return 2, None if said[0] == 2 else self._mistake(first)
         if code == FAULT:
             # rank 0, which writes no log, has said it on standard error
-            told = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
-            return FAULT, None if told else text
+            said = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
+            return FAULT, None if said else text
         return 1, text
 
     def _mistake(self, rank: int) -> str:
         """What a rank other than 0 said of a user's mistake."""
-        folder = self.folder
-        lines = status.tail(status.log_path(folder, rank)) or status.tail(status.error_path(folder, rank))[-1:]
+        log, error = status.log_path(self.folder, rank), status.error_path(self.folder, rank)
+        lines = status.tail(log) or status.tail(error)[-1:]
         errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
         said = next(errors, "\n".join(lines))
         return f"rank {rank} on {status.host()}: {said}"

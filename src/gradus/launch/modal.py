@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
+import pprint
 import re
 import shlex
 import sys
@@ -77,7 +77,7 @@ def packages() -> list[str]:
 
 
 def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
-    """The text of the app."""
+    """The text of the app: its settings as Python constants, then a program that is always the same."""
     import gradus
 
     added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
@@ -107,86 +107,59 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         model = f"/root/inputs/model/{path.name}"
         added[model] = path
 
-    kinds = {there: "dir" if here.is_dir() else "file" for there, here in added.items()}
-    file_name = Path(args.to).name
+    file_name, title = Path(args.to).name, re.sub(r"[^\w .-]", "-", name)
     commands = [f'modal run {file_name}::generate --prompt "..."  # generate']
     if run:
         fetch = f"modal volume get {args.volume} {run} .  # fetch the run folder"
         commands = [f"modal run {file_name}::main  # train", *commands, fetch]
     if args.secret:
         commands.insert(0, f"modal secret create {args.secret} HF_TOKEN=...  # once: for the hub")
-    parts = {
-        "NAME": re.sub(r"[^\w .-]", "-", name),
-        "APP": _string("gradus-" + re.sub(r"[^\w.-]", "-", name)[:50]),
-        "COMMANDS": "".join(f"    {line}\n" for line in commands),
-        "GPU": _string(gpu) if gpu else "None",
-        "VOLUME": _string(args.volume),
-        "SECRETS": f"[modal.Secret.from_name({_string(args.secret)})]" if args.secret else "[]",
-        "SECONDS": str(int(args.hours * 3600)),
-        "PYTHON": _string(f"{sys.version_info.major}.{sys.version_info.minor}"),
-        "PACKAGES": "".join(f"        {_string(package)},\n" for package in packages()),
-        "ADDED": "".join(f"    {_string(there)}: {_string(str(here))},\n" for there, here in added.items()),
-        "ADD": "".join(
-            f"    .add_local_{kind}(ADDED[{_string(there)}], {_string(there)})\n" for there, kind in kinds.items()
-        ),
-        "MODEL": _string(model or run),
-        "WORDS": "".join(f"        {_word(text, added)},\n" for text in words),
-        "RUN": _string(run),
+    settings = {
+        "NAME": "gradus-" + title.replace(" ", "-")[:50],
+        "GPU": gpu,
+        "VOLUME": args.volume,
+        "SECRETS": [args.secret] if args.secret else [],
+        "SECONDS": int(args.hours * 3600),
+        "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "PACKAGES": packages(),
+        "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
+        "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
+        "MODEL": model or run,
+        **({"RUN": run, "WORDS": words} if run else {}),
     }
-    text = APP.replace("#TRAIN#", TRAIN if run else "")
-    return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], text)
+    constants = "\n".join(f"{key} = {pprint.pformat(value, sort_dicts=False)}" for key, value in settings.items())
+    lines = "".join(f"    {line}\n" for line in commands)
+    head = f'"""{title} on Modal, by gradus.\n\n{lines}"""\n\nfrom pathlib import Path\n\nimport modal\n\n{constants}\n'
+    return head + APP + (TRAIN if run else "")
 
 
-def _word(text: str, added: dict[str, Path]) -> str:
-    """A word of the command line as a Python expression. The app's `at` finds a path that is added to the image."""
-    key, _, value = text.partition("=")
-    if text in added:
-        return f"at({_string(text)})"
-    return f"{_string(key + '=')} + at({_string(value)})" if value in added else _string(text)
-
-
-def _string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text.isprintable() else repr(text)
-
-
-APP = '''"""@NAME@ on Modal, by gradus.
-
-@COMMANDS@"""
-
-from pathlib import Path
-
-import modal
-
-GPU = @GPU@
-ADDED = {  # path in the image: path on this machine
-@ADDED@}
-
-app = modal.App(@APP@)
-volume = modal.Volume.from_name(@VOLUME@, create_if_missing=True)  # runs and weights are kept in it
-secrets = @SECRETS@
-image = (
-    modal.Image.debian_slim(python_version=@PYTHON@)
-    .pip_install(
-@PACKAGES@    )
-    .env({"HF_HOME": "/volume/huggingface", "GRADUS_CACHE": "/volume/cache"})
-@ADD@)
-machine = {"image": image, "gpu": GPU, "volumes": {"/volume": volume}, "secrets": secrets, "timeout": @SECONDS@}
+APP = '''
+app = modal.App(NAME)
+volume = modal.Volume.from_name(VOLUME, create_if_missing=True)  # runs and weights are kept in it
+secrets = [modal.Secret.from_name(name) for name in SECRETS]
+image = modal.Image.debian_slim(python_version=PYTHON).pip_install(PACKAGES)
+image = image.env({"HF_HOME": "/volume/huggingface", "GRADUS_CACHE": "/volume/cache"})
+for there, here in FOLDERS.items():
+    image = image.add_local_dir(here, there)
+for there, here in FILES.items():
+    image = image.add_local_file(here, there)
+machine = {"image": image, "gpu": GPU, "volumes": {"/volume": volume}, "secrets": secrets, "timeout": SECONDS}
 
 
 def at(name):
     """Where a path lies on the machine that asks: added to the image, or in the volume. \
 What is neither is a name on the hub."""
     if modal.is_local():
-        return ADDED.get(name, name)
+        return {**FOLDERS, **FILES}.get(name, name)
     kept = Path("/volume") / name
     return str(kept) if kept.exists() else name
 
-#TRAIN#
+
 @app.cls(**machine)
 class Model:
     """A model that stays in memory between calls."""
 
-    name: str = modal.parameter(default=@MODEL@)
+    name: str = modal.parameter(default=MODEL)
 
     @modal.enter()
     def load(self):
@@ -209,14 +182,18 @@ def generate(prompt: str = "", max_new: int = 200, temperature: float = 0.8, see
 '''
 
 TRAIN = '''
+
 @app.function(**machine, retries=modal.Retries(max_retries=5, initial_delay=10.0))
 def train() -> str:
     """Train, or go on where an attempt before this one came to. Returns the run's summary."""
     from gradus.cli import main
 
-    run = Path("." if modal.is_local() else "/volume") / @RUN@
-    words = [
-@WORDS@    ]
+    run = Path("." if modal.is_local() else "/volume") / RUN
+    local = {**FOLDERS, **FILES} if modal.is_local() else {}
+    words = []
+    for word in WORDS:
+        *key, value = word.split("=", 1)
+        words.append(local.get(word, "=".join((*key, local.get(value, value)))))
     code = main([*words, f"log.dir={run}"])
     if not modal.is_local():
         volume.commit()
@@ -229,5 +206,4 @@ def train() -> str:
 def main(here: bool = False):
     """Train there, or with --here on this machine."""
     print(train.local() if here else train.remote())
-
 '''

@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import os
 import re
@@ -231,10 +232,8 @@ def _seconds(limit: str) -> int:
     if not TIME.fullmatch(limit):
         raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90 or 2-00:00:00.")
     days, _, clock = limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    if not days and len(parts) < 3:
-        parts = [0, *parts]  # minutes come first
-    hours, minutes, seconds = [*parts, 0, 0][:3]
+    first = "" if days or clock.count(":") == 2 else "0:"  # minutes come first
+    hours, minutes, seconds = [*map(int, f"{first}{clock}".split(":")), 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -258,8 +257,8 @@ def _call(command: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
     if done.returncode:
-        told = [re.sub(rf"^{command[0]}: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
-        raise UserError(f"{command[0]}: {'; '.join(told) or 'no reason given'}.")
+        lines = [re.sub(rf"^{command[0]}: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
+        raise UserError(f"{command[0]}: {'; '.join(lines) or 'no reason given'}.")
     return done.stdout.strip()
 
 
@@ -270,38 +269,35 @@ class Job:
         if not re.fullmatch(r"\d+(_\d+)?", number):
             raise UserError(f"--status={number}: no job number. Slurm's are like 1234; squeue --me lists yours.")
         try:
-            told = _call(["scontrol", "show", "job", number])
+            text = _call(["scontrol", "show", "job", number])
         except UserError as e:
             if "Invalid job id" not in str(e):
                 raise
-            raise UserError(
-                f"job {number}: Slurm does not know it (any more). "
-                f"Finished jobs are soon forgotten; try sacct -j {number}"
-            ) from None
-        of = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", told))
-        names = ("JobState", "Reason", "NodeList", "RunTime", "TimeLimit", "ExitCode")
-        self.state, self.reason, self.nodes, self.time, self.limit, self.code = (of.get(name, "") for name in names)
-        log = re.search(r"^\s*StdOut=(.*)$", told, re.MULTILINE)
-        self.number, self.restarts, self.log = number, int(of.get("Restarts", 0)), Path(log[1] if log else "")
-        self.ended = self.state in ENDED
+            forgotten = "Slurm does not know it (any more). Finished jobs are soon forgotten"
+            raise UserError(f"job {number}: {forgotten}; try sacct -j {number}") from None
+        self.of = collections.defaultdict(str, re.findall(r"(?:^|\s)(\w+)=(\S*)", text))
+        log = re.search(r"^\s*StdOut=(.*)$", text, re.MULTILINE)
+        self.number, self.state, self.log = number, self.of["JobState"], Path(log[1] if log else "")
+        self.restarts, self.ended = int(self.of["Restarts"] or 0), self.state in ENDED
 
     def __str__(self):
-        parts = [f"job {self.number}: {self.state}"]
-        ran = self.ended or self.state in ("RUNNING", "COMPLETING")
-        parts += [f"on {self.nodes}, {self.time} of {self.limit}"] if ran else []
-        parts += [f"because of {self.reason}"] if self.reason not in ("None", "") else []
-        parts += [f"restarts {self.restarts}"] if self.restarts else []
-        parts += [f"exit code {self.code.split(':')[0]}"] if self.ended else []
-        return ", ".join(parts)
+        of, ran = self.of, self.ended or self.state in ("RUNNING", "COMPLETING")
+        parts = {
+            f"job {self.number}: {self.state}": True,
+            f"on {of['NodeList']}, {of['RunTime']} of {of['TimeLimit']}": ran,
+            f"because of {of['Reason']}": of["Reason"] not in ("None", ""),
+            f"restarts {self.restarts}": self.restarts,
+            f"exit code {of['ExitCode'].split(':')[0]}": self.ended,
+        }
+        return ", ".join(part for part, shown in parts.items() if shown)
 
 
-def _tail(log: Path) -> tuple[str, int]:
-    """(the last lines, where they end in bytes)."""
-    try:
-        data = log.read_bytes()
-    except OSError:
-        return "", 0
-    return "".join(data.decode(errors="replace").splitlines(keepends=True)[-TAIL:]), len(data)
+def _read(log: Path, place: int = 0) -> bytes:
+    """What stands in the log from a place in bytes on; nothing where it is not there yet."""
+    with contextlib.suppress(OSError), log.open("rb") as f:
+        f.seek(place)
+        return f.read()
+    return b""
 
 
 def _show(number: str, follow: bool = False) -> int:
@@ -310,20 +306,18 @@ def _show(number: str, follow: bool = False) -> int:
     0 where it is not followed, or completed; else 1.
     """
     job = Job(number)
-    text, place = _tail(job.log)
-    print(f"{job}\n{job.log}:\n{text.rstrip()}" if text else job, flush=True)
+    log = _read(job.log)
+    text, place = "\n".join(log.decode(errors="replace").splitlines()[-TAIL:]), len(log)
+    print(f"{job}\n{job.log}:\n{text}" if text else job, flush=True)
     try:
         while follow and not job.ended:
             time.sleep(1.0)
             before, job = job, Job(number)
             if (job.state, job.restarts) != (before.state, before.restarts):
                 print(job, flush=True)
-            if job.log.is_file():
-                with job.log.open("rb") as f:
-                    f.seek(place)
-                    new = f.read()
-                place += len(new)
-                print(new.decode(errors="replace"), end="", flush=True)
+            new = _read(job.log, place)
+            place += len(new)
+            print(new.decode(errors="replace"), end="", flush=True)
     except KeyboardInterrupt:
         print(f"\njob {number} goes on. Look again: gradus launch slurm --status {number} --follow")
         return 130

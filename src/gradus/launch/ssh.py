@@ -72,7 +72,8 @@ def launch(args: Namespace) -> int:
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.log import own
 
-    for tool in ("ssh", args.copy) if args.host and not args.dry_run else ():
+    printed = args.dry_run or not args.host
+    for tool in ("ssh", args.copy) if not printed else ():
         if not shutil.which(tool):
             raise UserError(f"no {tool} here. Install it (on Debian: apt-get install openssh-client rsync).")
     try:
@@ -85,7 +86,7 @@ def launch(args: Namespace) -> int:
         (Path(run) / "job.sh").write_text(script)
     except OSError as e:
         raise UserError(f"{e.filename}: cannot be written ({e.strerror}). Give another log.dir.") from None
-    if args.dry_run or not args.host:
+    if printed:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
         for command in todo:
             print(f"# {command.why}\n{command}")
@@ -124,27 +125,24 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
     sources, file, given = checkout(), recipe_file(args.recipe), inputs(recipe)
     folders = [*(["source"] if sources else []), run, *(f"inputs/{key}" for key in given)]
     paths_there = " ".join(f"{args.folder}/{name}" for name in folders)
-    todo = [Command("make the folders", [*ssh, host, f"mkdir -p {paths_there}"])]
+    settings, name, copies = {}, args.recipe, {}  # what → (paths here, the place there)
     if sources:
-        names = ("pyproject.toml", "README.md", "constraints.txt", "src")
-        parts = [sources / name for name in names if (sources / name).exists()]
-        todo.append(Command("copy the program", copy(parts, f"{host}:{args.folder}/source/")))
-    settings = {}
+        parts = (sources / part for part in ("pyproject.toml", "README.md", "constraints.txt", "src"))
+        copies["the program"] = ([part for part in parts if part.exists()], "source/")
     for key, paths in given.items():
         settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
-        todo.append(Command(f"copy {key}", copy([p.resolve() for p in paths], f"{host}:{args.folder}/inputs/{key}/")))
-    name = args.recipe
+        copies[key] = ([path.resolve() for path in paths], f"inputs/{key}/")
     if file:
         # recipe.yaml of a run folder is written by the run itself; a name that a shell there could misread stays here
         safe = re.fullmatch(SAFE, file.name) and file.name != "recipe.yaml"
         name = f"{run}/{file.name if safe else 'given.json' if file.suffix == '.json' else 'given.yaml'}"
         if not safe:
             settings["name"] = recipe.name
-        todo.append(Command("copy the recipe", copy([file.resolve()], f"{host}:{args.folder}/{name}")))
+        copies["the recipe"] = ([file.resolve()], name)
     arguments, theirs = travelling(args), f"{run}/training_args.json"
     if arguments:
-        todo.append(Command("copy the TrainingArguments", copy([arguments], f"{host}:{args.folder}/{theirs}")))
-    todo.append(Command("copy the script", copy([f"{run}/job.sh"], f"{host}:{args.folder}/{run}/")))
+        copies["the TrainingArguments"] = ([arguments], theirs)
+    copies["the script"] = ([f"{run}/job.sh"], f"{run}/")
     extras = ",".join(EXTRAS)
     what = f"./source[{extras}]" if sources else f"gradus[{extras}]=={__import__('gradus').__version__}"
     setup = args.setup or [
@@ -153,30 +151,29 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         f".venv/bin/python -m pip install --quiet --disable-pip-version-check {shlex.quote(what)}",
         "command -v tmux >/dev/null || { apt-get update -qq && apt-get install -qq -y tmux; }",
     ]
-    todo.append(Command("set it up", there(*(f"{{ {line}; }}" if "||" in line else line for line in setup))))
-    todo.append(Command("start, inside tmux", there(f"tmux new-session -d -s {session} bash {run}/job.sh")))
-    todo.append(Command("look at it (leave with Ctrl-b d)", there(f"tmux attach -t {session}", terminal=True)))
     wait = f"tail -n +1 -F {run}/log.txt --pid=$(cat {run}/pid) 2>/dev/null; exit $(cat {run}/exit_code)"
-    until_started = f"until test -s {run}/pid; do sleep 0.2; done"
-    todo.append(Command("see its log until it has ended", there(until_started, wait)))
-    parent = str(Path(run).parent) + "/"
-    todo.append(Command("fetch the run folder", copy([f"{host}:{args.folder}/{run}"], parent)))
-    return _script(args, train_words(args, run, name, settings, theirs), run), todo
+    todo = {
+        "make the folders": [*ssh, host, f"mkdir -p {paths_there}"],
+        **{f"copy {key}": copy(paths, f"{host}:{args.folder}/{place}") for key, (paths, place) in copies.items()},
+        "set it up": there(*(f"{{ {line}; }}" if "||" in line else line for line in setup)),
+        "start, inside tmux": there(f"tmux new-session -d -s {session} bash {run}/job.sh"),
+        "look at it (leave with Ctrl-b d)": there(f"tmux attach -t {session}", terminal=True),
+        "see its log until it has ended": there(f"until test -s {run}/pid; do sleep 0.2; done", wait),
+        "fetch the run folder": copy([f"{host}:{args.folder}/{run}"], str(Path(run).parent) + "/"),
+    }
+    script = _script(args, train_words(args, run, name, settings, theirs), run)
+    return script, [Command(why, words) for why, words in todo.items()]
 
 
 def _script(args: Namespace, words: Sequence[str], run: str) -> str:
-    words = ["gradus", *words]
-    if args.processes > 1:
-        words += ["--processes", str(args.processes)]
-    return "\n".join([
-        "#!/bin/bash",
-        "source .venv/bin/activate",
-        f"rm -f {run}/exit_code",
-        f"echo $$ > {run}/pid",
-        f"{shlex.join(words)} 2>&1 | tee -a {run}/log.txt",
-        f"echo ${{PIPESTATUS[0]}} > {run}/exit_code",
-        "",
-    ])  # fmt: skip
+    words = ["gradus", *words, *(["--processes", str(args.processes)] if args.processes > 1 else [])]
+    return f"""#!/bin/bash
+source .venv/bin/activate
+rm -f {run}/exit_code
+echo $$ > {run}/pid
+{shlex.join(words)} 2>&1 | tee -a {run}/log.txt
+echo ${{PIPESTATUS[0]}} > {run}/exit_code
+"""
 
 
 def _run(command: Command) -> None:

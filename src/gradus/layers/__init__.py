@@ -1,9 +1,10 @@
 """The parts that models are made of. Norms are PyTorch's own: nn.LayerNorm and nn.RMSNorm."""
 
+from torch import nn
+
 from gradus.layers.attention import Attention
-from gradus.layers.block import Block
-from gradus.layers.cache import Cache, LayerCache, decoder_inputs
-from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward, get_activation
+from gradus.layers.cache import Cache, LayerCache, check_length, decoder_inputs
+from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
@@ -21,7 +22,11 @@ __all__ = [
     "ACTIVATIONS", "KERNELS",
     "Attention", "Block", "Cache", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
     "MixtureOfExperts", "Patches",
-    "apply_rotary", "attention_mask", "chunked", "decoder_inputs", "extract", "get_activation", "get_kernel",
+    "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
 ]  # fmt: skip
+
+
+class Block(nn.Module):
+    """A layer that a model repeats. From outside, blocks are what is checkpointed, compiled and sharded."""

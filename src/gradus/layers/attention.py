@@ -20,16 +20,9 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        dropout: float = 0.0,
-        scale: float | None = None,
-    ):
+        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, head_dim: int | None = None,
+        bias: bool = True, out_bias: bool | None = None, dropout: float = 0.0, scale: float | None = None,
+    ):  # fmt: skip
         super().__init__()
         n_kv_heads = n_kv_heads or n_heads
         assert n_heads % n_kv_heads == 0, f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}"
@@ -46,17 +39,10 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (batch, heads, seq, head_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        causal: bool = False,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        cache: LayerCache | None = None,
+        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, bias: Tensor | None = None,
+        causal: bool = False, rotary: tuple[Tensor, Tensor] | None = None, cache: LayerCache | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend from x to itself, or to `context`.
 
         x: (batch, seq, d_model). context: (batch, k_len, d_model), for cross attention. mask: boolean, True where a

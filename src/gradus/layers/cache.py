@@ -69,6 +69,13 @@ class Cache:
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
 
 
+def check_length(length: int, seq_len: int) -> None:
+    """Raises UserError for a sequence of more tokens than a model has positions."""
+    if length > seq_len:
+        way_out = f"Cut it (data.max_len={seq_len}), or raise model.seq_len"
+        raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={seq_len}. {way_out}")
+
+
 def decoder_inputs(
     ids: Tensor, seq_len: int, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None,
     cache: Cache | None,
@@ -89,7 +96,5 @@ def decoder_inputs(
             raise UserError(f"{text}: give positions, not segments or keep")
         positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
         mask, length = cache.mask(positions), cache.length  # (batch, 1, seq, slots)
-    if length > seq_len:
-        text = f"a sequence of {length} tokens is longer than model.seq_len={seq_len}"
-        raise UserError(f"{text}; cut it or raise model.seq_len")
+    check_length(length, seq_len)
     return positions, mask

@@ -7,21 +7,12 @@ import functools
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.errors import UserError, did_you_mean
-
 ACTIVATIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-
-
-def get_activation(name: str):
-    """The function of that name: relu, gelu (exact), gelu_tanh or silu. Raises UserError for another."""
-    if name not in ACTIVATIONS:
-        raise UserError(f"activation={name}: unknown.{did_you_mean(name, ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 class FeedForward(nn.Module):
@@ -33,7 +24,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(d_model, d_ff, bias=bias)
         self.down = nn.Linear(d_ff, d_model, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        self.activation = get_activation(activation)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.dropout(self.activation(self.up(x))))
@@ -49,7 +40,7 @@ class GatedFeedForward(nn.Module):
         self.up = nn.Linear(d_model, d_ff, bias=bias)
         self.down = nn.Linear(d_ff, d_model, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        self.activation = get_activation(activation)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))

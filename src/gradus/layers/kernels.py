@@ -27,21 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradus.errors import UserError, did_you_mean
 from gradus.layers.masks import Documents, flex
 
 
 def naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | Documents | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
+    causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len,
     k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
@@ -60,16 +52,9 @@ def naive(
 
 
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | Documents | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
+    causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
 
     On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. In bf16 its
@@ -79,7 +64,7 @@ def sdpa(
     # all that flex_attention can do
     if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
         assert causal, "packed documents look backwards"
-        return flex(*_autocast(q, k, v), mask, scale), None
+        return flex(*autocast(q, k, v), mask, scale), None
     mask = _dense(mask, causal)
     if mask is not None or bias is not None:
         extra = _allowed(q, k, mask, causal)
@@ -111,7 +96,7 @@ def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
         causal: bool = False, scale: float | None = None, dropout: float = 0.0,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         mask = _dense(mask, causal)
         n_kv_heads = k.shape[1]
         group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
@@ -308,10 +293,15 @@ def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
     return mask.dense()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As PyTorch's own operators are given them: what is written in Python is not cast by itself."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
@@ -325,7 +315,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def no_autocast(device: torch.device):
-    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+    return torch.autocast(device.type if _has_autocast(device.type) else "cpu", enabled=False)
 
 
 def rng_state(device: torch.device) -> Tensor | None:
@@ -341,27 +331,17 @@ def rng_restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
     if state is None:
         yield
         return
-
-    def restore(state: Tensor) -> None:
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         if device.type == "cpu":
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, device)
-
-    now = rng_state(device)
-    restore(state)
-    try:
         yield
-    finally:
-        restore(now)
 
 
 KERNELS = {"naive": lambda chunk: naive, "chunked": chunked, "sdpa": lambda chunk: sdpa}
 
 
 def get_kernel(name: str, chunk: int = 256) -> Callable:
-    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa. Raises UserError for another
-    name."""
-    if name not in KERNELS:
-        raise UserError(f"layout.attention={name}: no such attention kernel.{did_you_mean(name, KERNELS)}")
+    """The kernel of that name: naive, chunked (`chunk` queries at a time) or sdpa."""
     return KERNELS[name](chunk)

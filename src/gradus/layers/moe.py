@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.layers.feedforward import get_activation
+from gradus.layers.feedforward import ACTIVATIONS
+from gradus.layers.kernels import autocast, no_autocast
 
 # ---------------------------------------------------------------- matrix products of groups of rows
 # Operators of their own: how many rows a group has is a value, which tensors without values (meta, fake) do not tell,
@@ -84,11 +85,6 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 # ---------------------------------------------------------------- the layer
 
 
-@torch.compiler.assume_constant_result
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
-
-
 class ExpertLinear(nn.Module):
     """A linear layer for each expert: weight (n_experts, d_in, d_out), bias (n_experts, d_out).
 
@@ -101,20 +97,12 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, d_in, d_out))
         self.bias = nn.Parameter(torch.empty(n_experts, d_out)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As nn.Linear, expert by expert."""
-        bound = self.weight.shape[1] ** -0.5
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        for parameter in self.parameters():  # as nn.Linear, expert by expert
+            nn.init.uniform_(parameter, -(d_in**-0.5), d_in**-0.5)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_in), sorted by expert, counts: (n_experts,) -> (rows, d_out)."""
-        weight, kind = self.local(self.weight), x.device.type
-        if _has_autocast(kind) and torch.is_autocast_enabled(kind):  # knows PyTorch's own operators only
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = autocast(x, self.local(self.weight))  # PyTorch casts for its own operators only
         x = grouped_mm(x, weight, counts)
         if self.bias is None:
             return x
@@ -134,17 +122,13 @@ class Experts(nn.Module):
         self.up = ExpertLinear(n_experts, d_model, d_ff, bias)
         self.down = ExpertLinear(n_experts, d_ff, d_model, bias)
         self.dropout = nn.Dropout(dropout)
-        self.activation = get_activation(activation)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         up = self.up(x, counts)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
         return self.down(self.dropout(hidden), counts)
-
-
-def here(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
-    return experts(x, counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -166,13 +150,13 @@ class MixtureOfExperts(nn.Module):
         self.n_experts, self.top_k = n_experts, top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias, dropout)
-        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = here
+        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = Experts.__call__
         self.keeps_balance = False
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq, d_model), and so the result."""
-        with torch.autocast(x.device.type, enabled=False) if _has_autocast(x.device.type) else contextlib.nullcontext():
+        with no_autocast(x.device):
             scores = F.linear(x.float(), self.router.weight.float())  # (batch, seq, n_experts)
         probabilities = scores.softmax(-1)
         weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)

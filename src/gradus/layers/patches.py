@@ -9,19 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError
 
 How = Literal["convolution", "unfold", "rearrange"]
-WAYS = ("convolution", "unfold", "rearrange")
 
 
-def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
+def extract(images: Tensor, patch_size: int, how: Literal["unfold", "rearrange"] = "rearrange") -> Tensor:
     """Cut images into patches, row by row.
 
     images: (batch, channels, height, width), both sides multiples of patch_size.
     Returns (batch, n_patches, channels · patch_size · patch_size): within a patch channel, then row, then column.
-    how: unfold and rearrange (a reshape) are two ways to the same; convolution is a third one, with the identity as its
-    kernel.
+    how: two ways to the same; rearrange is a reshape.
     """
     batch, channels, height, width = images.shape
     p = patch_size
@@ -30,15 +28,10 @@ def extract(images: Tensor, patch_size: int, how: How = "rearrange") -> Tensor:
             f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change "
             "patch_size"
         )
-    if how == "rearrange":
-        grid = images.reshape(batch, channels, height // p, p, width // p, p)
-        return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
     if how == "unfold":
         return F.unfold(images, p, stride=p).transpose(1, 2)
-    if how == "convolution":
-        identity = torch.eye(channels * p * p, dtype=images.dtype, device=images.device).view(-1, channels, p, p)
-        return F.conv2d(images, identity, stride=p).flatten(2).transpose(1, 2)
-    raise UserError(f"patches={how}: no such way.{did_you_mean(how, WAYS)}")
+    grid = images.reshape(batch, channels, height // p, p, width // p, p)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
 
 
 class Patches(nn.Module):
@@ -47,17 +40,11 @@ class Patches(nn.Module):
 
     def __init__(self, image_size: int, patch_size: int, n_channels: int, d_model: int, how: How = "convolution"):
         super().__init__()
-        if how not in WAYS:
-            raise UserError(f"patches={how}: no such way.{did_you_mean(how, WAYS)}")
         self.image_size, self.patch_size, self.how = image_size, patch_size, how
         self.n_patches = (image_size // patch_size) ** 2
         self.weight = nn.Parameter(torch.empty(d_model, n_channels, patch_size, patch_size))
         self.bias = nn.Parameter(torch.empty(d_model))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As nn.Conv2d and nn.Linear do."""
-        bound = 1 / math.sqrt(self.weight[0].numel())
+        bound = 1 / math.sqrt(self.weight[0].numel())  # as nn.Conv2d
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradus.errors import UserError
-
-
-class RopeScaling(Protocol):
-    """Llama 3.1's stretching of rotary frequencies: what `gradus.recipe.schema.RopeScaling` holds."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
 
 
 def sinusoidal(
@@ -26,12 +17,10 @@ def sinusoidal(
     """(seq, d_model) fp32: sin and cos of position / 10000^(2i / d_model) (Vaswani et al. 2017, section 3.5).
 
     interleaved: sin and cos alternate, as in the paper. halves: all sin, then all cos.
-    Raises UserError for an odd d_model or an unknown layout.
+    Raises UserError for an odd d_model.
     """
     if d_model % 2:
         raise UserError(f"sinusoidal positions need an even d_model, not {d_model}; use {d_model + 1}")
-    if layout not in ("interleaved", "halves"):
-        raise UserError(f"positions={layout}: unknown layout. Known: halves, interleaved.")
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
     # (seq, d_model / 2)
     angle = torch.arange(seq_len, dtype=torch.float64, device="cpu")[:, None] * 10_000.0**-exponent
@@ -40,12 +29,12 @@ def sinusoidal(
     return table.to(device=device or torch.get_default_device(), dtype=torch.float32)
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
+def rotary_frequencies(head_dim: int, theta: float, scaling: Any = None, device=None) -> Tensor:
     """(head_dim / 2,) fp32: radians a position, theta^(-2i / head_dim) (Su et al. 2021, equation 15).
 
-    scaling: Llama 3.1's (Grattafiori et al. 2024): wavelengths longer than original_seq_len / low_freq_factor are
-    stretched by `factor`, those shorter than original_seq_len / high_freq_factor stay, and between the two the stretch
-    fades in.
+    scaling: Llama 3.1's (recipe.schema.RopeScaling; Grattafiori et al. 2024): wavelengths longer than
+    original_seq_len / low_freq_factor are stretched by `factor`, those shorter than original_seq_len / high_freq_factor
+    stay, and between the two the stretch fades in.
     """
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head size, not {head_dim}")
@@ -57,9 +46,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None 
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: Any = None) -> tuple[Tensor, Tensor]:
     """Rotations for `apply_rotary`: (cos, sin), each positions.shape + (head_dim,) in fp32, the first half of sin
     negated.
 

@@ -36,13 +36,10 @@ from gradus.rows import Row, RowFile
 # tests).
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
-    "scatter": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
+    **dict.fromkeys(("scatter", "gather"), lambda n: (n - 1) / n),
     "reduce": lambda n: 1.0,
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
+    **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), lambda n: (n - 1) / n),
 }
 COLLECTIVES = tuple(BUS_FACTOR)
 BACKENDS = ("gloo", "mpi", "nccl")
@@ -155,7 +152,12 @@ def measure(
                 Row(f"{path}/bus_bandwidth", speed * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
             ]
         if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
-            rows += _fitted(name, points, common)
+            alpha, beta, error = fit(*zip(*points))
+            how = "t = latency + bytes / bandwidth, least squares on relative errors"
+            here = {"collective": name, "fit": how, "largest_error": error, "sizes": [b for b, _ in points], **common}
+            rows.append(Row(f"collective/{name}/latency", alpha, "s", conditions=here))
+            if np.isfinite(beta):
+                rows.append(Row(f"collective/{name}/bandwidth", beta, "bytes/s", conditions=here))
     return rows
 
 
@@ -195,20 +197,6 @@ def fit(n_bytes: list[float], seconds: list[float]) -> tuple[float, float, float
     return float(alpha), float(1 / slope) if slope > 0 else float("inf"), float(error)
 
 
-def _fitted(name: str, points: list[tuple[int, float]], common: dict) -> Iterator[Row]:
-    alpha, beta, error = fit(*zip(*points))
-    conditions = {
-        "collective": name,
-        "fit": "t = latency + bytes / bandwidth, least squares on relative errors",
-        "largest_error": error,
-        "sizes": [b for b, _ in points],
-        **common,
-    }
-    yield Row(f"collective/{name}/latency", alpha, "s", conditions=conditions)
-    if np.isfinite(beta):
-        yield Row(f"collective/{name}/bandwidth", beta, "bytes/s", conditions=conditions)
-
-
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
     found = machine.conditions()
@@ -219,14 +207,8 @@ def conditions(world: World, backend: str) -> dict:
     if backend == "nccl":
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
         found["gpu"] = torch.cuda.get_device_name()
-    return {
-        "backend": backend,
-        "processes": world.size,
-        "processes_on_this_host": world.local_size,
-        "threads": torch.get_num_threads(),
-        "dtype": "float32",
-        **found,
-    }
+    here = {"processes": world.size, "processes_on_this_host": world.local_size, "threads": torch.get_num_threads()}
+    return {"backend": backend, **here, "dtype": "float32", **found}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -279,13 +261,11 @@ def possible(n: int, here: int, size: int) -> None:
 def _take_part(backend: str, sizes: tuple[int, ...], world: World) -> list[Row] | None:
     """The rows on the first process, None on the others."""
     torch.set_num_threads(1)
-    if backend == "mpi":
-        seen = worlds.load_mpi("--backend mpi").COMM_WORLD.size
-        if seen != world.size:
-            started = f"{world.launcher} started {world.size} processes, but MPI sees {seen}"
-            raise UserError(f"{started}: mpi4py uses another MPI. {MPI_HELP}")
-    else:
+    if backend != "mpi":
         worlds.join(world, "cuda" if backend == "nccl" else "cpu")
+    elif (seen := worlds.load_mpi("--backend mpi").COMM_WORLD.size) != world.size:
+        started = f"{world.launcher} started {world.size} processes, but MPI sees {seen}"
+        raise UserError(f"{started}: mpi4py uses another MPI. {MPI_HELP}")
     rows = measure(world, sizes, backend)
     return rows if world.first else None
 
@@ -345,35 +325,25 @@ def table(rows: list[Row]) -> Iterator[str]:
     versions = ", ".join(f"{k} {v}" for k, v in c["versions"].items())
     where = f"{c['processes']} processes on {c['host']} ({c['cpus']} CPUs, load {c['load']})"
     yield f"{c['backend']}, {where}, float32, {versions}"
-    yield (
-        "size: bytes of the whole array; time: on the slowest process, median over calls; "
-        "algorithm bandwidth: size / time; bus: as in nccl-tests"
-    )
-    yield ""
+    times = "size: bytes of the whole array; time: on the slowest process, median over calls"
+    yield f"{times}; algorithm bandwidth: size / time; bus: as in nccl-tests\n"
     value = {(r.name, r.conditions.get("bytes")): r.value for r in rows}
-    lines = []
+    lines, fits = [], []
     for r in rows:
+        name, c = r.conditions["collective"], r.conditions
         if r.name.endswith("/time"):
-            name, n_bytes = r.conditions["collective"], r.conditions["bytes"]
-            speeds = [value[f"collective/{name}/{which}_bandwidth", n_bytes] for which in ("algorithm", "bus")]
-            quartiles = " .. ".join(shown(t, SECONDS) for t in r.conditions["quartiles"])
-            lines.append([
-                name, shown(n_bytes, BYTES), shown(r.value, SECONDS), quartiles, str(r.conditions["calls"]),
-                *(shown(speed, SPEED) for speed in speeds),
-            ])  # fmt: skip
-    yield from columns(["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"], lines, range(1, 7))
-    lines = []
-    for r in rows:
+            speeds = [value[f"collective/{name}/{which}_bandwidth", c["bytes"]] for which in ("algorithm", "bus")]
+            times = shown(r.value, SECONDS), " .. ".join(shown(t, SECONDS) for t in c["quartiles"])
+            speeds = [shown(speed, SPEED) for speed in speeds]
+            lines.append([name, shown(c["bytes"], BYTES), *times, str(c["calls"]), *speeds])
         if r.name.endswith("/latency"):
-            bandwidth = value.get((r.name.replace("latency", "bandwidth"), None))
-            lines.append([
-                r.conditions["collective"], shown(r.value, SECONDS),
-                shown(bandwidth, SPEED) if bandwidth else "no growth", f"{r.conditions['largest_error']:.0%}",
-            ])  # fmt: skip
-    if lines:
-        yield ""
-        yield "fitted: time = latency + size / bandwidth (least squares on relative errors)"
-        yield from columns(["collective", "latency", "bandwidth", "largest error"], lines, range(1, 4))
+            slope = value.get((f"collective/{name}/bandwidth", None))
+            speed = shown(slope, SPEED) if slope else "no growth"
+            fits.append([name, shown(r.value, SECONDS), speed, f"{c['largest_error']:.0%}"])
+    yield from columns(["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"], lines, range(1, 7))
+    if fits:
+        yield "\nfitted: time = latency + size / bandwidth (least squares on relative errors)"
+        yield from columns(["collective", "latency", "bandwidth", "largest error"], fits, range(1, 4))
 
 
 BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))

@@ -24,63 +24,56 @@ class Meter:
     CPU is read by RAPL (Linux's power capping framework, Intel's and AMD's; readable by root alone on most systems):
     all processor packages and their memory, so whatever else runs on the machine counts too. RAPL's counters start
     again at their end, at full power after some minutes at the earliest: call `read()` more often than that.
-
-    library: NVML, opened (None: opened and closed here). root: of the power capping tree.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, library: Any = None, root: Path = POWERCAP):
-        self.device, self.root = torch.device(device), root
-        self.library, self._mine = library, library is None
-        self.source: str | None = None
-        self._joules = 0.0
+    source: str | None = None
+    joules: float | None = None  # up to the latest `read()`, or to the end
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.device, self.library = torch.device(device), None
 
     def __enter__(self) -> Meter:
-        self._gpu, name = None, "RAPL, whole machine"
         if self.device.type == "cuda":
-            name = "NVML, energy counter"
-            if self.library is None:
-                self.library, _ = machine.open_nvml()
-            if self.library is not None:
-                index = torch.cuda.current_device() if self.device.index is None else self.device.index
-                self._gpu = machine.gpu_handle(self.library, torch.device("cuda", index))
+            self.library, _ = machine.open_nvml()
         self._last = self._counters()
-        self.source = name if self._last else None
+        if self._last:
+            self.source = "RAPL, whole machine" if self.device.type == "cpu" else "NVML, energy counter"
+            self.joules = 0.0
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.read()
-        if self._mine and self.library is not None:
+        if self.library is not None:
             self.library.nvmlShutdown()
         self.library, self._last = None, {}
-
-    @property
-    def joules(self) -> float | None:
-        """Up to the latest `read()`, or to the end."""
-        return self._joules if self.source else None
 
     def read(self) -> float | None:
         """Joules so far; None where there is no meter, or it has stopped answering."""
         if self._last:
-            now = self._counters()
-            if now.keys() != self._last.keys():
-                self.source, self._last = None, {}
+            now, before = self._counters(), self._last
+            self._last = now if now.keys() == before.keys() else {}
+            if self._last:
+                self.joules += sum((value - before[p][0]) % (end + 1) for p, (value, end) in now.items()) / 1e6
             else:
-                self._joules += sum((value - self._last[p][0]) % (end + 1) for p, (value, end) in now.items()) / 1e6
-                self._last = now
+                self.source = self.joules = None
         return self.joules
 
     def _counters(self) -> Counters:
         if self.device.type == "cpu":
-            return rapl(self.root)
-        told = self._gpu and machine.read(self.library, "nvmlDeviceGetTotalEnergyConsumption", self._gpu)
-        return {} if told is None else {"gpu": (1000 * told, 2**64)}
+            return rapl()
+        if self.library is None:
+            return {}
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        gpu = machine.gpu_handle(self.library, torch.device("cuda", index))
+        millijoules = gpu and machine.read(self.library, "nvmlDeviceGetTotalEnergyConsumption", gpu)
+        return {} if millijoules is None else {"gpu": (1000 * millijoules, 2**64)}
 
 
-def rapl(root: Path = POWERCAP) -> Counters:
+def rapl() -> Counters:
     """The domains of processor packages and their memory. Cores and graphics are parts of a package and `psys` is made
     of all, so they are left out. Empty where nothing can be read."""
     found = {}
-    for folder in sorted(root.glob("intel-rapl:*")):  # AMD's too
+    for folder in sorted(POWERCAP.glob("intel-rapl:*")):  # AMD's too
         with contextlib.suppress(OSError, ValueError):
             if (folder / "name").read_text().strip().startswith(("package", "dram")):
                 value, end = (int((folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))

@@ -85,27 +85,28 @@ def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
     """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has
     no line."""
     found = describe() if found is None else found
-    yield from _section("machine", _told(MACHINE, found))
-    versions = [(name, version, PACKAGES[name]) for name, version in found.get("versions", {}).items()]
-    yield from _section("software", [*_told(SOFTWARE, found), *versions])
-    backends = [(name, "yes", BACKENDS[name]) for name in found.get("backends", [])]
-    launchers = [(name, path, LAUNCHERS[name]) for name, path in found.get("launchers", {}).items()]
-    yield from _section("several processes", [*backends, *launchers])
-    yield from _section("GPUs", _told(DRIVER, found))
-    for gpu in found.get("gpus", []):
-        yield from _section(f"GPU {gpu['index']}", _told(GPU, gpu))
-    links = [
-        ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other")
-        for link in found.get("gpu_links", [])
-    ]
-    yield from _section("links", links)
+    sections = {
+        "machine": _figures(MACHINE, found),
+        "software": [*_figures(SOFTWARE, found), *((k, v, PACKAGES[k]) for k, v in found.get("versions", {}).items())],
+        "several processes": [(name, "yes", BACKENDS[name]) for name in found.get("backends", [])]
+        + [(name, path, LAUNCHERS[name]) for name, path in found.get("launchers", {}).items()],
+        "GPUs": _figures(DRIVER, found),
+        **{f"GPU {gpu['index']}": _figures(GPU, gpu) for gpu in found.get("gpus", [])},
+        "links": [
+            ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other")
+            for link in found.get("gpu_links", [])
+        ],
+    }
+    for title, figures in sections.items():
+        width = min(48, max((len(value) for _, value, _ in figures), default=0))
+        yield from [title] if figures else []
+        yield from (f"  {label:18}  {value:{width}}  {word}" for label, value, word in figures)
     if found.get("torch_gpus") and "gpus" not in found and "nvml_error" not in found:
-        yield ""
-        yield "For the GPUs' figures: pip install 'gradus[gpu]'"
+        yield "\nFor the GPUs' figures: pip install 'gradus[gpu]'"
 
 
-def _told(figures: dict[str, tuple[str, str]], found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(label, _written(key, found[key]), word) for key, (label, word) in figures.items() if key in found]
+def _figures(words: dict[str, tuple[str, str]], found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(label, _written(key, found[key]), word) for key, (label, word) in words.items() if key in found]
 
 
 def _written(key: str, value: Any) -> str:
@@ -113,13 +114,6 @@ def _written(key: str, value: Any) -> str:
         return f"{value / 2**30:.1f} GiB"
     shape = next((shape for end, shape in WRITTEN.items() if key.endswith(end)), "{}")
     return ", ".join(value) if isinstance(value, list) else shape.format(value)
-
-
-def _section(title: str, told: list[tuple[str, str, str]]) -> Iterator[str]:
-    if told:
-        width = min(48, max(len(value) for _, value, _ in told))
-        yield title
-        yield from (f"  {label:18}  {value:{width}}  {word}" for label, value, word in told)
 
 
 def env(args) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models
 from gradus.errors import UserError
+from gradus.hardware.tables import table as columns
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
@@ -70,17 +71,9 @@ def _stages(parallel: Parallel) -> str:
     return f"; stage{'s' if len(spans) > 1 else ''} {' and '.join(spans)} of {pipeline.n_stages}"
 
 
-def _tree(parallel: Parallel) -> Iterator[str]:
-    root = parallel.part
-    rows = list(_rows(root, parallel))
-    names = max(len(left) for left, *rest in rows if rest)
-    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in (1, 2)]
-    for left, *rest in rows:
-        if len(rest) > 1:
-            shape, dtype, placed = rest
-            yield f"{left:{names}}  {shape:{widths[0]}}  {dtype:{widths[1]}}  {placed}"
-        else:
-            yield f"{left:{names}}  {rest[0]}" if rest else left
+def _tree(parallel: Parallel) -> list[str]:
+    head, *rows = ((*row, "", "", "")[:4] for row in _rows(parallel.part, parallel))
+    return columns(head, rows, right=())
 
 
 def _rows(root: nn.Module, parallel: Parallel) -> Iterator[tuple[str, ...]]:

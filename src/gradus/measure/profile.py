@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,18 +27,12 @@ WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
 def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     """Take real steps of the recipe and yield lines: first the memory picture, then torch.profiler's top operations.
 
-    Memory: what is allocated (on CUDA also reserved) and its peak after building, and after the forward pass, the
-    backward pass and the optimizer's step of the first step and of the second, which finds the optimizer's state there;
-    then by component.
-    Time: `repeat` cycles of 1 step not looked at, 1 to warm up, 3 recorded, with shapes and memory. Writes trace.json
-    (one a cycle; open it in Perfetto or chrome://tracing), top.txt and memory.jsonl (rows) into `folder`.
-    Raises UserError for what the recipe, the data or the disk do not allow.
+    Memory: allocated (on CUDA also reserved) and the peak after building, and after the forward pass, the backward pass
+    and the optimizer's step of the first two steps; then by component. Time: `repeat` cycles of 1 step not looked at, 1
+    to warm up, 3 recorded. Writes trace.json (one a cycle; open it in Perfetto or chrome://tracing), top.txt and
+    memory.jsonl (rows) into `folder`. Raises UserError for what the recipe, the data or the disk do not allow.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "top.txt").touch()
-    except OSError as e:
-        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
+    folder_for(folder, ("top.txt",))
     session = open_session(recipe)
     trainer, steps, picture, rows = memory_picture(session, folder)
     try:
@@ -55,6 +49,16 @@ def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
     yield from top
     yield ""
     yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
+
+
+def folder_for(folder: Path, names: Iterable[str]) -> None:
+    """Make the folder of --to, with these files in it. Raises UserError where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / name).touch()
+    except OSError as e:
+        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
@@ -152,21 +156,16 @@ def picture_lines(
     # With accumulation a step has several forward passes: the last one finds the gradients of the others there.
     phases, cuda = timeline.phases(), isinstance(timeline, CudaTimeline)
     last = {name: allocated for name, allocated, _ in phases}
-    peaks: dict[str, int] = {}
-    for name, _, peak in phases:
-        peaks[name] = max(peaks.get(name, 0), peak)
+    peaks = {name: max(peak for other, _, peak in phases if other == name) for name in last}
     activations = last["step 2: forward"] - last["step 2: ready"]
-    conditions = {
-        "recipe": session.recipe.name,
-        "device": str(session.device),
-        "precision": session.recipe.layout.precision,
-        "torch": torch.__version__,
-    }
+    recipe = session.recipe
+    numbers = {"device": str(session.device), "precision": recipe.layout.precision}
+    conditions = {"recipe": recipe.name, **numbers, "torch": torch.__version__}
     cells, rows = [], []
     for name in ("building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))):
         numbers = {"allocated": last[name], "peak": peaks[name]}
         numbers |= {"reserved": timeline.reserved[name]} if cuda else {}
-        cells.append([f"  {name}", *map(megabytes, numbers.values())])
+        cells.append([f"  {name}", *(f"{n / 1e6:,.2f}" for n in numbers.values())])
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
         rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
     lines = columns(["  after", *numbers], cells, {1, 2, 3})
@@ -176,20 +175,16 @@ def picture_lines(
         ("activations", activations, "kept for the backward pass, by one micro-batch"),
         ("peak", max(peaks.values()), "the highest of all"),
     )  # fmt: skip
-    cells = [[f"  {name}", megabytes(n), what] for name, n, what in components]
+    cells = [[f"  {name}", f"{n / 1e6:,.2f}", what] for name, n, what in components]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n, _ in components]
     return [*lines, "", *columns(["  component", "MB", ""], cells, {1})], rows
-
-
-def megabytes(n: int) -> str:
-    return f"{n / 1e6:,.2f}"
 
 
 # ---------------------------------------------------------------- time
 
 
 def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat: int) -> list[str]:
-    """Profile steps, write the traces, and return the table of the operations that take longest themselves."""
+    """Profile steps, write the traces, and return torch.profiler's table of the TOP operations by their own time."""
     cuda = trainer.device.type == "cuda"
     written: list[Path] = []
 
@@ -210,24 +205,5 @@ def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat
         for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
             trainer.take(next(steps))
             found.step()
-    return table(found, cuda)
-
-
-def table(found: torch.profiler.profile, cuda: bool) -> list[str]:
-    """The TOP operations by their own time (on the GPU where there is one), with their share of all, calls, and memory
-    they took."""
-    time = "self_device_time_total" if cuda else "self_cpu_time_total"
-    memory = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
-    # a GPU's kernels are listed by themselves too; their time is also the operation's that launched them
-    events = [
-        e
-        for e in found.key_averages()
-        if e.device_type == torch.autograd.DeviceType.CPU and not e.key.startswith("ProfilerStep")
-    ]
-    total = sum(getattr(e, time) for e in events) or 1
-    cells = []
-    for e in sorted(events, key=lambda e: -getattr(e, time))[:TOP]:
-        spent, name = getattr(e, time), e.key if len(e.key) <= 56 else e.key[:55] + "…"
-        numbers = f"{spent / 1e3:.2f}", f"{spent / total:.1%}", str(e.count), f"{getattr(e, memory) / 1e6:.2f}"
-        cells.append([f"  {name:56}", *numbers])
-    return columns(["  operation", "ms", "share", "calls", "MB"], cells, {1, 2, 3, 4})
+    by, width = f"self_{'device' if cuda else 'cpu'}_time_total", {"max_name_column_width": 56}
+    return found.key_averages().table(sort_by=by, row_limit=TOP, **width).splitlines()

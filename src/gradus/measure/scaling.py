@@ -2,20 +2,15 @@
 goes, by name.
 
 Strong scaling keeps the global batch; weak scaling keeps the batch of a process. Every number of processes is started
-anew in every round, and runs the very trainer of `gradus train`.
-
-A step's time is told by five names that add up to it, from the clocks of every process's main thread:
-
-- computing: on a processor (data excepted), the copies that collectives need included;
-- communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps it waiting;
-- waiting: blocked longer than that: for a process that comes later. Where a step has several meeting points at which
-  different processes come last, some of this is told as communication;
-- data: making the batch, or waiting for it;
-- other: ready to run while other programs had the processor (where the system tells it: Linux), and what one process
-  alone is blocked.
+anew in every round, and runs the very trainer of `gradus train`. A step's time goes by five names that add up to it,
+from the clocks of every process's main thread. computing: on a processor (data excepted), the copies that collectives
+need included. communication: blocked, of the process that is blocked least in this step: it comes last, so nobody keeps
+it waiting. waiting: blocked longer than that: for a process that comes later (where several meeting points have
+different last processes, some of this counts as communication). data: making the batch, or waiting for it. other: ready
+to run while other programs had the processor (Linux tells it), and what one process alone is blocked.
 
 Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with
-one until it is done, the wait for the last process to call it included. Some may be hidden behind computing.
+one until it is done, the wait for the last process included. Some may be hidden behind computing.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from gradus.hardware.tables import table as columns
 from gradus.limits import processors
 from gradus.measure.collectives import BYTES, shown
 from gradus.measure.machine import conditions
-from gradus.measure.profile import endless
+from gradus.measure.profile import endless, folder_for
 from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -81,10 +76,9 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
     """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees
     samples of its own.
 
-    Weak: what is counted in steps is divided by their number k, so that a run sees as many samples; the learning rate
-    stays, or is multiplied by k with `scale_lr` (the linear scaling rule: Goyal et al. 2017, section 2.1). What a
-    layout cannot do with one replica is left out for one. On a CPU every process has `layout.threads` threads, 1 where
-    that is not said.
+    Weak: what is counted in steps is divided by their number k; the learning rate stays, or is multiplied by k with
+    `scale_lr` (Goyal et al. 2017, section 2.1). What a layout cannot do with one replica is left out for one. On a CPU
+    every process has `layout.threads` threads, else 1.
     """
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
@@ -105,24 +99,16 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
     if r.schedule.name == "noam":
         rate /= math.sqrt(k)
     batch = {key: n * k for key in ("samples", "tokens") if (n := getattr(r.batch, key))}
-    return r.model_copy(
-        update={
-            "batch": r.batch.model_copy(update=batch),
-            "optimizer": r.optimizer.model_copy(update={"lr": rate}),
-            "train": fewer(r.train, "steps", "checkpoint_every"),
-            "schedule": fewer(r.schedule, "warmup_steps", "end_step"),
-            "evaluate": fewer(r.evaluate, "every"),
-        }
-    )
+    sections = {"batch": r.batch.model_copy(update=batch), "optimizer": r.optimizer.model_copy(update={"lr": rate})}
+    sections |= {"train": fewer(r.train, "steps", "checkpoint_every"), "evaluate": fewer(r.evaluate, "every")}
+    return r.model_copy(update={**sections, "schedule": fewer(r.schedule, "warmup_steps", "end_step")})
 
 
 def without_replicas(layout: Layout) -> dict[str, Any]:
     """The keys of a layout that have nothing to do where there is one replica, as they are then."""
-    plain = {"replicate": "auto", "shard_optimizer": False, "local_sgd": None, "diloco": None}
-    keeps = ("auto", "none", "data_parallel")  # the last is one process by itself
-    if layout.replicate in keeps:
-        del plain["replicate"]
-    return {k: v for k, v in plain.items() if getattr(layout, k) != v}
+    kept = layout.replicate in ("auto", "none", "data_parallel")  # the last is one process by itself
+    plain = {"replicate": layout.replicate if kept else "auto", "shard_optimizer": False, "local_sgd": None}
+    return {k: v for k, v in {**plain, "diloco": None}.items() if getattr(layout, k) != v}
 
 
 @dataclasses.dataclass
@@ -145,8 +131,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     session = open_session(recipe, None, here)
     parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
-    every = meeting(recipe.layout)
-    source = endless(trainer)
+    source, (more, every) = endless(trainer), whole_rounds(PROFILED, recipe.layout)
     try:
         for _ in range(warm_up):
             trainer.take(next(source))
@@ -162,33 +147,32 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
         elapsed = time.perf_counter() - marks[0][0]
         samples, memory, counted = trainer.progress.samples - before, peak_memory(session.device), traffic.counted
         profiled = profiled and parallel.several and session.device.type == "cpu"
-        collectives = profile_collectives(trainer, source, whole(PROFILED, every)) if profiled else None
+        collectives = None
+        if profiled:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+                for _ in range(more):
+                    trainer.take(next(source))
+            events = [(e.name, e.time_range.start, e.time_range.end) for e in found.events()]
+            collectives = by_collective(events, more)
     finally:
         trainer.loader.close()
     # (steps, 2: data, the rest)
     wall, processor, ready = np.moveaxis(np.diff(np.array(marks), axis=0).reshape(-1, 2, 3), 2, 0)
     blocked = np.maximum(0.0, wall - processor - ready)  # the clocks differ by microseconds
     spent = np.stack([wall[:, 0], processor[:, 1], ready[:, 1], blocked[:, 1]], axis=1)
-    facts = {
-        "device": str(session.device.type),
-        "precision": recipe.layout.precision,
-        "threads": torch.get_num_threads(),
-        "parameters": models.count(session.recipe.model)["total"],
-        "loss_unit": session.task.loss_unit,
-    }
+    facts = {"device": str(session.device.type), "precision": recipe.layout.precision}
+    facts |= {"threads": torch.get_num_threads(), "parameters": models.count(session.recipe.model)["total"]}
+    facts |= {"loss_unit": session.task.loss_unit}
     sent = {name: (c.calls / every, c.sent / every) for name, c in counted.found.items()} if counted else None
     return Timed(elapsed, spent, samples, float(loss), memory, sent, collectives, facts)
 
 
-def meeting(layout: Layout) -> int:
-    """Steps from one synchronisation of local updates to the next."""
-    apart = layout.local_sgd or layout.diloco
-    return apart.every if apart else 1
-
-
-def whole(steps: int, every: int) -> int:
-    """At least `steps`, and a multiple of `every`."""
-    return -(-steps // every) * every
+def whole_rounds(steps: int, layout: Layout) -> tuple[int, int]:
+    """(at least `steps`, and a multiple of what follows; steps from one synchronisation of local updates to the
+    next)."""
+    local = layout.local_sgd or layout.diloco
+    every = local.every if local else 1
+    return -(-steps // every) * every, every
 
 
 def _now() -> tuple[float, float, float]:
@@ -197,14 +181,6 @@ def _now() -> tuple[float, float, float]:
     with contextlib.suppress(OSError):  # Linux: nanoseconds on a processor, and on its run queue
         ready = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return time.perf_counter(), time.thread_time(), ready
-
-
-def profile_collectives(trainer: Trainer, source: Iterator[Any], steps: int) -> dict[str, tuple[float, float]]:
-    """Collective → (calls, seconds from call to end) a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        for _ in range(steps):
-            trainer.take(next(source))
-    return by_collective([(e.name, e.time_range.start, e.time_range.end) for e in found.events()], steps)
 
 
 def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
@@ -240,15 +216,10 @@ class Round:
 
     ranks: list[Timed]
 
-    @property
-    def speed(self) -> float:
-        """Samples/s."""
-        return self.ranks[0].samples / max(t.elapsed for t in self.ranks)
-
-    @property
-    def step(self) -> float:
-        """Seconds."""
-        return max(t.elapsed for t in self.ranks) / len(self.ranks[0].spent)
+    def __post_init__(self) -> None:
+        elapsed = max(t.elapsed for t in self.ranks)
+        self.speed = self.ranks[0].samples / elapsed  # samples/s
+        self.step = elapsed / len(self.ranks[0].spent)  # seconds
 
     def parts(self) -> dict[str, float] | None:
         """Seconds of the mean step by PARTS: means over the processes, which add up to the step. None on a GPU, which
@@ -300,23 +271,13 @@ class Found:
             ratio = base.summary["train_runtime"] / self.summary["train_runtime"]
         return ratio, ratio * base.n / self.n
 
-    def memory(self) -> list[int]:
-        """Bytes of each rank at the highest, in any round."""
-        return [max(r.ranks[i].memory for r in self.rounds) for i in range(self.n)]
-
-    def sent(self) -> float | None:
-        """Bytes that rank 0 sends a step; None where nobody counted."""
-        by = {} if self.n == 1 else self.last.sent
-        return None if by is None else sum(n_bytes for _, n_bytes in by.values())
-
     def collectives(self) -> dict[str, tuple[float, float, float | None]]:
         """Collective → (calls, seconds, bytes that a process sends) a step, means over the processes of the last
         round."""
-        timed = [t.collectives or {} for t in self.rounds[-1].ranks]
-        sent = self.last.sent or {}
+        timed, sent = [t.collectives or {} for t in self.rounds[-1].ranks], self.last.sent or {}
         names = sorted({name for t in timed for name in t})
         mean = {name: np.mean([t.get(name, (0.0, 0.0)) for t in timed], axis=0).tolist() for name in names}
-        return {name: (*mean[name], sent[name][1] if name in sent else None) for name in names}
+        return {name: (*mean[name], sent.get(name, (0, None))[1]) for name in names}
 
 
 def work(found: Found, base: Found) -> float:
@@ -342,29 +303,28 @@ def rows_of(all_found: list[Found], common: dict[str, Any]) -> list[Row]:
         rows.append(Row(f"scale/{name}", value, unit, step, {"processes": f.n, **conditions_of(f), **common, **more}))
 
     for f in all_found:
-        (ratio, efficiency), first = f.against(base), f.middle.ranks[0]
+        first, memory = f.middle.ranks[0], [max(r.ranks[i].memory for r in f.rounds) for i in range(f.n)]
         add("samples_per_s", f.middle.speed, "samples/s", rounds=f.speeds)
-        add("speed_up", ratio, against_processes=base.n)
-        add("efficiency", efficiency, against_processes=base.n)
-        add("memory", max(f.memory()), "bytes", ranks=f.memory())
+        for name, value in zip(("speed_up", "efficiency"), f.against(base)):
+            add(name, value, against_processes=base.n)
+        add("memory", max(memory), "bytes", ranks=memory)
         add("loss", first.loss, first.facts["loss_unit"], common["warm_up"] + len(first.spent))
         add("step", f.middle.step, "s")
         for name, t in (f.middle.parts() or {}).items():
             add(f"step/{name}", t, "s")
         for name, share in ((f is not base and f.middle.parts() and lost(f, base)) or {}).items():
             add(f"lost/{name}", share, "of the step", against_processes=base.n)
-        if (sent := f.sent()) is not None:
-            by = {name: {"calls": calls, "bytes": b} for name, (calls, b) in (f.last.sent or {}).items()}
-            add("sent", sent, "bytes", counted="ring algorithms, rank 0, a step", collectives=by)
+        if (sent := {} if f.n == 1 else f.last.sent) is not None:  # None: nobody counted
+            by = {name: {"calls": calls, "bytes": b} for name, (calls, b) in sent.items()}
+            n_bytes = sum(b for _, b in sent.values())
+            add("sent", n_bytes, "bytes", counted="ring algorithms, rank 0, a step", collectives=by)
         for name, (calls, t, b) in f.collectives().items():
             add(f"collective/{name}", t, "s", calls=calls, bytes=b, of="a step, from begin to end")
         if s := f.summary:
-            ratio, efficiency = f.against(base, whole=True)
             add("whole/runtime", s["train_runtime"], "s", s["steps"])
             add("whole/samples_per_s", s["train_samples_per_second"], "samples/s", s["steps"])
-            for name, value in {"speed_up": ratio, "efficiency": efficiency}.items():
-                add(f"whole/{name}", value, "", s["steps"], against_processes=base.n)
-            for name, value in {"train_loss": s["train_loss"], **s["metrics"]}.items():
+            ratios = zip(("speed_up", "efficiency"), f.against(base, whole=True))
+            for name, value in (*ratios, ("train_loss", s["train_loss"]), *s["metrics"].items()):
                 add(f"whole/{name}", value, "", s["steps"])
     return rows
 
@@ -387,105 +347,97 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def table(all_found: list[Found]) -> Iterator[str]:
+def n_bytes(value: float) -> str:
+    return shown(value, BYTES)
+
+
+def table(all_found: list[Found], rows: Sequence[Row]) -> Iterator[str]:
     """The figures of all numbers of processes, for a terminal."""
-    base, facts = all_found[0], all_found[0].last.facts
-    lines = []
-    for f in all_found:
+    base, of = all_found[0], {f.n: {} for f in all_found}  # processes → name → value
+    for row in rows:
+        of[row.conditions["processes"]][row.name.removeprefix("scale/")] = row.value
+
+    def lines(names: str, *cells: Callable[[Found, dict[str, Any]], str]) -> list[str]:
+        return columns(names.split("|"), [[str(f.n), *(cell(f, of[f.n]) for cell in cells)] for f in all_found])
+
+    def speed(f: Found, v: dict[str, Any]) -> str:
         spread = f" [{figure(min(f.speeds))} .. {figure(max(f.speeds))}]" if len(f.speeds) > 1 else ""
-        sent = "-" if f.sent() is None else shown(f.sent(), BYTES)
-        lines.append((
-            str(f.n), f"{f.recipe.batch.samples or f.recipe.batch.tokens:,}", figure(f.middle.speed) + spread,
-            *(f"{ratio:.2f}" for ratio in f.against(base)), shown(max(f.memory()), BYTES), sent,
-            f"{f.middle.ranks[0].loss:.5f}",
-        ))  # fmt: skip
-    batch = f"batch, {'samples' if base.recipe.batch.samples else 'tokens'}"
-    head = (
-        "processes", batch, "samples/s", "speed-up", "efficiency", "memory a rank", "sent a step",
-        f"loss, {facts['loss_unit']}",
+        return figure(v["samples_per_s"]) + spread
+
+    def batch(f: Found, v: dict[str, Any]) -> str:
+        return f"{f.recipe.batch.samples or f.recipe.batch.tokens:,}"
+
+    def named(shape: Callable[[float], str], *names: str) -> list[Callable[[Found, dict[str, Any]], str]]:
+        return [lambda f, v, name=name: shape(v[name]) if name in v else "-" for name in names]
+
+    unit = "samples" if base.recipe.batch.samples else "tokens"
+    head = f"processes|batch, {unit}|samples/s|speed-up|efficiency|memory a rank|sent a step"
+    yield from lines(
+        f"{head}|loss, {base.last.facts['loss_unit']}", batch, speed, *named("{:.2f}".format, "speed_up", "efficiency"),
+        *named(n_bytes, "memory", "sent"), *named("{:.5f}".format, "loss"),
     )  # fmt: skip
-    yield from columns(head, lines)
-    if facts["device"] == "cpu":
+    parts = "|".join(PARTS)
+    if base.middle.parts():
         yield "\na step in ms, mean over the processes; the parts add up to it:"
-        parts = [(str(f.n), ms(f.middle.step), *map(ms, f.middle.parts().values())) for f in all_found]
-        yield from columns(("processes", "step", *PARTS), parts)
+        yield from lines(f"processes|step|{parts}", *named(ms, "step", *(f"step/{name}" for name in PARTS)))
         yield f"\nlost against {base.processes}, in % of the step:"
-        gone = [(1 - f.against(base)[1], *lost(f, base).values()) for f in all_found]
-        cells = [(str(f.n), *(f"{100 * share:+.1f}" for share in shares)) for f, shares in zip(all_found, gone)]
-        yield from columns(("processes", "in all", *PARTS), cells)
+        shares = named(lambda share: f"{100 * share:+.1f}", *(f"lost/{name}" for name in PARTS))
+        yield from lines(f"processes|in all|{parts}", lambda f, v: f"{100 * (1 - v['efficiency']):+.1f}", *shares)
     else:
-        yield f"\nthe parts of a step are told on a CPU only; this was on {facts['device']}"
+        yield f"\nthe parts of a step are measured on a CPU only; this was on {base.last.facts['device']}"
     each = [(f.n, name, *figures) for f in all_found for name, figures in f.collectives().items()]
-    calls = [(str(n), name, f"{k:g}", ms(t), "-" if b is None else shown(b, BYTES)) for n, name, k, t, b in each]
+    calls = [(str(n), name, f"{k:g}", ms(t), "-" if b is None else n_bytes(b)) for n, name, k, t, b in each]
     if calls:
         yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"
         yield "some may lie behind computing:"
-        yield from columns(("processes", "collective", "calls", "ms", "sent"), calls)
+        yield from columns(["processes", "collective", "calls", "ms", "sent"], calls)
     if base.summary:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
-        yield from whole_table(all_found)
+        metrics = list(base.summary["metrics"])
+        yield from lines(
+            "|".join(("processes|steps|samples|learning rate|seconds|speed-up|efficiency|train loss", *metrics)),
+            *(lambda f, v, key=key: f"{f.summary[key]:,}" for key in ("steps", "samples")),
+            lambda f, v: f"{f.recipe.optimizer.lr:.3g}",
+            *named(figure, "whole/runtime"), *named("{:.2f}".format, "whole/speed_up", "whole/efficiency"),
+            *named("{:.4f}".format, "whole/train_loss", *(f"whole/{name}" for name in metrics)),
+        )  # fmt: skip
 
 
-def whole_table(all_found: list[Found]) -> Iterator[str]:
-    names = list(all_found[0].summary["metrics"])
-    lines = []
-    for f in all_found:
-        s, against = f.summary, f.against(all_found[0], whole=True)
-        lines.append((
-            str(f.n), f"{s['steps']:,}", f"{s['samples']:,}", f"{f.recipe.optimizer.lr:.3g}",
-            figure(s["train_runtime"]), *(f"{x:.2f}" for x in against),
-            *(f"{x:.4f}" for x in (s["train_loss"], *(s["metrics"][name] for name in names))),
-        ))  # fmt: skip
-    head = ("processes", "steps", "samples", "learning rate", "seconds", "speed-up", "efficiency", "train loss", *names)
-    yield from columns(head, lines)
-
-
-# of Okabe and Ito: told apart by all eyes
+# of Okabe and Ito: distinct to all eyes
 COLOURS = dict(zip(PARTS, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")))
 
 
 def plot(all_found: list[Found], title: str, file: Path) -> None:
     """Speed-up with the ideal line, and a step by its parts. Raises UserError without matplotlib."""
-    Figure = need("matplotlib.figure", "plot", "a plot").Figure
-    fig = Figure(figsize=(10.0, 4.6), layout="constrained", dpi=120)
+    fig = need("matplotlib.figure", "plot", "a plot").Figure(figsize=(10.0, 4.6), layout="constrained", dpi=120)
     fig.suptitle(title, fontsize=10)
-    for draw, axes in zip((plot_speed_up, plot_step), fig.subplots(1, 2)):
-        draw(axes, all_found)
+    (left, right), base, places = fig.subplots(1, 2), all_found[0], np.arange(len(all_found))
+    ratios, efficiencies = np.array([f.against(base) for f in all_found]).T
+    spread = np.abs([[end(f.speeds) / base.middle.speed for f in all_found] for end in (min, max)] - ratios)
+    left.plot(places, [f.n / base.n for f in all_found], "--", color="#666666", label="ideal")
+    line = {"fmt": "o-", "capsize": 4, "color": COLOURS["computing"], "label": "steps: median, all rounds"}
+    left.errorbar(places, ratios, yerr=spread, **line)
+    if base.summary:
+        faster = [f.against(base, whole=True)[0] for f in all_found]
+        left.plot(places, faster, "s-", color=COLOURS["communication"], label="whole training, once")
+    left.set_yscale("log", base=2)
+    left.yaxis.set_major_formatter("{x:g}")
+    left.set(xlabel="processes, and their efficiency", ylabel=f"speed-up against {base.processes}", title="speed-up")
+    left.set_xticks(places, [f"{f.n}\n{100 * e:.0f} %" for f, e in zip(all_found, efficiencies)])
+    floor = np.zeros(len(all_found))
+    for name in PARTS if base.middle.parts() else ("step",):
+        heights = [max(0.0, 1e3 * (f.middle.parts() or {"step": f.middle.step})[name]) for f in all_found]
+        right.bar(places, heights, 0.6, floor, color=COLOURS.get(name, COLOURS["computing"]), label=name)
+        floor += heights
+    ideal = [1e3 * base.middle.step * work(f, base) for f in all_found]
+    right.hlines(ideal, places - 0.38, places + 0.38, colors="black", linestyles="dashed", label="ideal")
+    right.set(xlabel="processes", ylabel="time of a step, ms", title="a step by name")
+    right.set_xticks(places, [str(f.n) for f in all_found])
+    for axes in (left, right):
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False, fontsize=9)
     fig.savefig(file)
-
-
-def plot_speed_up(axes: Any, all_found: list[Found]) -> None:
-    base, places = all_found[0], range(len(all_found))
-    ratios, efficiencies = zip(*(f.against(base) for f in all_found))
-    below = [ratio - min(f.speeds) / base.middle.speed for f, ratio in zip(all_found, ratios)]
-    above = [max(f.speeds) / base.middle.speed - ratio for f, ratio in zip(all_found, ratios)]
-    axes.plot(places, [f.n / base.n for f in all_found], "--", color="#666666", label="ideal")
-    line = {"fmt": "o-", "capsize": 4, "color": COLOURS["computing"], "label": "steps: median, all rounds"}
-    axes.errorbar(places, ratios, yerr=[below, above], **line)
-    if base.summary:
-        faster = [f.against(base, whole=True)[0] for f in all_found]
-        axes.plot(places, faster, "s-", color=COLOURS["communication"], label="whole training, once")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="processes, and their efficiency", ylabel=f"speed-up against {base.processes}", title="speed-up")
-    axes.set_xticks(places, [f"{f.n}\n{100 * e:.0f} %" for f, e in zip(all_found, efficiencies)])
-
-
-def plot_step(axes: Any, all_found: list[Found]) -> None:
-    base, places, floor = all_found[0], range(len(all_found)), np.zeros(len(all_found))
-    for name in PARTS if base.middle.parts() else ("step",):
-        seconds = [f.middle.parts()[name] if base.middle.parts() else f.middle.step for f in all_found]
-        heights = np.maximum(0.0, 1e3 * np.array(seconds))
-        axes.bar(places, heights, 0.6, floor, color=COLOURS.get(name, COLOURS["computing"]), label=name)
-        floor += heights
-    ideal = [1e3 * base.middle.step * work(f, base) for f in all_found]
-    ends = [p - 0.38 for p in places], [p + 0.38 for p in places]
-    axes.hlines(ideal, *ends, colors="black", linestyles="dashed", label="ideal")
-    axes.set(xlabel="processes", ylabel="time of a step, ms", title="a step by name")
-    axes.set_xticks(places, [str(f.n) for f in all_found])
 
 
 # ------------------------------------------------------------ the verb
@@ -515,35 +467,25 @@ def measure(
     """Train on each of these numbers of processes, and return what was found as rows (`rows_of`).
 
     Writes rows.jsonl, recipe.yaml, workers.log and, with matplotlib, scaling.png into `folder`; runs to the end are in
-    `folder`/runs.
-    plan: handed in from above: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives
-    the rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured.
-    Raises UserError for what cannot be done, before anything is started where it can be known then.
+    `folder`/runs. plan: `plan.before({processes: recipe}, say)` raises UserError for what will not fit and gives the
+    rows of plan.jsonl; `plan.after(rows, folder, say)` sets beside them what was measured. Raises UserError for what
+    cannot be done, before anything is started where it can be known then.
     """
-    how = dataclasses.replace(how, steps=whole(how.steps, meeting(recipe.layout)))
+    how = dataclasses.replace(how, steps=whole_rounds(how.steps, recipe.layout)[0])
     found = [Found(n, r) for n, r in zip(counts, examine(recipe, counts, weak=how.weak, scale_lr=how.scale_lr))]
     how = _noted(recipe, found, how, say)
     if (folder / "rows.jsonl").exists():
         raise UserError(f"--to={folder}: there is a measurement already. Give another folder.")
     planned = plan.before({f.n: f.recipe for f in found}, say) if plan else []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(recipes.dump(recipe))
-        if plan:
-            (folder / "plan.jsonl").write_text("".join(row.json() + "\n" for row in planned))
-        (folder / "workers.log").touch()
-    except OSError as e:
-        raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
-    common = {
-        "recipe": recipe.name,
-        "scaling": "weak" if how.weak else "strong",
-        **({"scale_lr": how.scale_lr} if how.weak else {}),
-        "steps": how.steps,
-        "warm_up": how.warm_up,
-        **conditions(),
-    }
+    folder_for(folder, ("workers.log",))
+    (folder / "recipe.yaml").write_text(recipes.dump(recipe))
+    if plan:
+        (folder / "plan.jsonl").write_text("".join(row.json() + "\n" for row in planned))
+    common = {"recipe": recipe.name, "scaling": "weak" if how.weak else "strong"}
+    common |= {"scale_lr": how.scale_lr} if how.weak else {}
+    common |= {"steps": how.steps, "warm_up": how.warm_up, **conditions()}
     rows = _take_rounds(found, folder, how, common, say)
-    _show(found, folder, how, common, say)
+    _show(found, rows, folder, how, common, say)
     if plan:
         plan.after(rows, folder, say)
     say(f"rows: {folder / 'rows.jsonl'}")
@@ -589,7 +531,9 @@ def _take_rounds(
     return rows
 
 
-def _show(found: list[Found], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]) -> None:
+def _show(
+    found: list[Found], rows: list[Row], folder: Path, how: Settings, common: dict[str, Any], say: Callable[[str], None]
+) -> None:  # fmt: skip
     """The table, and the plot."""
     kept = "the same batch for every process" if how.weak else "the same global batch"
     where = f"{common['precision']} on {common['device']}, threads a process: {common['threads']}"
@@ -597,7 +541,7 @@ def _show(found: list[Found], folder: Path, how: Settings, common: dict[str, Any
     machine = f"{common['cpu']}, {common['cpus']} processors, load {common['load']} before"
     say(f"\n{title}; {machine}; torch {torch.__version__}")
     say(f"median of {how.repeat} round{'s' * (how.repeat > 1)} of {how.steps} steps [slowest .. fastest]")
-    for line in table(found):
+    for line in table(found, rows):
         say(line)
     try:
         plot(found, title, folder / "scaling.png")

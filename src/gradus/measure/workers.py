@@ -6,17 +6,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 from gradus.errors import UserError
 from gradus.parallel import status
@@ -33,29 +34,28 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
     Raises UserError for a mistake that one of them found, or when one was killed.
     """
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([function.__module__])  # torch is imported once, not once a process
-    port = worlds.free_port()
-    processes, pipes = [], {}
-    try:
-        for rank in range(n):
-            mine, theirs = context.Pipe(duplex=False)
-            here = World(rank, n, rank, n, "gradus", "127.0.0.1", port) if n > 1 else World()
-            process = context.Process(target=_work, args=(theirs, str(log), here, function, args))
-            process.start()
-            processes.append(process)
-            theirs.close()
-            pipes[mine] = rank
-        answers = _gather(pipes, processes, log)
-        for process in processes:
-            process.join(GRACE)
-        return answers
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+    if method == "forkserver":  # torch is imported once, not once a process
+        multiprocessing.get_context(method).set_forkserver_preload([function.__module__])
+    with tempfile.TemporaryDirectory(prefix="gradus-workers-") as folder:
+        files = [Path(folder) / str(rank) for rank in range(n)]
+        words = (n, worlds.free_port(), files, log, function, args)
+        first, others = None, multiprocessing.active_children()
+        try:
+            started = mp.start_processes(_work, words, n, join=False, start_method=method)
+            while not started.join(grace_period=GRACE):
+                pass
+        except mp.ProcessExitedException as e:
+            first = e.error_index
+        finally:
+            for process in set(multiprocessing.active_children()).difference(others):
+                process.kill()
+                process.join()
+        answers = {r: pickle.loads(f.read_bytes()) for r, f in enumerate(files) if f.exists()}
+    if first is None:
+        return [answers[rank][1] for rank in range(n)]
+    codes = [process.exitcode for process in started.processes]
+    ends = {rank: answers.get(rank, ("died", "")) for rank in range(n) if codes[rank]}
+    raise _failure({rank: end for rank, end in ends.items() if end[0] != "done"}, first, codes, log)
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def ended_with_this() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _work(pipe: connection.Connection, log: str, here: World, function: Callable, args: tuple) -> None:
+def _work(rank: int, n: int, port: int, files: list[Path], log: Path, function: Callable, args: tuple) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends all
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -77,16 +77,17 @@ def _work(pipe: connection.Connection, log: str, here: World, function: Callable
     os.dup2(file, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  (as long as the process)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    here = World(rank, n, rank, n, "gradus", "127.0.0.1", port) if n > 1 else World()
     try:
         answer = ("done", function(*args, here))
     except UserError as e:
         answer = ("mistake", str(e))
     except torch.OutOfMemoryError as e:
         text = f"the memory is full ({str(e).splitlines()[0]}). Set a smaller layout.micro_batch."
-        answer = ("mistake", f"rank {here.rank} of {here.size}: {text}")
+        answer = ("mistake", f"rank {rank} of {n}: {text}")
     except BaseException:
         answer = ("failed", traceback.format_exc())
-    pipe.send(answer)
+    files[rank].write_bytes(pickle.dumps(answer))
     worlds.leave(0 if answer[0] == "done" else 1)
 
 
@@ -95,34 +96,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _gather(pipes: dict[connection.Connection, int], processes: list, log: Path) -> list[Any]:
-    answers, failures, end = {}, {}, None
-    while pipes:
-        ready = connection.wait(list(pipes), None if end is None else max(0.0, end - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            rank = pipes.pop(pipe)
-            try:
-                kind, value = pipe.recv()
-            except EOFError:
-                processes[rank].join(1.0)
-                kind, value = "died", processes[rank].exitcode
-            if kind == "done":
-                answers[rank] = value
-            else:
-                failures[rank] = (kind, value)
-                end = end or time.monotonic() + GRACE
-    if not failures:
-        return [answers[rank] for rank in range(len(processes))]
-    n = len(processes)
-    for _, (kind, value) in sorted(failures.items()):
-        if kind == "mistake" and not status.speaks_of_peers(value):
-            raise UserError(value)
-    for rank, (kind, value) in sorted(failures.items()):
-        if kind == "died" and value != status.LOST:
-            how = f"killed by {signal.Signals(-value).name}" if value and value < 0 else f"ended with exit code {value}"
-            raise UserError(f"rank {rank} of {n} was {how}. What the processes wrote is in {log}.")
-    told = {rank: str(value) for rank, (_, value) in failures.items()}
-    rank = min(told, key=lambda r: (status.speaks_of_peers(told[r]), r))  # who only lost another is no cause
-    raise RuntimeError(f"rank {rank} of {n} ({log} has more):\n{told[rank]}")
+def _failure(failed: dict[int, tuple[str, str]], first: int, codes: list[int], log: Path) -> Exception:
+    """The cause: who only lost another is none; else a mistake before anything else, and what came first."""
+
+    def order(rank: int) -> tuple:
+        kind, text = failed[rank]
+        return status.speaks_of_peers(text) or codes[rank] == status.LOST, kind != "mistake", rank != first, rank
+
+    rank = min(failed, key=order)
+    (kind, text), n, code = failed[rank], len(codes), codes[rank]
+    if kind == "died":
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return UserError(f"rank {rank} of {n} was {how}. What the processes wrote is in {log}.")
+    return UserError(text) if kind == "mistake" else RuntimeError(f"rank {rank} of {n} ({log} has more):\n{text}")

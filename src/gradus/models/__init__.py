@@ -112,24 +112,22 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if path.suffix != ".bin":
-            raise UserError(
-                f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
-            )
-        return path
+        if path.suffix == ".bin":
+            return path
+        raise UserError(
+            f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
+        )
     if not path.exists():
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name_or_path)) and not str(name_or_path).startswith("."):
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name_or_path)):
             return _from_hub(str(name_or_path), weights_too)
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, beside) if beside else ''}")
-    if (path / "config.json").is_file() or (path / "params.json").is_file():
-        return path
-    if (path / "checkpoints").is_dir():
-        steps = [p for p in (path / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-        best = path / "checkpoints" / "best"
-        for checkpoint in [best, *sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)]:
-            if (checkpoint / "config.json").is_file():
-                return checkpoint
+    runs = path / "checkpoints"
+    newest_first = sorted(runs.glob(f"step-{'[0-9]' * 8}"), reverse=True)
+    for folder in (path, runs / "best", *newest_first):
+        if (folder / "config.json").is_file() or (folder / "params.json").is_file():
+            return folder
+    if runs.is_dir():
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
         )
@@ -158,7 +156,7 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if path.is_file():
         from gradus.models.weights import llama2c
 
-        return llama2c.read(path, weights_too)
+        return llama2c.read(path)
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
         from gradus.models.weights import meta_llama
 
@@ -170,7 +168,8 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
 
-        return config, sharded.under_their_names(config, sharded.read(path))
+        model = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
+        return config, weights.theirs(build(config, "meta"), model)
     return config, weights.read_tensors(path) if weights_too else {}
 
 
@@ -180,7 +179,6 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 def _read_config(file: Path) -> schema.ModelConfig:
     hf = weights.read_json(file)
     ours = hf.pop("gradus", {})
-    weights.check_kinds(hf, file)
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
     with one_line(file):
@@ -273,10 +271,10 @@ def load(
         known = (name for name in loaded.values if name not in loaded.report.new)
         dtype = next((loaded.values[name].read().dtype for name in known), None)
     elif isinstance(dtype, str):
-        names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        if dtype not in names:
-            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*names, 'auto'])}")
-        dtype = getattr(torch, dtype)
+        known = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+        if dtype not in known:
+            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*known, 'auto'])}")
+        dtype = known[dtype]
     loaded.model.to(dtype or torch.float32)
     return loaded.on(device)
 
@@ -290,7 +288,6 @@ def load_deferred(
     path = locate(name_or_path)
     stored, tensors = _open(path, weights_too=True)
     config = _override(stored, overrides, "load")
-    tensors = weights.adapted(stored, config, tensors)
     model = build(config, "meta")
     found, report = weights.match(model, tensors, strict, path)
     values = weights.ours(model, found, tensors, path)
@@ -304,8 +301,7 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
     from gradus.models.values import fill
 
     path = locate(name_or_path)
-    stored, tensors = _open(path, weights_too=True)
-    tensors = weights.adapted(stored, model.config, tensors)
+    _, tensors = _open(path, weights_too=True)
     found, report = weights.match(model, tensors, True, path)
     fill(dict(model.named_parameters()), weights.ours(model, found, tensors, path))
     return report
@@ -329,18 +325,7 @@ def convert(name_or_path: str | Path, folder: str | Path, max_shard_bytes: float
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")
     found, _ = weights.match(model, tensors, True, path)
-    ours = model.state_dict(keep_vars=True)
-
-    def keys(rule: weights.Rule) -> tuple:
-        return tuple(rule.key(ours[name]) for name in rule.names)
-
-    called: dict[tuple, str] = {}  # the first name of a tied tensor is the one that Hugging Face reads for all
-    for rule in weights.rules_of(config.family).rules(config):
-        called.setdefault(keys(rule), rule.theirs)
-
-    def once() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, rule in found.items():
-            if keys(rule) in called:
-                yield called.pop(keys(rule)), tensors[name].read()
-
-    weights.write(once(), to_config_json(config, tensors[next(iter(found))].read().dtype), folder, max_shard_bytes)
+    stored = weights.theirs(model, weights.ours(model, found, tensors, path))
+    dtype = tensors[next(iter(found))].read().dtype
+    written = ((name, tensor.read()) for name, tensor in stored.items())
+    weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward
+from gradus.layers import ACTIVATIONS, Attention, Block, FeedForward, check_length
 from gradus.layers.init import Draw, ones, truncated_normal, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import bert as weights
@@ -58,14 +58,10 @@ class Bert(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        if config.head in ("pretraining", "classification") and not config.pooler:
+        pools, classifies = config.head in ("pretraining", "classification"), config.head == "classification"
+        if (pools and not config.pooler) or (classifies and config.n_classes is None):
             raise UserError(
-                f"model.pooler=false: head={config.head} reads the pooler. "
-                "Set model.pooler=true, or head=masked_lm or none."
-            )
-        if config.head == "classification" and config.n_classes is None:
-            raise UserError(
-                "model.n_classes: not known, and head=classification needs it. Set it to the number of labels."
+                f"model.head={config.head}: needs model.pooler=true{' and model.n_classes' if classifies else ''}."
             )
         self.config = config
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -101,15 +97,10 @@ class Bert(nn.Module):
         token is real; None means all are, which takes the unmasked path.
         Raises UserError when the sequence is longer than the model's positions.
         """
-        seq, longest = ids.shape[1], self.config.seq_len
-        if seq > longest:
-            raise UserError(
-                f"a sequence of {seq} tokens is longer than the model's {longest} positions. "
-                f"Cut it: data.max_len={longest}"
-            )
+        check_length(ids.shape[1], self.config.seq_len)
         if token_types is None:
             token_types = ids.new_zeros(1, 1)  # broadcast, so that its gradient is one sum
-        places = torch.arange(seq, device=ids.device)[None]  # (1, seq)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, seq)
         x = self.word_embedding(ids) + self.type_embedding(token_types) + self.position_embedding(places)
         x = self.dropout(self.embedding_norm(x))  # (batch, seq, d_model)
         # (batch, 1, 1, seq): the same keys for every head and query

@@ -56,11 +56,8 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
 def pad_right(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(ids (batch, longest), lengths (batch,)) of rows of unequal length."""
     assert rows and all(len(r) for r in rows), "every row needs a token to start from"
-    lengths = torch.tensor([len(r) for r in rows], device=device)
-    ids = torch.full((len(rows), int(max(len(r) for r in rows))), pad, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return ids.to(device), lengths
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
+    return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
 
 
 def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:

@@ -85,9 +85,8 @@ class Llama(nn.Module):
         `layers.decoder_inputs`; cache: from `new_cache`."""
         c = self.config
         positions, mask = decoder_inputs(ids, c.seq_len, positions, segments, keep, cache)
-        rotary = rotary_table(
-            positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling
-        )  # 2 × (batch or 1, 1, seq, head_dim)
+        # 2 × (batch or 1, 1, seq, head_dim)
+        rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, mask, cache is None, None if cache is None else cache.layers[i], positions)

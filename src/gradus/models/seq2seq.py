@@ -22,8 +22,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from gradus.errors import UserError
-from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, sinusoidal
+from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, check_length, sinusoidal
 from gradus.layers.init import Draw, ones, xavier_uniform, zeros
 from gradus.models import family
 from gradus.models.weights import seq2seq as weights
@@ -45,11 +44,7 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """ids, positions (None: 0, 1, 2 ...): (batch, seq) -> (batch, seq, d_model). Raises UserError for more than
         seq_len tokens."""
-        if ids.shape[1] > len(self.table):
-            raise UserError(
-                f"a sequence of {ids.shape[1]} tokens is longer than model.seq_len={len(self.table)}. "
-                "Cut it, or raise model.seq_len"
-            )
+        check_length(ids.shape[1], len(self.table))
         if self.table.device != ids.device:
             self.table = self.table_of(device=ids.device)
         # (seq, d_model) or (batch, seq, d_model)
@@ -147,11 +142,7 @@ class Seq2Seq(nn.Module):
         Raises UserError for more than seq_len tokens.
         """
         c, weight = self.config, self.head.weight
-        if max_len > c.seq_len:
-            raise UserError(
-                f"decoding up to {max_len} tokens is longer than model.seq_len={c.seq_len}. "
-                "Decode fewer, or raise model.seq_len"
-            )
+        check_length(max_len, c.seq_len)
         return Cache(len(self.decoder.blocks), batch, c.n_heads, c.head_dim, max_len, weight.device, weight.dtype)
 
     def encode(self, source: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -138,9 +138,8 @@ class T5(nn.Module):
         """The decoder's states after the final norm: (batch, target_seq, d_model). Arguments as in `decode`."""
         stack = self.decoder
         if cache is not None:
-            positions = (
-                cache.next_positions(*target.shape, target.device) if positions is None else positions
-            )  # (batch, target_seq)
+            # (batch, target_seq)
+            positions = cache.next_positions(*target.shape, target.device) if positions is None else positions
             mask = cache.mask(positions)  # (batch, 1, target_seq, slots)
             keys = torch.arange(cache.length, device=target.device)[None]  # (1, slots)
         else:

@@ -85,7 +85,7 @@ def use_shard(p: Parallel, model: nn.Module) -> None:
 
     Experts that are split are sharded over `shard` alone. With several replicas the shards are replicated (HSDP).
     """
-    from gradus.parallel.shard import shard, sync_on
+    from gradus.parallel.shard import shard
 
     def over(*axes: str) -> DeviceMesh:
         mesh = p.mesh.sub(*axes)
@@ -93,7 +93,7 @@ def use_shard(p: Parallel, model: nn.Module) -> None:
 
     shard(model, over("shard", "expert", "context"), p.layout, over("shard") if p.mesh.size("expert") > 1 else None)
     p.summed_by_engine = (*DATA, "context")
-    p.sync_on = functools.partial(sync_on, model)
+    p.replicas.sync_on = model.set_requires_gradient_sync
 
 
 def use_replicas(p: Parallel, model: nn.Module) -> None:

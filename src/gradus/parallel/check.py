@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from importlib import import_module
 
-from gradus.errors import UserError
+from gradus.errors import UserError, divisors, either
 from gradus.recipe.axes import DATA, needed, sizes
 from gradus.recipe.conflicts import LAYOUT, conflicts
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
@@ -41,20 +41,14 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
         if layout.replicate in ("manual", "parameter_server", "ddp"):
             yield f"layout.replicate={layout.replicate}: there is {one}. Start {2 * taken}: --processes {2 * taken}."
     if layout.replicate == "data_parallel":
-        yield from _data_parallel(layout, n)
+        import torch
 
-
-def _data_parallel(layout: Layout, n: int) -> Iterator[str]:
-    import torch
-
-    devices = torch.cuda.device_count()
-    if n > 1:
-        what = f"it is one process with several GPUs, and {n} were started"
-    elif devices < 2 or layout.device == "cpu":
-        what = f"it splits a batch over several GPUs, and there is {'one' if devices == 1 else 'none'} here"
-    else:
-        return
-    yield f"layout.replicate=data_parallel: {what}. Use layout.replicate=ddp."
+        devices = 0 if layout.device == "cpu" else torch.cuda.device_count()
+        if n > 1 or devices < 2:
+            yield (
+                "layout.replicate=data_parallel: one process splits a batch over several GPUs "
+                f"(processes here: {n}, GPUs: {devices}). Use layout.replicate=ddp."
+            )
 
 
 def batch(recipe: Recipe, n: int) -> Iterator[str]:
@@ -64,13 +58,11 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
     layout, shape = recipe.layout, sizes(recipe.layout, n)
     data, samples = math.prod(shape[axis] for axis in DATA), recipe.batch.samples
     if samples and samples % data:
-        divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
-        few = f"{', '.join(divisors[:-1])} or {divisors[-1]}"
-        some = f"{', '.join(divisors[:8])}, ..." if len(divisors) > 8 else few
-        near = [str(k) for k in (samples // data * data, -(-samples // data) * data) if k]
+        good = divisors(samples)
+        near = either(k for k in (samples // data * data, -(-samples // data) * data) if k)
         yield (
             f"batch.samples={samples} does not divide among {data} processes that each take a share. "
-            f"Use {some} processes, or batch.samples={' or '.join(near)}."
+            f"Use {either([*good[:8], '...'] if len(good) > 8 else good)} processes, or batch.samples={near}."
         )
     elif samples and layout.micro_batch and layout.micro_batch > (share := samples // data):
         more = f"is more than a process's share of {share} samples. Set at most {share}."

@@ -32,46 +32,29 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradus import models
 from gradus.data.collate import IGNORE
-from gradus.errors import UserError
-from gradus.layers import Attention, Block, attention_mask, get_kernel
-from gradus.layers.kernels import (
-    Chunk,
-    Scores,
-    accumulator,
-    backward_chunk,
-    default_scale,
-    forward_chunk,
-    no_autocast,
-    query_chunks,
-    rng_restored,
-    rng_state,
-)
+from gradus.errors import divisors, either
+from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel, kernels
 from gradus.recipe.schema import Layout, ModelConfig
+from gradus.torch_private import all_gather, all_to_all
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be trained with this layout.context, one line each."""
     n = layout.context
-    if n == 1:
-        return
     if reason := models.lookup(model.family).whole_sequence:
         others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
         yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
     elif layout.context_method == "ulysses":
         heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
-        here = [m for m in range(1, kv_heads + 1) if kv_heads % (m * layout.tensor) == 0]
+        here = [m for m in divisors(kv_heads) if kv_heads % (m * layout.tensor) == 0]
         if n not in here:
             named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
             tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
-            fits = f"Use {_either(here)}, or" if here else "Use"
+            fits = f"Use {either(here)}, or" if here else "Use"
             yield (
                 f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. "
                 f"{fits} layout.context_method=ring."
             )
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +130,9 @@ class Context:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout):
-        """Raises AssertionError for a family that `problems` refuses. layout.chunk: queries at a time, of the ring."""
         self.config, self.group, self.chunk = model.config, group, layout.chunk
         self.n, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        assert self.n == layout.context > 1, f"a group of {self.n} processes for layout.context={layout.context}"
         family = models.lookup(self.config.family)
-        assert not family.whole_sequence, family.whole_sequence
         self.redundant = family.attention == "both"
         self.ring = layout.context_method == "ring"
         self.ordinary = get_kernel(layout.attention, layout.chunk)
@@ -181,11 +161,7 @@ class Context:
             return batch
         ids = batch["ids"]  # (batch, seq)
         length = ids.shape[1]
-        if length > self.config.seq_len:
-            raise UserError(
-                f"a sequence of {length} tokens is longer than model.seq_len={self.config.seq_len}; "
-                "cut it or raise model.seq_len"
-            )
+        check_length(length, self.config.seq_len)
         batch = {"positions": torch.arange(length, device=ids.device).expand(ids.shape), **batch}
         split = Split(length, self.n, folded=self.ring)
         sequence = _Sequence(split, batch.pop("segments", None), batch.pop("keep", None))
@@ -217,7 +193,8 @@ class Context:
 
     @torch.compiler.disable
     def _after_last(self, block: nn.Module, args: tuple, out: Tensor):
-        return _on_whole(lambda x: _Gather.apply(x, self.group, self.sequence.split), out)  # (batch, seq, d_model)
+        length = self.sequence.split.length
+        return _on_whole(lambda x: all_gather(x, 1, self.group)[:, :length], out)  # (batch, seq, d_model)
 
     # ------------------------------------------------------------ attention
 
@@ -246,12 +223,11 @@ class Context:
         if not self.ring:
             sequence = _Sequence(split, segments, keep)
             return self._ulysses(q, k, v, sequence, causal, scale, dropout), None
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        q, k, v = kernels.autocast(q, k, v)
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
         keep, segments = (x if x is None else split.pad(x, 1) for x in (keep, segments))
-        scale = default_scale(q, scale)
+        scale = kernels.default_scale(q, scale)
         ring = _Ring(self.group, self.rank, split, causal, segments, keep, scale, dropout, self.chunk, q.device)
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
@@ -262,14 +238,15 @@ class Context:
         n, (split, segments, keep) = self.n, sequence
         # parts: each (n, batch, heads / n, local, head_dim)
         parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]
-        mixed = _AllToAll.apply(torch.cat(parts, dim=2), self.group)  # from process i its tokens
+        mixed = all_to_all(torch.cat(parts, dim=2), None, None, self.group)  # from process i its tokens
         heads = [x.shape[2] for x in parts]
         q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split(heads, dim=2))
         mask = attention_mask(segments, keep)
         # out: (batch, n_heads / n, seq, head_dim)
         out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
-        return _AllToAll.apply(out, self.group).movedim(0, 1).flatten(1, 2)  # (batch, n_heads, local, head_dim)
+        # (batch, n_heads, local, head_dim)
+        return all_to_all(out.contiguous(), None, None, self.group).movedim(0, 1).flatten(1, 2)
 
 
 def _on_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -336,19 +313,19 @@ class _Ring:
             for b, j in enumerate(self.split.chunks(holder)):
                 if self.causal and j > i:
                     continue
-                for rows, cols in query_chunks(0, size, self.chunk, size, self.causal and i == j):
+                for rows, cols in kernels.query_chunks(0, size, self.chunk, size, self.causal and i == j):
                     place = i * size, j * size, a * size, b * size
                     of_queries, of_keys, queries, keys = (
                         slice(p + x.start, p + x.stop) for p, x in zip(place, (rows, cols, rows, cols))
                     )
                     yield _Tile(queries, keys, self.mask(of_queries, of_keys, self.causal and i == j))
 
-    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Scores, Chunk]:
-        """What gradus.layers.kernels takes for a tile; what dropout drops is drawn."""
+    def of_tile(self, t: _Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        """q, k, v, Scores and Chunk, as gradus.layers.kernels takes them; what dropout drops is drawn."""
         q, k, v = q[..., t.queries, :], k[..., t.keys, :], v[..., t.keys, :]
         rows, cols = slice(0, q.shape[-2]), slice(0, k.shape[-2])
-        how = Scores(t.mask, None, False, self.scale, self.dropout)
-        return q, k, v, how, Chunk.draw(q, rows, cols, self.dropout)
+        how = kernels.Scores(t.mask, None, False, self.scale, self.dropout)
+        return q, k, v, how, kernels.Chunk.draw(q, rows, cols, self.dropout)
 
     def mask(self, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
         """Where these queries may attend to these keys, both counted in the whole sequence; diagonal: only to earlier
@@ -377,14 +354,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
-        ctx.ring, ctx.rng_state = ring, rng_state(q.device) if ring.dropout else None
-        out = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
+        ctx.ring, ctx.rng_state = ring, kernels.rng_state(q.device) if ring.dropout else None
+        out = torch.zeros(q.shape, dtype=kernels.accumulator(q.dtype), device=q.device)
         # not -inf: a query that may attend to nothing gives 0, not NaN
         lse = out.new_full((*q.shape[:-1], 1), torch.finfo(out.dtype).min)
-        with no_autocast(q.device):
+        with kernels.no_autocast(q.device):
             for holder, (k, v) in ring.rounds(kv):
                 for t in ring.tiles(holder):
-                    part, part_lse = forward_chunk(*ring.of_tile(t, q, k, v))
+                    part, part_lse = kernels.forward_chunk(*ring.of_tile(t, q, k, v))
                     now, before = out[..., t.queries, :], lse[..., t.queries, :]
                     total = torch.logaddexp(before, part_lse)
                     now.mul_((before - total).exp_()).add_(part.mul_((part_lse - total).exp_()))
@@ -399,52 +376,14 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         ring = ctx.ring
         dq, wait = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), None
-        with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
+        with kernels.no_autocast(q.device), kernels.rng_restored(q.device, ctx.rng_state):
             for holder, (k, v) in ring.rounds(kv):
                 dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
                 for t in ring.tiles(holder):
                     inputs = ring.of_tile(t, q, k, v)  # dropout is drawn in the order of the forward pass
                     saved = tuple(x[..., t.queries, :] for x in (out, lse, grad))
-                    dq[..., t.queries, :] += backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
+                    dq[..., t.queries, :] += kernels.backward_chunk(*inputs, saved, (*dkv[..., t.keys, :], None))
                 if wait is not None:
                     dkv += wait()  # the sum of the processes before, for the same keys and values
                 wait = ring.send(dkv, tag=1)
         return dq.to(q.dtype), wait().to(kv.dtype), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i, and from process i comes part i: its own inverse and its own
-    gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """(batch, local, d_model) of each process → (batch, seq, d_model) on all. The gradient is summed over the
-    processes; each takes that of its own tokens."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, split: Split) -> Tensor:
-        ctx.group, ctx.split = group, split
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(split.n)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        whole = torch.cat(parts, dim=1)
-        return whole[:, : split.length].contiguous() if split.padding else whole  # never a view, which FSDP warns of
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        parts = [part.contiguous() for part in ctx.split.pad(grad, 1).chunk(ctx.split.n, dim=1)]
-        out = torch.empty_like(parts[0])
-        dist.reduce_scatter(out, parts, group=ctx.group)
-        return out, None, None

@@ -48,7 +48,6 @@ class Parallel:
         self.local_updates: LocalUpdates | None = None
         # around forward and backward passes
         self.around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-        self.sync_on: Callable[[bool], None] = lambda last: None
         self.is_expert: Callable[[nn.Parameter], bool] = lambda p: False
         # axes along which DDP or FSDP sums gradients while the backward pass runs
         self.summed_by_engine: tuple[str, ...] = ()
@@ -104,10 +103,8 @@ class Parallel:
                 self.pipeline.forward_backward(micro_batches, share)
             else:
                 for i, batch in enumerate(micro_batches):
-                    last = i == len(micro_batches) - 1
-                    self.sync_on(last)
-                    with self.replicas.micro_batch(last):
-                        self.backward(share(self.model, batch))
+                    self.replicas.sync_on(i == len(micro_batches) - 1)
+                    self.backward(share(self.model, batch))
         self._finish_gradients()
         loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=self.device)
         return self.sum(loss, *DATA, "context", "pipeline") if not self.local_updates else loss
@@ -136,18 +133,16 @@ class Parallel:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every process."""
-        device = self.local_parameters[0].local.device if self.local_parameters else torch.device("cpu")
-        squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {h.norm_axes: [] for h in self.local_parameters}
         for own in self.local_parameters:
             if own.local.grad is not None and self.counts(own.name):
-                by_axes.setdefault(own.norm_axes, []).append(own.local.grad)
+                by_axes[own.norm_axes].append(own.local.grad)
+        device = self.local_parameters[0].local.device
+        norms = {axes: torch.nn.utils.get_total_norm(gradients).to(device) for axes, gradients in by_axes.items()}
         if not self.several:
-            return torch.nn.utils.get_total_norm(by_axes.get((), []))
-        for axes in sorted({h.norm_axes for h in self.local_parameters}):
-            local_norm = torch.nn.utils.get_total_norm(by_axes.get(axes, []))
-            squares[axes] = self.sum(local_norm.float().to(device) ** 2, *axes)
-        total = self.sum(torch.stack(list(squares.values())).sum(), "pipeline")
+            return norms[()]
+        squares = [self.sum(norms[axes].float() ** 2, *axes) for axes in sorted(norms)]
+        total = self.sum(torch.stack(squares).sum(), "pipeline")
         if self.layout.replicate == "parameter_server":
             dist.broadcast(total, group=self.mesh.group("replicate"), group_src=0)  # the server alone has the sums
         return total.sqrt()
@@ -160,9 +155,7 @@ class Parallel:
         """Weights that were stepped elsewhere arrive."""
         if self.optimizer_shards:
             self.optimizer_shards.send_weights()
-        if self.layout.replicate == "parameter_server" and self.several:
-            with torch.no_grad():
-                self.replicas.send_weights([h.local.data for h in self.local_parameters])
+        self.replicas.send_weights([h.local.data for h in self.local_parameters])
 
     def zero_grad(self) -> None:
         for own in self.local_parameters:
@@ -251,7 +244,7 @@ class Parallel:
 
     def collect(self, value: Any) -> list[Any]:
         """Every process's value, in the order of the ranks."""
-        return worlds.gathered(value) if self.several else [value]
+        return worlds.gathered(value)
 
     def warm_up(self, micro_batch: dict, loss_of: Callable[[nn.Module, dict], Tensor]) -> None:
         """Run one backward pass, throw its gradients away, and put the random numbers back.

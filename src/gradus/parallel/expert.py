@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from gradus.errors import divisors, either
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
 from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
@@ -18,20 +19,16 @@ from gradus.torch_private import FakeTensor, all_to_all
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Why this model's experts cannot be split so, one line a reason."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
         able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
-        if n > 1 and model.family in able:
-            yield f"layout.expert={n}: the model has no experts. Set model.n_experts={4 * n}, say, or layout.expert=1."
-        elif n > 1:
-            yield f"layout.expert={n}: {model.family} has no experts; {' and '.join(able)} can. Set layout.expert=1."
-        return
-    if n_experts % n:
-        good = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
-        use = f"{', '.join(map(str, good[:-1]))} or {good[-1]}"
-        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {use}."
+        more = f"Set layout.expert=1, or of {either(able)} model.n_experts={4 * n}, say."
+        yield f"layout.expert={n}: this {model.family} has no experts. {more}"
+    elif n_experts % n:
+        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {either(divisors(n_experts))}."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -43,10 +40,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     mesh do equally many, with whatever batches. An expert's gradient has the contributions of all processes of the mesh
     after the backward pass (`is_expert`); all other gradients have those of one.
     """
-    assert mesh.mesh_dim_names == ("expert",), f"not the expert axis alone: {mesh}"
     n, rank = mesh.size(), mesh.get_local_rank()
     for mixture in [m for m in model.modules() if isinstance(m, MixtureOfExperts)]:
-        assert mixture.n_experts % n == 0, f"{n} does not divide n_experts={mixture.n_experts}"
         for module in [m for m in mixture.experts.modules() if isinstance(m, ExpertLinear)]:
             module.local = DTensor.to_local
             for name, p in list(module.named_parameters(recurse=False)):
@@ -76,12 +71,9 @@ class Exchange:
             to = back = [x.shape[0] // self.n + (i < x.shape[0] % self.n) for i in range(self.n)]
         else:
             to, back = torch.stack((sent.sum(1), received.sum(1))).tolist()
-        rows = self._travel(x, to, back)  # (rows here, d_model), sorted by process, then by expert
+        rows = all_to_all(x.contiguous(), back, to, self.group)  # (rows here, d_model), by process, then by expert
         expert = torch.arange(received.shape[1], device=x.device).repeat(self.n)
         expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # (rows here,)
         order = expert.argsort(stable=True)
         rows = experts(rows[order], received.sum(0))
-        return self._travel(rows[order.argsort()], back, to)
-
-    def _travel(self, x: Tensor, to: list[int], back: list[int]) -> Tensor:
-        return all_to_all(x.contiguous(), back, to, self.group)
+        return all_to_all(rows[order.argsort()], to, back, self.group)

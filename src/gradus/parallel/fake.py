@@ -18,6 +18,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from gradus.torch_private import (
     shape_votes,
     unset_fake_temporarily,
 )
+
+replaced = mock.patch.object  # (owner, name, new): while a block lasts
 
 
 @contextlib.contextmanager
@@ -94,16 +97,6 @@ def _patches() -> Iterator[contextlib.AbstractContextManager]:
     yield replaced(Stage, "forward", _in_order(Stage.forward))
     if votes := shape_votes():
         yield replaced(*votes, _all_know_their_shapes)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
 
 
 def _not_fake(function: Callable) -> Callable:
@@ -168,10 +161,8 @@ class BucketedReplicas(replicate.Replicas):
             flat.copy_(sent)
             flat /= self.scale
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def sync_on(self, last: bool) -> None:
         self.last = last
-        yield
 
 
 def _in_order(forward: Callable) -> Callable:

@@ -26,7 +26,7 @@ def single_process(layout: Layout) -> Layout:
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Mesh:
     """The arrangement as one process sees it. `sizes`: axis → processes; the world's ranks run along the last axis
     first."""
@@ -64,25 +64,17 @@ class Mesh:
             index = index * self.sizes[axis] + place[axis]
         return index
 
+    @functools.cache  # noqa: B019  (a mesh lives as long as the process)
     def sub(self, *axes: str) -> DeviceMesh:
         """The mesh of these axes taken as one, through this process: one-dimensional."""
-        return self._flat(axes)
+        assert list(axes) == [a for a in AXES if a in axes], f"{axes}: not in the order of {AXES}"
+        wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]
+        return self.devices[wide[0]] if len(wide) == 1 else flatten_mesh(self.devices[wide], "_".join(wide))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no
         other."""
-        return None if self.size(*axes) == 1 else self._flat(axes).get_group()
-
-    def __hash__(self):
-        return id(self)
-
-    @functools.cache  # noqa: B019  (a mesh lives as long as the process)
-    def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
-        assert list(axes) == [a for a in AXES if a in axes], f"{axes}: not in the order of {AXES}"
-        wide = tuple(a for a in axes if self.sizes[a] > 1) or axes[:1]
-        if len(wide) == 1:
-            return self.devices[wide[0]]
-        return flatten_mesh(self.devices[wide], "_".join(wide))
+        return None if self.size(*axes) == 1 else self.sub(*axes).get_group()
 
     def describe(self) -> str:
         """For example `shard 2 × tensor 2`."""

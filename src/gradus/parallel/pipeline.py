@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -43,7 +43,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.models import Stack
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 from gradus.torch_private import send_nothing_ahead, without_hooks
@@ -51,30 +50,22 @@ from gradus.torch_private import send_nothing_ahead, without_hooks
 T = TypeVar("T")
 
 
-SPLIT_BACKWARD = "zero_bubble computes the gradients of inputs and of weights in two passes"
-
-
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be split over this layout.pipeline, one line each."""
     n = layout.pipeline
-    if n == 1:
-        return
-    schedule, per_process, stacks = layout.schedule, stages_per_process(layout), models.lookup(model.family).stacks
+    per_process, stacks = stages_per_process(layout), models.lookup(model.family).stacks
     n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
     if n * per_process > n_blocks:
-        most = n_blocks // per_process
-        fewer = f"layout.pipeline={most} or less" if most > 1 else "a smaller layout.pipeline"
-        if per_process > 1 and n_blocks >= n:
-            fewer += ", or layout.schedule=1f1b with layout.stages=1"
         yield (
-            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, "
-            f"and the model has {n_blocks} blocks. Use {fewer}."
+            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has "
+            f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
+            f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
         )
-    if schedule == "zero_bubble" and len(stacks) > 1:
+    if layout.schedule == "zero_bubble" and len(stacks) > 1:
         yield (
-            f"layout.schedule=zero_bubble: {SPLIT_BACKWARD}, and PyTorch's second one fails where weights enter "
-            f"a stage at several places, as {model.family}'s decoder embedding and biases do. "
-            "Use layout.schedule=interleaved."
+            "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
+            "PyTorch's second one fails where weights enter a stage at several places, as "
+            f"{model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
         )
 
 
@@ -173,11 +164,6 @@ def _get(model: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
     return getattr(model.get_submodule(parent), name, None)
 
 
-def _set(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new)
-
-
 def _parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
     return [] if part is None else [part] if isinstance(part, nn.Parameter) else list(part.parameters())
 
@@ -203,36 +189,26 @@ class Cutter:
     def __init__(self, model: nn.Module):
         self.stacks = models.lookup(model.config.family).stacks
         self.sizes = [len(model.get_submodule(s.blocks)) for s in self.stacks]
-        self.n_blocks = sum(self.sizes)
+        self.blocks = [f"{s.blocks}.{i}" for s, size in zip(self.stacks, self.sizes) for i in range(size)]
         self.config, self.d_model = model.config, model.config.d_model
         self.names = {id(p): name for name, p in model.named_parameters()}
-
-    def starts(self) -> Iterator[tuple[Stack, int, int]]:
-        """(stack, its first block, the block after its last)."""
-        start = 0
-        for stack, size in zip(self.stacks, self.sizes):
-            yield stack, start, start + size
-            start += size
 
     def parts(self, own: set[int]) -> set[str]:
         """Names of the parts that these blocks need beside themselves."""
         needed: set[str] = set()
-        for stack, start, stop in self.starts():
-            if start in own:
-                needed.update(stack.before)
-            if stop - 1 in own:
-                needed.update(stack.after)
-            if own & set(range(start, stop)):
-                needed.update(stack.beside)
+        start = 0
+        for stack, size in zip(self.stacks, self.sizes):
+            mine = own & set(range(start, start + size))
+            needed.update(stack.before if start in mine else ())
+            needed.update(stack.after if start + size - 1 in mine else ())
+            needed.update(stack.beside if mine else ())
+            start += size
         return needed
 
     def parameters_of(self, model: nn.Module, own: set[int]) -> set[str]:
         """Names of the parameters of these blocks and of what they need, each as the whole model names it first."""
-        found = [p for part in self.parts(own) for p in _parameters(_get(model, part))]
-        for stack, start, stop in self.starts():
-            blocks = model.get_submodule(stack.blocks)
-            found += [p for i in range(start, stop) if i in own for p in blocks[i - start].parameters()]
-        return {self.names[id(p)] for p in found}
+        found = [_get(model, part) for part in self.parts(own)] + [model.get_submodule(self.blocks[i]) for i in own]
+        return {self.names[id(p)] for part in found for p in _parameters(part)}
 
     def view(self, model: nn.Module) -> nn.Module:
         """Another module around the same parts, which can be pruned without changing the first."""
@@ -240,18 +216,17 @@ class Cutter:
         for stack in self.stacks:
             names = stack.blocks.split(".")
             for path in (".".join(names[: i + 1]) for i in range(len(names))):
-                _set(view, path, _clone(view.get_submodule(path)))
+                view.set_submodule(path, _clone(view.get_submodule(path)))
         return view
 
     def prune(self, model: nn.Module, own: set[int], device: torch.device) -> None:
         """Remove, in place, what these blocks do not need. An embedding whose weight is needed for another purpose
         stays, unused: it keeps the weight's name."""
         needed, names = self.parts(own), self.parameters_of(model, own)
-        for stack, start, stop in self.starts():
-            blocks = model.get_submodule(stack.blocks)
-            for i in range(start, stop):
-                if i not in own:
-                    blocks[i - start] = _Skip()
+        for i, name in enumerate(self.blocks):
+            if i not in own:
+                model.set_submodule(name, _Skip())
+        for stack in self.stacks:
             for name in {*stack.before, *stack.after, *stack.beside} - needed:
                 part = _get(model, name)
                 if part is None:
@@ -261,14 +236,14 @@ class Cutter:
                     placeholder = torch.zeros(1, 1, self.d_model, device=device, dtype=part.dtype)
                     model.register_buffer(name, placeholder, persistent=False)
                 elif name in stack.beside:
-                    _set(model, name, _Skip())
+                    model.set_submodule(name, _Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
-                    _set(model, name, nn.Identity())
+                    model.set_submodule(name, nn.Identity())
                 else:
                     shape = (part.n_patches, self.d_model) if hasattr(part, "n_patches") else (self.d_model,)
                     zeros = _Zeros(*shape)
                     tied = {self.names[id(p)] for p in part.parameters()} <= names
-                    _set(model, name, _unused(part, zeros) if tied else zeros)
+                    model.set_submodule(name, _unused(part, zeros) if tied else zeros)
 
     def carried(self, block: int) -> tuple[str, ...]:
         """What travels to the stage that begins with this block: of the arguments of blocks, x, memory or both."""
@@ -279,22 +254,16 @@ class Cutter:
     def connect(self, model: nn.Module, begin: int, end: int, blocks: list[nn.Module], slot: dict[str, Tensor]) -> None:
         """Put [receive] and [leave] around blocks begin to end - 1 of a pruned model. `blocks`: all of the whole
         model."""
-
-        def put(index: int, new: nn.Module) -> None:
-            for stack, start, stop in self.starts():
-                if start <= index < stop:
-                    model.get_submodule(stack.blocks)[index - start] = new
-
         if begin > 0:
             arriving = self.carried(begin)
             if "x" in arriving:
-                put(begin - 1, _Receive(slot, "x"))
+                model.set_submodule(self.blocks[begin - 1], _Receive(slot, "x"))
             if "memory" in arriving:
-                put(self.sizes[0] - 1, _Receive(slot, "memory"))
+                model.set_submodule(self.blocks[self.sizes[0] - 1], _Receive(slot, "memory"))
                 if self.stacks[0].dropout:  # it has been applied
-                    _set(model, self.stacks[0].dropout, nn.Identity())
-        if end < self.n_blocks:
-            put(end, _Leave(slot, self.carried(end), blocks[end]))
+                    model.set_submodule(self.stacks[0].dropout, nn.Identity())
+        if end < len(self.blocks):
+            model.set_submodule(self.blocks[end], _Leave(slot, self.carried(end), blocks[end]))
 
     def shapes(self, batch: dict, block: int) -> dict[str, tuple[int, int]]:
         """What travels to the stage that begins with this block → (batch, seq)."""
@@ -358,14 +327,10 @@ class Pipeline:
 
     `model`, which is changed in place, becomes this process's part: the parameters of its stages, under the whole
     model's names, and its blocks. Techniques applied to it afterwards reach every stage of this process.
-
-    Raises AssertionError where `problems` has a reason.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device):
         # the device that the model will be on
-        assert layout.pipeline == dist.get_world_size(group), f"{dist.get_world_size(group)} processes"
-        assert not (reasons := list(problems(model.config, layout))), reasons
         self.model, self.group, self.layout, self.device = model, group, layout, torch.device(device)
         self.rank, n = dist.get_rank(group), layout.pipeline
         per_process = stages_per_process(layout)
@@ -379,13 +344,13 @@ class Pipeline:
         self.rank_of = [self.n_stages - 1 - s if v_shaped and s >= n else s % n for s in range(self.n_stages)]
 
         self.cutter = cutter = Cutter(model)
-        self.bounds = bounds(cutter.n_blocks, self.n_stages)
+        self.bounds = bounds(len(cutter.blocks), self.n_stages)
         own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
         names_of = [cutter.parameters_of(model, blocks) for blocks in own]
         self.wire = next(model.parameters()).dtype  # of hidden states between stages
         self.stream = _stream(model, layout)
 
-        blocks = [block for stack in cutter.stacks for block in model.get_submodule(stack.blocks)]
+        blocks = [model.get_submodule(name) for name in cutter.blocks]
         mine = [s for s in range(self.n_stages) if self.rank_of[s] == self.rank]
         views = {s: model if len(mine) == 1 else cutter.view(model) for s in mine}
         self.stages: dict[int, Stage] = {}
@@ -400,15 +365,16 @@ class Pipeline:
         names = {name for name, _ in model.named_parameters()}
         assert names == set().union(*(names_of[s] for s in mine)), "a part keeps the whole model's names"
 
-        first = {name: self.rank_of[s] for s in reversed(range(self.n_stages)) for name in names_of[s]}
+        holders: dict[str, set[int]] = {}
+        for s, s_names in enumerate(names_of):
+            for name in s_names:
+                holders.setdefault(name, set()).add(self.rank_of[s])
         # each parameter on exactly one process
-        self.owned = {name for name, rank in first.items() if rank == self.rank}
-        stages = range(self.n_stages)
-        holders = {name: sorted({self.rank_of[s] for s in stages if name in names_of[s]}) for name in first}
+        self.owned = {name for name, ranks in holders.items() if min(ranks) == self.rank}
         # in an order that all processes share
-        self.tied = {name: ranks for name, ranks in sorted(holders.items()) if len(ranks) > 1}
+        self.tied = {name: sorted(ranks) for name, ranks in sorted(holders.items()) if len(ranks) > 1}
         self.run: _Run | None = None
-        self._schedules: OrderedDict[tuple, object] = OrderedDict()
+        self._schedule = functools.lru_cache(maxsize=4)(self._make_schedule)  # each holds its receive buffers
 
     # ------------------------------------------------------------ training
 
@@ -429,7 +395,7 @@ class Pipeline:
         index, losses = torch.arange(n), []
         target, into = (index, losses) if self.n_stages - 1 in self.stages else (None, None)
         try:
-            self._schedule(n, capacities).step(index=index, target=target, losses=into, return_outputs=False)
+            self._schedule(n, *capacities).step(index=index, target=target, losses=into, return_outputs=False)
         except RuntimeError as e:  # torch wraps what a stage raises
             if isinstance(e.__cause__, UserError):
                 raise e.__cause__ from None
@@ -446,21 +412,15 @@ class Pipeline:
             return -(-n // self.layout.pipeline) * self.layout.pipeline
         return n
 
-    def _schedule(self, n: int, capacities: list[int]):
-        """torch's schedule for n micro-batches of these sizes. A few are kept: each holds its receive buffers."""
-        key = (n, *capacities)
-        if key not in self._schedules:
-            stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
-            multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
-            self._schedules[key] = self.schedule_class(
-                stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
-            )
-            while len(self._schedules) > 4:
-                self._schedules.popitem(last=False)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
+    def _make_schedule(self, n: int, *capacities: int):
+        """torch's schedule for n micro-batches of these sizes."""
+        stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
+        multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
+        return self.schedule_class(
+            stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+        )
 
-    def _torch_stage(self, stage: Stage, capacities: list[int]) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, capacities: tuple[int, ...]) -> PipelineStage:
         def like(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, device="meta", dtype=dtype).requires_grad_()
 
@@ -546,8 +506,7 @@ class Pipeline:
         for name in self.cutter.carried(stage.end):
             x = stage.slot.pop(f"leaving {name}")  # (batch, seq, d_model)
             x = x.to_local() if isinstance(x, DTensor) else x
-            fits = torch.promote_types(x.dtype, self.wire) == self.wire
-            assert fits, f"hidden states of {x.dtype} do not fit into {self.wire}"
+            assert torch.promote_types(x.dtype, self.wire) == self.wire, f"{x.dtype} does not fit into {self.wire}"
             rows.append(x.reshape(-1, x.shape[-1]).to(self.wire))
         used = sum(len(r) for r in rows)
         assert capacity is None or used <= capacity, f"{used} rows, and room for {capacity}"

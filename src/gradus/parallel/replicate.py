@@ -31,9 +31,8 @@ class Replicas:
     def __init__(self, bare: nn.Module):
         self.bare = self.model = bare
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        yield
+    def sync_on(self, last: bool) -> None:
+        """Sum gradients in the next backward pass, or (False) keep them for a later micro-batch's."""
 
     def reduce(self, gradients: list[Tensor]) -> None:
         """Sum the gradients over the replicas, in place. They come in the same order on every process."""
@@ -95,23 +94,19 @@ class ParameterServer(Replicas):
         return self.rank == 0
 
     def reduce(self, gradients: list[Tensor]) -> None:
-        push = torch.cat([g.flatten() for g in gradients])
-        if self.rank:
-            dist.send(push, group=self.group, group_dst=0)
-            return
-        pushed = torch.empty_like(push)
-        for worker in range(1, self.size):
-            dist.recv(pushed, group=self.group, group_src=worker)
-            push += pushed
-        _scatter_back(push, gradients)
+        with as_one(gradients) as push:
+            if self.rank:
+                dist.send(push, group=self.group, group_dst=0)
+            for worker in range(1, self.size) if self.rank == 0 else ():
+                pushed = torch.empty_like(push)
+                dist.recv(pushed, group=self.group, group_src=worker)
+                push += pushed
 
     def send_weights(self, weights: list[Tensor]) -> None:
-        flat = torch.cat([w.flatten() for w in weights])
-        if self.rank:
-            dist.recv(flat, group=self.group, group_src=0)
-            _scatter_back(flat, weights)
-        else:
-            for worker in range(1, self.size):
+        with as_one(weights) as flat:
+            if self.rank:
+                dist.recv(flat, group=self.group, group_src=0)
+            for worker in range(1, self.size) if self.rank == 0 else ():
                 dist.send(flat, group=self.group, group_dst=worker)
 
 
@@ -129,35 +124,24 @@ class DDP(Replicas):
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            yield
+    def sync_on(self, last: bool) -> None:
+        self.model.require_backward_grad_sync = last
 
 
 def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:
     """Compress the gradients that DDP sends: to half the bits, or to PowerSGD's low rank (Vogels et al. 2019), which
     adds what it leaves out to the next step's gradient."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if how == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START, warm_start=True
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif how != "none":  # PyTorch's own hook for bf16 asks for NCCL, which summing bf16 does not need
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[how]
-        model.register_comm_hook(None, lambda _, bucket: _in_half(bucket, dtype, group))
-
-
-def _in_half(bucket: dist.GradBucket, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
-    whole = bucket.buffer()
-    half = (whole / dist.get_world_size(group)).to(dtype)  # divided first: the sum must not overflow fp16
-
-    def back(done: torch.futures.Future) -> Tensor:
-        return whole.copy_(done.value()[0])
-
-    return dist.all_reduce(half, group=group, async_op=True).get_future().then(back)
+    elif how != "none":
+        hook = getattr(default_hooks, f"{how}_compress_hook")
+        # not by its own name: DDP refuses bf16's where there is no NCCL, which summing bf16 does not need
+        model.register_comm_hook(group, lambda group, bucket: hook(group, bucket))
 
 
 def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, bucket_bytes: float) -> None:
@@ -165,23 +149,24 @@ def sum_in_buckets(gradients: Iterable[Tensor], group: dist.ProcessGroup | None,
     experts)."""
     if group is None:
         return
-    bucket: list[Tensor] = []
-    for gradient in [*gradients, None]:
-        full = bucket and (
-            gradient is None
-            or gradient.dtype != bucket[0].dtype
-            or sum(g.nbytes for g in bucket) + gradient.nbytes > bucket_bytes
-        )
-        if full:
-            flat = torch.cat([g.flatten() for g in bucket])
+    buckets: list[list[Tensor]] = []
+    for gradient in gradients:
+        last = buckets[-1] if buckets else []
+        room = bucket_bytes - gradient.nbytes - sum(g.nbytes for g in last)
+        if last and last[0].dtype == gradient.dtype and room >= 0:
+            last.append(gradient)
+        else:
+            buckets.append([gradient])
+    for bucket in buckets:
+        with as_one(bucket) as flat:
             dist.all_reduce(flat, group=group)
-            _scatter_back(flat, bucket)
-            bucket = []
-        if gradient is not None:
-            bucket.append(gradient)
 
 
-def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
+@contextlib.contextmanager
+def as_one(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The values of several tensors as one flat tensor; what it holds afterwards is copied back into them."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    yield flat
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
         tensor.copy_(part.view_as(tensor))
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import Block
 from gradus.layers.moe import Experts
+from gradus.parallel.replicate import as_one
 from gradus.recipe.schema import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -80,12 +81,6 @@ def _across(parameter: Tensor, n: int) -> Shard:
     return Shard(next((i for i, size in enumerate(local.shape) if size % n == 0), 0))
 
 
-def sync_on(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in this backward pass, or (False) keep them for a later micro-batch's."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-
-
 class OptimizerShards:
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each replica steps a part of the weights and sends it to the
     others.
@@ -111,7 +106,5 @@ class OptimizerShards:
         """After the step: every replica sends what it stepped."""
         for owner, part in enumerate(self.parts):
             if part:
-                flat = torch.cat([w.flatten() for w in part])
-                dist.broadcast(flat, group=self.group, group_src=owner)
-                for w, new in zip(part, flat.split([w.numel() for w in part])):
-                    w.copy_(new.view_as(w))
+                with as_one(part) as flat:
+                    dist.broadcast(flat, group=self.group, group_src=owner)

@@ -19,11 +19,11 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradus.errors import UserError, exit_code, tell_error
+from gradus.errors import UserError, either, exit_code, tell_error
 
 if TYPE_CHECKING:  # launch.local reads this module before torch is there
     from gradus.parallel.world import World
@@ -34,18 +34,13 @@ PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started 
 LINES = 12  # of a worker's log that are shown
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.json"
+def _paths(kind: str) -> Callable[[Path, int], Path]:
+    return lambda folder, rank: Path(folder) / "ranks" / f"rank-{rank:04d}.{kind}"
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    """The standard error of a worker other than rank 0, where a parent keeps it."""
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.log"
-
-
-def error_path(folder: Path, rank: int) -> Path:
-    """The traceback of the error that ended a rank."""
-    return Path(folder) / "ranks" / f"rank-{rank:04d}.error"
+record_path = _paths("json")
+log_path = _paths("log")  # the standard error of a worker other than rank 0, where a parent keeps it
+error_path = _paths("error")  # the traceback of the error that ended a rank
 
 
 def set_aside(path: Path) -> None:
@@ -123,8 +118,8 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one process last recorded. `time` in seconds since the epoch; `lost`: the seconds it waited for others
-    before it gave up; `code`: the exit code that it ends with by an error of its own."""
+    """What one process last recorded. `time` in seconds since the epoch; `lost`: it gave up waiting for others; `code`:
+    the exit code that it ends with by an error of its own."""
 
     rank: int
     pid: int
@@ -133,7 +128,7 @@ class Record:
     step: int | None
     time: float
     what: str
-    lost: float | None = None
+    lost: bool = False
     code: int | None = None
 
     @property
@@ -141,10 +136,10 @@ class Record:
         return f"rank {self.rank} on {self.host}"
 
     @property
-    def place(self) -> str:
-        """For example `at step 37 while reading data`."""
+    def place(self) -> tuple[str, str]:
+        """For example `at step 37` and `reading data`."""
         at = "before the first step" if self.step is None else f"at step {self.step}"
-        return f"{at} while {'in ' if self.what.startswith('the ') else ''}{self.what}"
+        return at, f"in {self.what}" if self.what.startswith("the ") else self.what
 
     @property
     def collective(self) -> str:
@@ -166,21 +161,16 @@ def read(folder: Path, rank: int) -> Record | None:
     return None
 
 
-def process_state(record: Record) -> str | None:
-    """`gone`, or what a process on this host is doing; None where that cannot be known."""
+def is_gone(record: Record) -> bool:
+    """Whether its process has ended, where that is a process of this host."""
     if record.host != host():
-        return None
+        return False
     try:
         with contextlib.suppress(PermissionError):
             os.kill(record.pid, 0)
-        letter = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return "gone"
-    except OSError:
-        return None
-    waiting = "waiting for a disk or a device"
-    words = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": waiting, "R": "computing", "S": "sleeping"}
-    return words.get(letter)
+        return Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError as e:
+        return isinstance(e, ProcessLookupError)
 
 
 # ------------------------------------------------------------ what went wrong
@@ -192,32 +182,30 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     `codes`: rank → exit code, negative for a signal, None for one that has not ended, as its parent knows them. Without
     them (there is no parent under mpirun or srun), the records and this host's table of processes decide.
     """
-    records = {rank: read(folder, rank) for rank in range(size)}
-    states = {rank: process_state(r) for rank, r in records.items() if r is not None}
+    records = {rank: r for rank in range(size) if (r := read(folder, rank))}
     if codes is None:
-        failed = [rank for rank, r in records.items() if r is not None and r.code is not None]
-        ended = [rank for rank, state in states.items() if state == "gone"]
-        gone = sorted(failed, key=lambda rank: _failed_at(folder, rank))
-        gone = gone or [rank for rank in ended if records[rank].lost is None and records[rank].what != "done"]
-        codes = {rank: r and (LOST if r.lost is not None else r.code) for rank, r in records.items()}
+        failed = [rank for rank, r in records.items() if r.code is not None]
+        ended = [rank for rank, r in records.items() if is_gone(r) and not r.lost and r.what != "done"]
+        gone = sorted(failed, key=lambda rank: _failed_at(folder, rank)) or ended
+        codes = {rank: LOST if r.lost else r.code for rank, r in records.items()}
     else:
         codes = with_word_left(folder, codes)
         gone = died(folder, codes)
-    known = [r for r in records.values() if r is not None]
-    gave_up = [r for r in known if r.lost is not None or codes[r.rank] in (LOST, -signal.SIGABRT)]
     if gone:
         return _lost_ranks(folder, records, gone, codes)
-    others = [rank for rank in range(size) if not any(r.rank == rank for r in gave_up)]
-    silent = [rank for rank in others if records[rank] is None]
-    if silent:
+    if silent := [rank for rank in range(size) if rank not in records]:
         return f"{_ranks(silent)} never wrote a record in {Path(folder) / 'ranks'}, and the others waited in vain."
-    if others:
-        late = min((records[rank] for rank in others), key=lambda r: r.progress)
+    gave_up = [r for r in records.values() if r.lost or codes[r.rank] in (LOST, -signal.SIGABRT)]
+    if others := [r for r in records.values() if r not in gave_up]:
+        late = min(others, key=lambda r: r.progress)
     else:  # all gave up: the last to come came too late
         late = min(gave_up, key=lambda r: (r.progress[0], -r.time))
+    seen = f"it was last seen {max(0.0, time.time() - late.time):.0f} s ago {' '.join(late.place)}."
     if not gave_up:
-        return f"{late.name} is the farthest behind: it was last seen {_ago(late)} {late.place}."
-    text = _waiting_ranks(late, gave_up, states.get(late.rank), codes.get(late.rank))
+        return f"{late.name} is the farthest behind: {seen}"
+    first = max(gave_up, key=lambda r: r.progress)
+    did_not = "did not leave" if (late.step, late.what) == (first.step, first.what) else "did not reach"
+    text = f"{late.name} {did_not} {first.collective}: {seen}"
     if not others:  # the connection itself may have failed: the error that came first says how
         first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
         if lines := tail(error_path(folder, first.rank)):
@@ -275,11 +263,11 @@ def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int
         how = f"was killed by {name_of.get(-code, f'signal {-code}')} (exit code {code})"
     else:
         how = f"ended with exit code {code}"
-    text = f"{name} {how} {record.place if record else 'while starting'}"
+    text = f"{name} {how} {' while '.join(record.place) if record else 'while starting'}"
     if len(gone) > 1:
         text += f", and so did {_ranks(gone[1:])}"
     lines = tail(log_path(folder, rank))
-    if not lines and record and process_state(record) not in ("gone", None):  # it has not come to write them
+    if not lines and record and record.host == host() and not is_gone(record):  # it has not come to write them
         lines = tail(error_path(folder, rank))
     if lines:
         text += "\n  ".join(["; the last lines it wrote:", *lines])
@@ -288,27 +276,8 @@ def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int
     return text
 
 
-def _waiting_ranks(late: Record, gave_up: list[Record], state: str | None, code: int | None) -> str:
-    first = max(gave_up, key=lambda r: r.progress)
-    waited = max((r.lost or 0.0 for r in gave_up), default=0.0)
-    doing = f"; its process {late.pid} is {state}" if state not in (None, "gone") else ""
-    patience = f" (the other ranks waited {waited:.0f} s{doing})" if waited else f" (the others gave up{doing})"
-    if code == 0 or late.what == "done":
-        ended = f"{late.name} has ended as if all were done (exit code 0), last seen {late.place}"
-        return f"{ended}, while the others were in {first.collective}."
-    if (late.step, late.what) == (first.step, first.what):
-        where = f"{late.name} is in {first.collective} as the others are"
-        return f"{where}, but did not answer: it came there {_ago(late)}{patience}."
-    seen = f"it was last seen {_ago(late)} {late.place.replace(' while in ', ' in ').replace(' while ', ' ')}"
-    return f"{late.name} did not reach {first.collective}: {seen}{patience}."
-
-
-def _ago(record: Record) -> str:
-    return f"{max(0.0, time.time() - record.time):.0f} s ago"
-
-
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {either(ranks, 'and')}"
 
 
 def tail(path: Path) -> list[str]:
@@ -332,9 +301,6 @@ _PEERS = re.compile(
     r"ncclRemoteError|ncclSystemError|collective operation timeout|"
     r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
     re.IGNORECASE | re.DOTALL,
-)
-_WAITED = re.compile(
-    r"timed? ?out (?:waiting |after )?\(?(\d+) ?ms|Timeout\(ms\)=(\d+)|wait timeout after (\d+) ?ms", re.IGNORECASE
 )
 
 
@@ -365,15 +331,6 @@ def from_collective(error: BaseException) -> bool:
     return False
 
 
-class Lost(UserError):
-    """This process ends, with `code`, only because another is gone or does not come. `quiet`: another process tells the
-    user."""
-
-    def __init__(self, text: str, quiet: bool, code: int = LOST):
-        super().__init__(text)
-        self.quiet, self.code = quiet, code
-
-
 def has_parent() -> bool:
     """Whether a parent process started this one, watches it, and tells the user how it ended."""
     return os.environ.get(PARENT) == str(os.getppid())
@@ -384,51 +341,47 @@ def command(folder: Path, processes: int | None) -> str:
     return f"gradus train {shlex.quote(str(folder))} --resume" + (f" --processes {processes}" if processes else "")
 
 
-def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> Lost | None:
+def lost(folder: Path, exception: BaseException, world: World, patience: float = 3.0) -> tuple[int, str | None] | None:
     """What an error of gloo, NCCL or the store means: which rank is gone or late, and where; None for any other error.
 
-    Writes it into this process's record, so that ranks that gave up differ from the one that they waited for.
-    Without a parent to tell the user, waits up to `patience` seconds for the others' records. Only one of the ranks
-    that gave up is not `quiet`.
+    Returns (the code to end with, what to tell the user; None: another process tells it). Writes into this process's
+    record that it gave up, so that it differs from the one that it waited for. Without a parent to tell the user, waits
+    up to `patience` seconds for the others' records; one of the ranks that gave up tells.
     """
     if world.size == 1 or not from_collective(exception):
         return None
-    waited = _WAITED.search(str(exception))
-    seconds = int(next(g for g in waited.groups() if g)) / 1000 if waited else 0.0
-    _leave_word(folder, world.rank, exception, lost=seconds)
+    _leave_word(folder, world.rank, exception, lost=True)
     if has_parent():
-        return Lost("another rank is gone", quiet=True)
+        return LOST, None
     end = time.monotonic() + patience
     while time.monotonic() < end:
         records = [read(folder, rank) for rank in range(world.size)]
-        if all(r and (r.lost is not None or r.code is not None or process_state(r) == "gone") for r in records):
+        if all(r and (r.lost or r.code is not None or is_gone(r)) for r in records):
             break
         time.sleep(0.05)
     text = diagnose(folder, world.size)
     # the same code on all ranks, since srun and mpirun report only one
     code = next((r.code for r in records if r is not None and r.code is not None), LOST)
-    with contextlib.suppress(OSError):  # a folder that is gone: better said twice than not at all
-        try:  # the first to come tells the user
-            _reported_path(folder).touch(exist_ok=False)
-        except FileExistsError:
-            return Lost(text, True, code)
-    return Lost(text, False, code)
+    try:  # the first to come tells the user
+        _reported_path(folder).touch(exist_ok=False)
+    except OSError as e:  # a folder that is gone: better said twice than not at all
+        return code, None if isinstance(e, FileExistsError) else text
+    return code, text
 
 
 def _reported_path(folder: Path) -> Path:
     return Path(folder) / "ranks" / "reported"
 
 
-def _leave_word(folder: Path, rank: int, error: BaseException, **word: float) -> None:
+def _leave_word(folder: Path, rank: int, error: BaseException, **word: int) -> None:
     """Add to this process's record why it ends, and write the error's traceback beside it."""
     with contextlib.suppress(OSError):
         error_path(folder, rank).write_text("".join(traceback.format_exception(error)), errors="replace")
-    mine = read(folder, rank)
-    if mine is None:
-        return
-    fields = {k: v for k, v in (dataclasses.asdict(mine) | word).items() if v is not None or k == "step"}
-    with contextlib.suppress(OSError), open(record_path(folder, rank), "r+b", buffering=0) as file:
-        file.write(_line(fields))
+    path = record_path(folder, rank)
+    with contextlib.suppress(OSError, ValueError):
+        line = _line(json.loads(path.read_text()) | word)
+        with open(path, "r+b", buffering=0) as file:
+            file.write(line)
 
 
 @contextlib.contextmanager
@@ -442,11 +395,12 @@ def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = (
     except Exception as e:
         from gradus.parallel.world import leave
 
-        error = lost(folder, e, world)
-        if error is None:
+        end = lost(folder, e, world)
+        if end is None:
             if world.size > 1:
                 _leave_word(folder, world.rank, e, code=exit_code(e))
             raise
-        if not error.quiet:
-            tell_error(str(error))
-        leave(error.code)
+        code, text = end
+        if text:
+            tell_error(text)
+        leave(code)

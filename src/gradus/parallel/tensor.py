@@ -42,7 +42,9 @@ from torch.distributed.tensor.parallel import (
 from torch.overrides import TorchFunctionMode
 
 from gradus import models
+from gradus.errors import divisors, either
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
+from gradus.parallel.replicate import as_one
 from gradus.recipe.schema import Layout, ModelConfig
 from gradus.torch_private import FakeTensor
 
@@ -50,15 +52,11 @@ from gradus.torch_private import FakeTensor
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be split over this layout.tensor, one line each."""
     n = layout.tensor
-    if n == 1:
-        return
     heads = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", None) or model.n_heads}
-    common = math.gcd(*heads.values())
-    good = [str(d) for d in range(1, common + 1) if common % d == 0]
+    good = either(divisors(math.gcd(*heads.values())))
     for name, value in heads.items():
         if value % n and (name == "n_heads" or value != model.n_heads):
-            use = " or ".join(filter(None, (", ".join(good[:-1]), good[-1])))
-            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {use}."
+            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {good}."
     for name in ("d_ff", "vocab_size", "target_vocab_size"):
         size = getattr(model, name, None)
         if size is not None and -(-size // n) * (n - 1) >= size:
@@ -82,9 +80,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     parts of a sum. `sum_partial_gradients`, or fully_shard over another axis, adds them up. All other gradients are
     placed as their parameters.
     """
-    assert mesh.ndim == 1, "one axis of the mesh"
-    assert not (reasons := list(problems(model.config, layout))), reasons
-    assert not getattr(model.config, "n_experts", None), "experts are not split by rows and columns"
     stream = Shard(1) if layout.sequence_parallel else Replicate()
     family = models.lookup(model.config.family)
     for name, module in list(model.named_modules()):
@@ -135,7 +130,13 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("to_q", "to_k", "to_v")}
     parallelize_module(module, mesh, plan | {"to_out": RowwiseParallel(output_layouts=stream, use_local_output=False)})
     if module.dropout:
-        module.forward = _when_training(module, _own_random_numbers(module.forward, mesh), module.forward)
+        plain, own = module.forward, _own_random_numbers(module.forward, mesh)
+
+        @functools.wraps(plain)
+        def forward(*args, **kwargs) -> Tensor:
+            return (own if module.training else plain)(*args, **kwargs)
+
+        module.forward = forward
 
 
 def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
@@ -170,29 +171,19 @@ def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTens
     return forward
 
 
-class _Whole(ParallelStyle):
-    """Parameters whole on every process, and plain inputs too. Computes with DTensors; `plain` makes the result a plain
-    tensor."""
+def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """What no other rule has made a DTensor is whole on every process. A module without children computes with
+    DTensors, of plain inputs too; a projection's result is a plain tensor."""
 
-    def __init__(self, plain: bool):
-        super().__init__()
-        self.plain = plain
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, mesh, None, self._enter, self._leave)
-
-    def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+    def enter(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
         return tuple(x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),)) for x in inputs)
 
-    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-        return output.to_local() if self.plain else output
+    def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local() if isinstance(module, nn.Linear) else output
 
-
-def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """What no other rule has made a DTensor."""
     rest = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
     if rest and next(module.children(), None) is None:
-        parallelize_module(module, mesh, _Whole(plain=isinstance(module, nn.Linear)))
+        distribute_module(module, mesh, None, enter, leave)
     else:  # a model's own parameters: ViT's class token and positions
         for name, p in rest.items():
             module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()]), p.requires_grad))
@@ -225,14 +216,6 @@ def _dropout(module: nn.Dropout, drop: Callable[[Tensor], Tensor]) -> Callable[[
         return DTensor.from_local(own(x.to_local()), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
 
     return forward
-
-
-def _when_training(module: nn.Module, training: Callable, otherwise: Callable) -> Callable:
-    @functools.wraps(otherwise)
-    def call(*args, **kwargs):
-        return (training if module.training else otherwise)(*args, **kwargs)
-
-    return call
 
 
 def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
@@ -285,13 +268,11 @@ def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
     with reduction="sum" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain
     and whole.
     """
-    return _split_loss() if layout.tensor > 1 and layout.vocab_parallel else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _split_loss() -> Iterator[None]:
-    with loss_parallel(), _SplitLoss():
-        yield
+    stack = contextlib.ExitStack()
+    if layout.tensor > 1 and layout.vocab_parallel:
+        stack.enter_context(loss_parallel())
+        stack.enter_context(_SplitLoss())
+    return stack
 
 
 def _logits(module: nn.Module, inputs: tuple, logits: DTensor) -> Tensor:
@@ -324,8 +305,7 @@ def sum_partial_gradients(model: nn.Module) -> None:
             parts.setdefault(p.grad.dtype, []).append(p)
     for parameters in parts.values():
         local = [p.grad.to_local() for p in parameters]
-        assert all(p.grad.placements[0].is_partial() and p.placements[0].is_replicate() for p in parameters)
-        flat = torch.cat([g.flatten() for g in local])
-        dist.all_reduce(flat, group=parameters[0].device_mesh.get_group())
-        for p, g in zip(parameters, flat.split([g.numel() for g in local])):
-            p.grad = DTensor.from_local(g.view(p.shape), p.device_mesh, p.placements)
+        with as_one(local) as flat:
+            dist.all_reduce(flat, group=parameters[0].device_mesh.get_group())
+        for p, g in zip(parameters, local):
+            p.grad = DTensor.from_local(g, p.device_mesh, p.placements)

@@ -207,9 +207,7 @@ def one_first(world: World) -> Iterator[None]:
 
 def from_first(value: Any) -> Any:
     """Rank 0's value, on every process."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return gathered(value)[0]
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

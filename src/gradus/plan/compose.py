@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradus.plan.engine import Process
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALAR = 64  # bytes of what is done with single numbers
 SHOWN = 8  # blocks of a stack that are gone through one by one; each of the others changes what is alive as its neighbours do
 
 
@@ -438,8 +439,12 @@ def holding(p: Process) -> dict[tuple, float]:
                         add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
                         if computed != p.width:
                             add("foreach_copy", computed, phase, full / k * (computed + p.width), times * p.micro)
+                    added = p.micro > 1 and layout.pipeline == 1 and reduced != computed  # gradients in the type that they are summed in
+                    if added:
+                        add("to_copy", computed, "backward", elements * (computed + reduced), times)
+                        add("add", reduced, "backward", elements * (2 * reduced + computed), times * (p.micro - 1))
                     if full:
-                        add("chunk_cat", computed, "backward", elements * computed + full * reduced, times * scatters)
+                        add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
         own = p.width * sum(size * times for size, times in p.elements)
         add("copy", p.width, "backward", 6 * own, 1)
@@ -448,23 +453,30 @@ def holding(p: Process) -> dict[tuple, float]:
 
 
 def optimizer(p: Process) -> list[Op]:
-    """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of tensors."""
+    """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of tensors; and the copies
+    of sums after the backward pass."""
     layout = p.recipe.layout
-    traced = [w for stage in p.stages[:1] for weights in stage.profile.units.values() for w in weights.values()]
-    bytes_then = sum(w.size for w in traced) * (2 if p.stages[0].profile.pure else 4)
-    bytes_now = p.width * sum(size * times for size, times in p.elements)
+    profile = p.stages[0].profile
+    traced = [w for weights in profile.units.values() for w in weights.values()]
+    own = p.width * sum(size * times for size, times in p.elements)
+    scale = own / (sum(w.size for w in traced) * (2 if profile.pure else 4))
     tensors = sum(times for _, times in p.elements) / len(traced)
-    replicas = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
+    replicas = sizes(layout, p.n)["replicate"]
+    share = replicas if layout.shard_optimizer else 1
+    dtype = "fp32" if p.width == 4 else "bf16"
     out = []
-    for (_, kind, name, _, _, flops, moved, shape), count in p.stages[0].profile.optimizer.ops.items():
-        if name == "cat" or count <= 0:
+    for (_, kind, name, _, _, flops, moved, shape), count in profile.optimizer.ops.items():
+        if name in ("cat", "copy"):
             continue
-        dtype = "fp32" if p.width == 4 else "bf16"
         if name.startswith(("fused", "foreach", "stack")):
-            share = replicas if name.startswith("fused") else 1
-            out.append(Op(kind, name, dtype, "optimizer", flops, moved * bytes_now / bytes_then / share, shape, count))
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / (share if name.startswith("fused") else 1), shape, count))
+        elif moved <= SCALAR:
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved, shape, count))
         else:
-            small = moved <= 64
-            times = count if small else count * tensors
-            out.append(Op(kind, name, dtype, "optimizer", flops, moved if small else moved * bytes_now / bytes_then / tensors, shape, times))
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / tensors, shape, count * tensors))
+    partial = p.width * sum(w.size * times for stage in p.stages for _, weights, times in stage.units() for w in weights.values() if w.partial)
+    together = own if layout.shard == 1 and not p.replicated and replicas * layout.context * layout.expert > 1 else 0
+    for nbytes in (partial if layout.shard == 1 else 0, together, own if share > 1 else 0):
+        if nbytes:
+            out += [Op("memory", "cat", dtype, "optimizer", 0.0, 2 * nbytes), Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes)]
     return out

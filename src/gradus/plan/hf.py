@@ -54,7 +54,6 @@ def read_hf(name: str) -> Read:
 
 def map_config(hf: dict[str, Any], where: str = "config.json") -> Read:
     """The content of a config.json. Raises UserError as `from_hf`."""
-    weights.check_kinds(hf, where)
     kind = hf.get("model_type")
     if kind in REFUSED:
         field, why, nearest, instead = REFUSED[kind]

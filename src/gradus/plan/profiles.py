@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models
 from gradus.layers import Block
-from gradus.parallel import apply, pipeline
+from gradus.parallel import apply, engine, pipeline
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import replaced
 from gradus.parallel.shard import ends
@@ -237,14 +237,17 @@ def profile(
             for edge, name in (("forward", "forward_one_chunk"), ("backward", "backward_one_chunk"), ("weights", "backward_weight_one_chunk")):
                 stack.enter_context(replaced(PipelineStage, name, mark.during(edge, getattr(PipelineStage, name))))
         else:
-            sync = parallel.sync_on
-            parallel.sync_on = lambda last: (sync(last), mark.note("", "forward"))
+            sync = parallel.replicas.sync_on
+            parallel.replicas.sync_on = lambda last: (sync(last), mark.note("", "forward"))
             parallel.backward = lambda loss: (mark.note("", "backward"), backward(parallel, loss))
         parallel._finish_gradients = lambda: (units.update(weights_of(modules, parallel)), mark.note("", "end"), finish())
         marks.append(mark)
 
     with contextlib.ExitStack() as stack:
+        # what depends on how many processes hold a parameter is arithmetic
         stack.enter_context(replaced(apply, "use_replicas", lambda p, model: None))
+        stack.enter_context(replaced(engine, "sum_in_buckets", lambda gradients, group, nbytes: [None for _ in gradients]))
+        stack.enter_context(replaced(pipeline.Pipeline, "reduce_tied", lambda pipeline: None))
         stack.enter_context(replaced(pipeline, "bounds", lambda n_blocks, n_stages: part.bounds))
         traced = trace.trace_recipe(
             small, within * layout.pipeline, within * part.index, target=target, task=task, micro_batches=[batch] * 2,

@@ -860,12 +860,12 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
                     grad = grad.to_local() if isinstance(grad, DTensor) else grad
                     timeline.see(grad, "gradient", "gradients")
 
-    def sync_on(last: bool, inner=parallel.sync_on):
+    def sync_on(last: bool, inner=parallel.replicas.sync_on):
         for grad in _unsharded_gradients(parallel.bare):
             timeline.see(grad, "gradient", "gradients")
         inner(last)
 
-    parallel.forward_backward, parallel._finish_gradients, parallel.sync_on = forward_backward, finish, sync_on
+    parallel.forward_backward, parallel._finish_gradients, parallel.replicas.sync_on = forward_backward, finish, sync_on
 
     def gone(_grad: Tensor) -> None:
         recorder.in_loss = False

@@ -88,21 +88,22 @@ def _replicas(p: Process, shape, stride) -> Iterator[Transfer]:
     weights = list(in_order(p.stages))
     bytes_of = [(w, w.size * width) for w, times in weights for _ in range(times)]
     group, apart = shape["replicate"] * layout.context, stride["context"] if layout.context > 1 else stride["replicate"]
+    axis = "replicate" if shape["replicate"] > 1 else "context"
     limit = layout.bucket_mb * 2**20
     local = layout.local_sgd or layout.diloco
     if local:
         yield from _after([b for _, b in bytes_of], limit, "local", shape["replicate"], stride["replicate"], local.every)
     elif layout.replicate == "manual":
         for w, times in weights:
-            yield Transfer("replicate", "all_reduce", w.size * width, times, group, apart, "optimizer")
+            yield Transfer(axis, "all_reduce", w.size * width, times, group, apart, "optimizer")
     elif layout.replicate == "parameter_server":
         yield Transfer("replicate", "send", sum(b for _, b in bytes_of), group - 1, group, apart, "optimizer")
     elif layout.tensor == layout.pipeline == layout.expert == 1:
-        yield from _ddp([b for _, b in bytes_of], limit, group, apart, 0.5 if layout.compress in ("bf16", "fp16") and width == 4 else 1.0)
+        yield from _ddp([b for _, b in bytes_of], limit, axis, group, apart, 0.5 if layout.compress in ("bf16", "fp16") and width == 4 else 1.0)
     else:
         for expert in (False, True):
             more, near = (1, stride["replicate"]) if expert else (layout.expert, stride["context"] if layout.context > 1 else stride["expert"] if layout.expert > 1 else stride["replicate"])
-            yield from _after([b for w, b in bytes_of if w.expert == expert], limit, "replicate", group * more, near, 1)
+            yield from _after([b for w, b in bytes_of if w.expert == expert], limit, "expert" if axis == "context" and layout.context == 1 and more > 1 else axis, group * more, near, 1)
     if layout.shard_optimizer and shape["replicate"] > 1:
         for load in dealt([w.size for w, times in weights for _ in range(times)], shape["replicate"]):
             yield Transfer("replicate", "broadcast", load * width, 1, shape["replicate"], stride["replicate"], "optimizer")
@@ -117,7 +118,7 @@ def dealt(found: list[int], replicas: int) -> list[int]:
     return [size for size, _ in load]
 
 
-def _ddp(found: list[int], limit: float, group: int, apart: int, wire: float) -> Iterator[Transfer]:
+def _ddp(found: list[int], limit: float, axis: str, group: int, apart: int, wire: float) -> Iterator[Transfer]:
     """DDP closes a bucket that has reached its size, from the last parameter to the first; the last one has nothing to hide behind."""
     buckets, filled = [], 0.0
     for nbytes in reversed(found):
@@ -127,7 +128,7 @@ def _ddp(found: list[int], limit: float, group: int, apart: int, wire: float) ->
             filled = 0.0
     buckets += [filled] if filled else []
     for i, nbytes in enumerate(buckets):
-        yield Transfer("replicate", "all_reduce", nbytes * wire, 1, group, apart, "backward", "backward" if i < len(buckets) - 1 else "")
+        yield Transfer(axis, "all_reduce", nbytes * wire, 1, group, apart, "backward", "backward" if i < len(buckets) - 1 else "")
 
 
 def _after(found: list[int], limit: float, axis: str, group: int, apart: int, every: int) -> Iterator[Transfer]:

@@ -79,10 +79,6 @@ def kinds_of(section: str) -> tuple[str | None, dict[str, set[str]]]:
     return key, {kind: set(c.model_fields) for kind, c in classes_of(section).items()} if key else {}
 
 
-def required() -> list[str]:
-    return [name for name, field in Recipe.model_fields.items() if field.is_required()]
-
-
 def is_section(path: str) -> bool:
     return path in Recipe.model_fields and path != "name"
 
@@ -97,12 +93,6 @@ def fields_of(path: str) -> list[FieldInfo]:
         fields = [c.model_fields[part] for c in classes if part in c.model_fields]
         classes = [c for f in fields for c in classes_inside(f.annotation)]
     return fields
-
-
-def every_key() -> dict[str, str]:
-    """Key -> dotted key, of all sections and kinds; of a key that several sections have, the first."""
-    sections = [s for s in Recipe.model_fields if is_section(s)]
-    return {key: f"{s}.{key}" for s in reversed(sections) for c in classes_of(s).values() for key in c.model_fields}
 
 
 def elsewhere(word: str) -> str | None:
@@ -137,7 +127,8 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
     places = places or list(filter(None, [elsewhere(key)]))
     if places:
         return Problem(path, f"unknown key. It is {' or '.join(places)}.")
-    known, everywhere = list(owner.model_fields if owner else Recipe.model_fields), every_key()
+    known, sections = list(owner.model_fields if owner else Recipe.model_fields), list(Recipe.model_fields)[:0:-1]
+    everywhere = {k: f"{s}.{k}" for s in sections for c in classes_of(s).values() for k in c.model_fields}
     near = nearest(key, known)
     if near is not None:
         near = f"{above}.{near}" if above else near

@@ -6,7 +6,6 @@ import ast
 import inspect
 import io
 import sys
-import textwrap
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -74,9 +73,9 @@ def _doc(owner: type[Section]) -> str:
     return " ".join((owner.__doc__ or "").split())
 
 
-def keys(asked: str | None = None, width: int | None = None) -> list[str]:
+def keys(asked: str | None = None) -> list[str]:
     """The lines of `gradus keys`, one a key: of the whole recipe, a section (layout), a kind of one (model.gpt) or a
-    key (layout.precision). width: wrap lines to it.
+    key (layout.precision).
 
     Raises UserError for a name that is none of these, with the nearest one.
     """
@@ -100,15 +99,11 @@ def keys(asked: str | None = None, width: int | None = None) -> list[str]:
         near = elsewhere(asked.rpartition(".")[2]) or nearest(asked, names)
         hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
         raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
-    return [line for group in found for line in _lines(*group, width)]
+    return [line for group in found for line in _lines(*group)]
 
 
-def _lines(title: str, text: str, listed: list[tuple[str, str, str]], width: int | None) -> Iterator[str]:
+def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:
     name_room, default_room = (max([len(e[i]) for e in listed], default=0) for i in (0, 1))
-    title = f"# {title}: {text}" if text else f"# {title}"
-    yield from textwrap.wrap(title, width, subsequent_indent="#   ") if width else [title]
-    for name, default, rest in listed:
-        line = f"{name:{name_room}}  {default:{default_room}}  {rest}"
-        long = width and len(line) > width
-        yield from textwrap.wrap(line, width, subsequent_indent=" " * 6, break_on_hyphens=False) if long else [line]
+    yield f"# {title}: {text}" if text else f"# {title}"
+    yield from (f"{name:{name_room}}  {default:{default_room}}  {rest}" for name, default, rest in listed)
     yield ""

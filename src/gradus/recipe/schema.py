@@ -331,7 +331,7 @@ class SpanCorruptionTask(Section):
 
     name: Literal["span_corruption"] = "span_corruption"
     noise_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # share of the tokens to predict
-    mean_span: PositiveFloat = 3.0  # mean length of a span in tokens
+    mean_span: Annotated[float, Field(ge=1.0, le=limits.REAL)] = 3.0  # mean length of a span in tokens
 
 
 class ClassificationTask(Section):

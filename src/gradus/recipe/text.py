@@ -22,7 +22,7 @@ from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe import check, presets
 from gradus.recipe.conflicts import Problem
-from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, required, unsettable
+from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, unsettable
 from gradus.recipe.schema import Recipe
 
 NULLS = ("", "~", "null", "Null", "NULL")
@@ -161,11 +161,11 @@ def find(name_or_path: str | Path) -> Source:
 
 def _not_there(name: str, path: Path) -> str:
     files = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES]
+    near = difflib.get_close_matches(name, [*files, *names()], n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
     if path.suffix in SUFFIXES or "/" in name:
-        near = difflib.get_close_matches(name, files, n=1) or difflib.get_close_matches(path.stem, names(), n=1)
-        return f"{name}: no such file." + (f" Did you mean {near[0]}?" if near else "")
-    file = next((file for file in files if Path(file).stem == name), None)
-    return f"{name}: no such recipe.{f' Did you mean {file}?' if file else did_you_mean(name, names())} {GIVE}"
+        return f"{name}: no such file.{meant}"
+    return f"{name}: no such recipe.{meant or did_you_mean(name, names())} {GIVE}"
 
 
 _ABSENT: dict[str, list[Path]] = {}  # a relative path that is nowhere → where it was looked for
@@ -203,7 +203,7 @@ def read(text: str, source: str) -> dict[str, Any]:
     tree = _parse(text.replace("\t", " ") if source.endswith(".json") else text, source)  # JSON is indented by tabs too
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "nothing" if tree is None else f"only {show(tree)}"
-        raise UserError(f"{source}: expected sections such as {', '.join(required())}, got {what}.")
+        raise UserError(f"{source}: expected sections such as model, task and data, got {what}.")
     return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
 
 

@@ -122,8 +122,7 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, in
     last = t.sep_id if t.sep_id is not None else t.eos_id
     for name, token in {**more, "padding": t.pad_id, "class or begin": first, "separator or end": last}.items():
         if token is None:
-            text = f"tokenizer: it has no {name} token, which {what} needs"
-            raise UserError(f"{text}. Use a BERT vocabulary or tokenizer.kind=bpe.")
+            raise UserError(f"tokenizer: no {name} token, which {what} needs. Use BERT's, or tokenizer.kind=bpe.")
     t.around(first, last)
     return first, last
 

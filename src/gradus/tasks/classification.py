@@ -28,9 +28,8 @@ class Classification(Task):
         or repeats or reorders their names."""
         n, named = len(self.classes), self.recipe.task.classes
         shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
-        if named is not None:
-            others = set(named) != set(self.classes)  # names in place of the data's, else the data's in their order
-            if len(set(named)) != len(named) or len(named) != n or not (others or named == self.classes):
+        if named is not None and named != self.classes:  # names in place of the data's
+            if set(named) == set(self.classes) or len(set(named)) != n or len(named) != n:
                 raise UserError(
                     f"task.classes={', '.join(named[:10])}: {len(named)} names; the data has {n} classes: {shown}. "
                     "Name each once, in this order, or leave task.classes out."
@@ -88,8 +87,6 @@ class TextClassification(Classification):
         self.cls, self.sep = around(self.tokenizer, "text classification")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        if model.head not in ("none", "classification"):
-            raise UserError(f"model.head={model.head}: this task trains model.head=classification.")
         return super().complete(model.model_copy(update={"head": "classification", "pooler": True}))
 
     def row(self, ids: np.ndarray) -> np.ndarray:

@@ -53,13 +53,9 @@ class MaskedLM(Task):
             self.splits[split] = _Placed(data, split)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        wanted = "pretraining" if self.next_sentence else "masked_lm"
-        if model.head == "none":
-            model = model.model_copy(update={"head": wanted, "pooler": self.next_sentence})
-        if model.head != wanted:
-            raise UserError(
-                f"model.head={model.head}: this task trains {wanted}. Set model.head={wanted} or task.next_sentence."
-            )
+        if model.head == "none":  # another head than the task's own is a mistake in the recipe
+            head = "pretraining" if self.next_sentence else "masked_lm"
+            model = model.model_copy(update={"head": head, "pooler": self.next_sentence})
         return super().complete(model)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:

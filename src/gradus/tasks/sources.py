@@ -23,13 +23,7 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
     """The tokenizer of the recipe: read from a file, or made from `texts` and kept in the cache by their content."""
     config = recipe.tokenizer
     if config is None or (config.kind == "file" and config.path is None):
-        beside = recipe.model.init
-        if beside is None:
-            raise UserError(
-                "tokenizer: none is given. Set tokenizer.path=FILE, or tokenizer.kind=byte, char, word or bpe, "
-                "or start from weights with model.init."
-            )
-        place = models.locate(beside)
+        place = models.locate(recipe.model.init)
         return load(place if place.is_dir() else place.parent)
     if config.kind == "file":
         return load(config.path)
@@ -53,10 +47,8 @@ def needs_path(recipe: Recipe) -> str:
 def _files(recipe: Recipe) -> dict[str, Path]:
     """The file of each split that the data have. Raises UserError where there is no training split."""
     data, path = recipe.data, needs_path(recipe)
-    found = {
-        split: find_split(path, split, getattr(data, split), required=split == "train")
-        for split in ("train", "valid", "test")
-    }
+    splits = ("train", "valid", "test")
+    found = {s: find_split(path, s, getattr(data, s), required=s == "train") for s in splits}
     return {split: file for split, file in found.items() if file is not None}
 
 
@@ -64,8 +56,6 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
     """The corpora of a language model: files by split, or the end of one text held out for validation."""
     data = recipe.data
     if data.source == "stdlib":
-        if data.path is not None:
-            raise UserError(f"data.path={data.path} has no effect with data.source=stdlib. Leave one of them out.")
         corpora = {"train": Corpus.stdlib()}
     else:
         corpora = {split: Corpus.open(file, data.text, documents) for split, file in _files(recipe).items()}
@@ -109,8 +99,7 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
     note says so; without both, a fixed tenth of the training rows of every class."""
     data, files = recipe.data, _files(recipe)
     if "valid" not in files and "test" in files:
-        instead = "has no valid split: the test split is evaluated instead. Choose nothing by it."
-        print(f"note: {data.path} {instead}", flush=True)
+        print(f"note: {data.path} has no valid split: test is evaluated instead. Choose nothing by it.", flush=True)
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
@@ -144,13 +133,8 @@ def open_pairs(
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
         raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file, one file for both languages.")
-    if given:
-        tokenizers = given
-    elif shared:
-        tokenizers = {"": make_tokenizer(recipe, lambda: list(corpora["train"]))}
-    else:
-        sides = zip(("", "target"), corpora["train"])
-        tokenizers = {place: make_tokenizer(recipe, lambda side=side: [side]) for place, side in sides}
+    sides = {"": corpora["train"]} if shared else {"": corpora["train"][:1], "target": corpora["train"][1:]}
+    tokenizers = given or {place: make_tokenizer(recipe, lambda of=of: list(of)) for place, of in sides.items()}
     source, target = tokenizers[""], tokenizers.get("target", tokenizers[""])
     splits = {split: PairsDataset(*pair, source, target, room, data.cache) for split, pair in corpora.items()}
     return tokenizers, limited(splits, data.limit, data.limit_valid), corpora

@@ -79,8 +79,6 @@ class Copy(SequenceToSequence):
         }
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        if self.task.length > model.seq_len:
-            raise UserError(f"model.seq_len={model.seq_len} is less than task.length={self.task.length}. Raise it.")
         return _fit_vocabularies(model, self.task.n_symbols, self.task.n_symbols, False)
 
     def sequences(self, sample):
@@ -133,19 +131,15 @@ class Translation(SequenceToSequence):
         t, source_eos = self.target_tokenizer, self.tokenizer.eos_id
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id
         if self.eos_id is None:
-            lacks = "tokenizer: it has no end-of-sequence token, which translation needs"
-            raise UserError(f"{lacks}. Use tokenizer.kind=bpe or another file.")
+            raise UserError("tokenizer: no end token, which translation needs. Use tokenizer.kind=bpe or another file.")
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         ends = (self.start_id, self.eos_id, self.eos_id if source_eos is None else source_eos)
         self.start, self.end, self.source_end = (np.array([i]) for i in ends)
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        separate = "target" in self.tokenizers
-        if separate and getattr(model, "share_embeddings", False):
-            raise UserError("tokenizer.shared=false needs model.share_embeddings=false: each language has its own.")
         sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
-        return _fit_vocabularies(model, *sizes, separate)
+        return _fit_vocabularies(model, *sizes, "target" in self.tokenizers)
 
     def sequences(self, sample):
         source, target = sample["source"][: self.room], sample["target"][: self.room]
@@ -156,9 +150,7 @@ class Translation(SequenceToSequence):
         """Greedy translations of source ids (with their end token)."""
         longest = max(len(s) for s in sources)
         room = min(self.room, max_new or 2 * longest + 10)
-        new = complete(
-            model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id
-        )
+        new = complete(model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id)
         return [self.target_tokenizer.decode(row) for row in new]
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:

@@ -17,15 +17,16 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from gradus import files, models, tasks
+from gradus import files, tasks
 from gradus.errors import UserError
 from gradus.models.weights import checksums, some
 from gradus.parallel import world as worlds
@@ -35,62 +36,38 @@ from gradus.train.optim import load_state_tensors, state_tensors
 from gradus.train.precision import Precision
 
 
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator that a step draws from (dropout). Data has its own, a pure function of its
-    position."""
-    state = {"rng.cpu": torch.get_rng_state()}
+def rng_state(device: torch.device, rank: int) -> dict[str, Tensor]:
+    """The state of every generator that a step of this process draws from (dropout). Data has its own, a pure function
+    of its position."""
+    state = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if device.type == "cuda":
-        state["rng.cuda"] = torch.cuda.get_rng_state(device)
+        state[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state(device)
     if device.type == "mps":
-        state["rng.mps"] = torch.mps.get_rng_state()
+        state[f"rng.mps.{rank}"] = torch.mps.get_rng_state()
     return state
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in state:
-        torch.cuda.set_rng_state(state["rng.cuda"], device)
-    if device.type == "mps" and "rng.mps" in state:
-        torch.mps.set_rng_state(state["rng.mps"])
+    put = {"cpu": torch.set_rng_state, "mps": torch.mps.set_rng_state}
+    put["cuda"] = lambda value: torch.cuda.set_rng_state(value, device)
+    for key, value in state.items():
+        put[key.split(".")[1]](value)
 
 
-def damage(checkpoint: Path, rank: int = 0, size: int = 1) -> str | None:
-    """What is wrong with a checkpoint on the disk, in words; None: nothing. Each of `size` processes checks its share.
-    """
+def damage(folder: Path, needs: str = "training.json", rank: int = 0, size: int = 1) -> str | None:
+    """What is wrong with a checkpoint or kept weights on the disk, in words; None: nothing. needs: a file that must be
+    there. Each of `size` processes checks its share."""
     try:
-        sums = checksums.read(checkpoint)
+        sums = checksums.read(folder)
         if sums is None:
-            return _damage_without_checksums(checkpoint)
-        if "training.json" not in sums:
-            return f"{checksums.FILE} does not know training.json"
-        return checksums.damage(checkpoint, sums, sorted(sums)[rank::size])
-    except Exception as e:  # a damaged file may raise anything
-        cause = (str(e).strip() or type(e).__name__).splitlines()[0]
-        return cause.removeprefix(f"{checkpoint}{os.sep}").removeprefix(f"{checkpoint}: ")
-
-
-def _damage_without_checksums(checkpoint: Path) -> str | None:
-    """Of a checkpoint that an earlier version wrote: whether all its parts are there and can be opened."""
-    from gradus.train import sharded
-
-    try:
-        state = json.loads((checkpoint / "training.json").read_text())
-        if state.get("checksums"):
             return f"{checksums.FILE} is missing"
-        progress = state["progress"]
-        state["step"], state["seconds"], state["metrics_position"]
-        progress["step"], progress["epoch"], progress["epoch_step"]
-    except FileNotFoundError:
-        return "training.json is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "training.json is not readable"
-    several = (checkpoint / "sharded").is_dir()
-    if not several and not (checkpoint / "training.safetensors").is_file():
-        return "training.safetensors is missing"
-    if not any(key.startswith("rng.cpu") for key in sharded.read(checkpoint)):
-        return "the state of the random generator is not in it"
-    tasks.load_tokenizers(checkpoint)
-    return None
+        if needs not in sums:
+            return f"{checksums.FILE} does not know {needs}"
+        return checksums.damage(folder, sums, sorted(sums)[rank::size])
+    except ValueError:
+        return f"{checksums.FILE} is not readable"
+    except OSError as e:
+        return f"{checksums.FILE} cannot be read ({e.strerror})"
 
 
 class Checkpoints:
@@ -116,7 +93,7 @@ class Checkpoints:
         """
         damaged: dict[Path, str] = {}
         for path in reversed(worlds.gathered(self.steps())[0]):
-            problem = next(filter(None, worlds.gathered(damage(path, *_place()))), None)
+            problem = next(filter(None, worlds.gathered(damage(path, "training.json", *_place()))), None)
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
@@ -148,7 +125,6 @@ class Checkpoints:
             "scaler": precision.state(),
             "layout": parallel.mesh.sizes,
             "local_updates": parallel.local_updates is not None,
-            "checksums": True,
         }
         target = self.folder / f"step-{step:08d}"
         if parallel.several:
@@ -158,15 +134,21 @@ class Checkpoints:
                 self.finish(parallel)
             return target
 
-        def fill(aside: Path) -> None:
-            save_weights(aside, parallel, tokenizers)
-            tensors = {**state_tensors(parallel.trained(), optimizer), **rng_state(precision.device)}
+        def training(aside: Path) -> None:
+            tensors = {**state_tensors(parallel.trained(), optimizer), **rng_state(precision.device, 0)}
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, aside / "training.safetensors")
             (aside / "training.json").write_text(json.dumps(state, indent=1))
 
-        checksums.write_aside(target, fill)
+        self._export(target, parallel, tokenizers, training)
         self._remove_old()
         return target
+
+    def _export(self, target: Path, parallel: Parallel, tokenizers: dict, more: Callable[[Path], None]) -> None:
+        """Write the weights in the Hugging Face layout with the tokenizers and what more(folder) adds. Collective."""
+        from gradus.train import sharded
+
+        parameters = {h.name: h.parameter for h in parallel.local_parameters}
+        sharded.export(parameters, parallel.bare.config, target, tokenizers, parallel.mesh.group("pipeline"), more)
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self.keep]:
@@ -189,7 +171,7 @@ class Checkpoints:
         if parallel.local_updates:
             momenta = zip(parallel.local_parameters, parallel.local_updates.state())
             tensors |= {f"outer.{h.name}": momentum for h, momentum in momenta}
-        tensors |= {f"{key}.{rank}": value for key, value in rng_state(precision.device).items()}
+        tensors |= rng_state(precision.device, rank)
 
         def fill(aside: Path) -> None:
             (aside / "training.json").write_text(json.dumps(state, indent=1))
@@ -221,17 +203,9 @@ class Checkpoints:
         def note(aside: Path) -> None:
             write_json(aside / "best.json", evaluated)
 
-        if parallel.several:
-            from gradus.train import sharded
-
-            parameters = {h.name: h.parameter for h in parallel.local_parameters}
-            group = parallel.mesh.group("pipeline")
-            sharded.export(parameters, parallel.bare.config, target, tokenizers, group, note)
-            if not parallel.mesh.world.first:
-                return
-        else:
-            checksums.write_aside(target, lambda aside: (save_weights(aside, parallel, tokenizers), note(aside)))
-        self._call_best(target, evaluated["metric"])
+        self._export(target, parallel, tokenizers, note)
+        if parallel.mesh.world.first:
+            self._call_best(target, evaluated["metric"])
 
     def _call_best(self, target: Path, metric: str) -> None:
         """Move `best` to `target`, and remove weights that were evaluated by the same metric and are worse."""
@@ -243,36 +217,25 @@ class Checkpoints:
             if old != target and metric in _evaluated(old).get("metrics", {}):
                 files.remove(old)
 
-    def best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
+    def best(self, metric: str, higher: bool) -> dict[str, Any] | None:
         """The best evaluation ("value", "step") by `metric` of all weights kept; `best` then names those weights.
 
         None where none were evaluated by it. higher: whether that is better.
-        known: what the checkpoint says ("step", "metric", "value") about weights of an earlier version, which have no
-        best.json of their own.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
-        return worlds.gathered(self._find_best(metric, higher, known) if _place()[0] == 0 else None)[0]
+        return worlds.gathered(self._find_best(metric, higher) if _place()[0] == 0 else None)[0]
 
-    def _find_best(self, metric: str, higher: bool, known: dict[str, Any]) -> dict[str, Any] | None:
+    def _find_best(self, metric: str, higher: bool) -> dict[str, Any] | None:
         found: list[tuple[float, int, Path]] = []
         link = self.folder / "best"
         for folder in sorted(self.folder.glob("best-step-*")):
-            try:
-                sums = checksums.read(folder)
-                problem = checksums.damage(folder, sums, sums) if sums is not None else None
-            except ValueError:
-                problem = f"{checksums.FILE} is not readable"
-            if problem:
+            if problem := damage(folder, "best.json"):
                 if link.resolve() == folder.resolve():
                     link.unlink()
                 print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)
                 continue
-            linked = sums is None and link.resolve() == folder.resolve()
-            known_here = linked and folder.name == f"best-step-{known['step'] or 0:08d}"
-            if known_here and not (folder / "best.json").exists():
-                write_json(folder / "best.json", known | {"metrics": {known["metric"]: known["value"]}})
             evaluated = _evaluated(folder)
-            value = evaluated.get("metrics", {}).get(metric)
+            value = evaluated["metrics"].get(metric)
             if value is not None and math.isfinite(value):
                 found.append((value if higher else -value, evaluated["step"], folder))
         if not found:
@@ -281,44 +244,24 @@ class Checkpoints:
         self._call_best(folder, metric)
         return {"value": value if higher else -value, "step": step}
 
-    def load(
-        self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None, precision: Precision, seed: int
-    ) -> dict:
-        """Put a checkpoint's weights, optimizer, RNG and scaler back. Returns the state that was saved with it.
-        Collective."""
-        if parallel.several or (path / "sharded").is_dir():
-            return self._load_parts(path, parallel, optimizer, precision, seed)
-        self._clear_left()
-        models.load_weights(parallel.bare, path)
-        tensors = load_file(path / "training.safetensors")
-        rng = {k: tensors.pop(k) for k in list(tensors) if k.startswith("rng.")}
-        load_state_tensors(parallel.trained(), optimizer, tensors)
-        set_rng_state(rng, precision.device)
-        state = json.loads((path / "training.json").read_text())
-        precision.load_state(state.get("scaler", {}))
-        return state
-
-    def _clear_left(self) -> None:
-        """Remove what a kill left half written or half removed."""
-        for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _load_parts(self, path: Path, parallel: Parallel, optimizer, precision: Precision, seed: int) -> dict:
-        """From a checkpoint of any number of processes: every process reads its part."""
+    def load(self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None, precision: Precision,
+             seed: int) -> dict:  # fmt: skip
+        """Put a checkpoint's weights, optimizer, RNG and scaler back, written by any number of processes: every process
+        reads its part. Returns the state that was saved with it. Collective."""
         from gradus.train import sharded
 
         mesh = parallel.mesh
         state = json.loads((path / "training.json").read_text())
-        alike = state.get("layout", dict.fromkeys(mesh.sizes, 1)) == mesh.sizes
-        separate = state.get("local_updates", state.get("apart", False))  # what checkpoints called it before
+        alike, separate = state["layout"] == mesh.sizes, state["local_updates"]
         if separate and not (alike and parallel.local_updates):
             n = math.prod(state["layout"].values())
             raise UserError(
                 f"{path}: {n} workers with local updates wrote it, each with its own optimizer. "
                 f"Resume with {n} and the same layout."
             )
-        if mesh.world.first:
-            self._clear_left()
+        if mesh.world.first:  # what a kill left half written or half removed
+            for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
+                shutil.rmtree(left, ignore_errors=True)
         parameters = {h.name: h.parameter for h in parallel.local_parameters}
         sharded.load(path, {f"model.{name}": p for name, p in parameters.items()})
         stored, rank = sharded.read(path), mesh.world.rank
@@ -336,13 +279,13 @@ class Checkpoints:
             parallel.local_updates.restart()
         if optimizer is not None:
             load_state_tensors(parallel.trained(), optimizer, tensors)
-        keys = list(rng_state(precision.device))
-        if alike and all(f"{key}.{rank}" in stored for key in keys):
-            set_rng_state({key: stored[f"{key}.{rank}"].read() for key in keys}, precision.device)
+        keys = list(rng_state(precision.device, rank))
+        if alike and all(key in stored for key in keys):
+            set_rng_state({key: stored[key].read() for key in keys}, precision.device)
         else:  # not the processes that saved: dropout draws anew, from the run's step
             place = mesh.rank("pipeline", "replicate", "expert", "shard", "context")
             torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])
-        precision.load_state(state.get("scaler", {}))
+        precision.load_state(state["scaler"])
         return state
 
 
@@ -360,15 +303,8 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _evaluated(best: Path) -> dict[str, Any]:
-    """What best.json says; {} where there is none."""
+    """What best.json says; {} where it is damaged."""
     try:
         return json.loads((best / "best.json").read_text())
     except (OSError, ValueError):
         return {}
-
-
-def save_weights(folder: Path, parallel: Parallel, tokenizers: dict) -> None:
-    """Write the weights in the Hugging Face layout, the tokenizer beside them (a second one, for the target language,
-    in `target/`)."""
-    models.save(parallel.bare, folder)
-    tasks.save_tokenizers(folder, tokenizers)

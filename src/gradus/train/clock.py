@@ -14,9 +14,8 @@ KINDS = ("train", "data", "evaluate", "checkpoint")
 class Clock:
     """Seconds of wall time by kind (`train`: steps; `data`: waiting for batches; `evaluate`; `checkpoint`)."""
 
-    def __init__(self, device: torch.device, seconds: dict[str, float] | None = None):
-        self.device = device
-        self.seconds = dict.fromkeys(KINDS, 0.0) | (seconds or {})
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, dict.fromkeys(KINDS, 0.0)
 
     def synchronise(self) -> None:
         """Wait until the device has done what was asked of it, so that its time is not counted to the next kind."""

@@ -124,8 +124,7 @@ class RunLog(Hook):
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
     def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
-        self.live: LiveLine | None = None
-        self.board = self.wandb = None
+        self.live = self.board = self.wandb = None
         if config.tensorboard:
             tensorboard = need("torch.utils.tensorboard", "track", "log.tensorboard=true")
             self.board = tensorboard.SummaryWriter(str(folder / "tensorboard"))
@@ -143,7 +142,13 @@ class RunLog(Hook):
     def after_step(self, trainer: Trainer, taken: Taken) -> None:
         self.stepped(taken.step, trainer.last_step)
 
+    def stepped(self, step: int, last: int) -> None:
+        """A step of the run is done."""
+        if self.live is not None:
+            self.live.stepped(f"step {step}/{last}", step / last)
+
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        """Raises EnvironmentFault where the disk is full or fails."""
         self.write(rows)
         trainer.metrics_position = self.file.position
         if line is not None:
@@ -151,7 +156,6 @@ class RunLog(Hook):
             self.line(line, done)
 
     def write(self, rows: list[Row]) -> None:
-        """Raises EnvironmentFault where the disk is full or fails."""
         with writing(self.file.path, RESUME):
             self.file.write(rows)
         numbers = [r for r in rows if isinstance(r.value, (int, float)) and r.step is not None]
@@ -173,11 +177,6 @@ class RunLog(Hook):
             if done is not None:
                 self.live.show("", done)
             self.live.above(text)
-
-    def stepped(self, step: int, last: int) -> None:
-        """A step of the run is done."""
-        if self.live is not None:
-            self.live.stepped(f"step {step}/{last}", step / last)
 
     def close(self) -> None:
         """Raises EnvironmentFault where what is left cannot be written, unless another error is on its way."""
@@ -224,21 +223,16 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
 
     Raises UserError where another process has it, or where it cannot be written.
     """
-    given = resume or (Path(config.dir) if config.dir else None)
-    base = given or Path("runs") / name
-    missing = [p for p in (base, *base.parents) if not p.exists()]  # from the deepest up
     try:
-        if given:
-            folder = given
-            folder.mkdir(parents=True, exist_ok=True)
-        else:
-            while not own(config, folder := new_run_folder(config, name)):
-                pass
-            missing = [folder, *missing]
+        while True:
+            folder = resume or new_run_folder(config, name)
+            missing = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
+            if resume or own(config, folder):
+                break
         lock = _lock(folder)
     except OSError as e:
-        text = f"log.dir={base}: cannot write there ({e.strerror})"
-        raise UserError(f"{text}. Set log.dir to a folder you may write.") from None
+        text = f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+        raise UserError(text) from None
     try:
         yield folder
     finally:

@@ -143,8 +143,6 @@ class Metrics(Hook):
         good = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         trainer.log([Row("train/nonfinite", str(loss), "", step)])
-        raise UserError(
-            f"step {step}: {what}. {good} Try a smaller optimizer.lr, a longer schedule.warmup_steps, "
-            "train.clip_norm=1.0, or layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and "
-            "counts them."
-        )
+        advice = "Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, or "
+        advice += "layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and counts them."
+        raise UserError(f"step {step}: {what}. {good} {advice}")

@@ -37,6 +37,8 @@ SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as 
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
 WHAT = {"labelled": "texts with a label", "images": "images with a label", "text": "running text",
         "pairs": "parallel sentences"}  # fmt: skip
+HELD_OUT = {**dict.fromkeys(("labelled", "images"), "A tenth of each class"), "text": "The last tenth of the text",
+            "pairs": "Every tenth pair"}  # fmt: skip
 SMALL = 512  # d_model below which a pre-trained model takes a larger rate
 
 
@@ -64,10 +66,9 @@ def new(
     target = expanded(file)
     if target.suffix not in (".yaml", ".yml"):
         raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
-    if target.exists():
-        raise UserError(f"{file}: there is such a file already. Give another name, or remove it first.")
-    if not target.parent.is_dir():
-        raise UserError(f"{file}: there is no folder {target.parent}. Make it first.")
+    if target.exists() or not target.parent.is_dir():
+        what = "there is such a file already" if target.exists() else f"there is no folder {target.parent}"
+        raise UserError(f"{file}: {what}. Give another name.")
     found = look(paths, text_column, label)
     config = models.config_of(init) if init else None
     if config is not None and config.family not in (known := learners(TASK[found.kind])[found.kind]):
@@ -104,8 +105,6 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
     path = expanded(paths[0])
     if len(paths) == 2:
         found = _pair(path, expanded(paths[1]))
-    elif not str(paths[0]).startswith("hf:") and not path.exists() and len(sides := _sides(path)) == 2:
-        found = _pair(*sides)
     elif path.is_dir() and not is_hub(path):
         found = _folder(path, text_column, label)
     elif find_cifar(path):
@@ -116,12 +115,6 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | None
         if column is not None and column not in found.data.values():
             raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
     return found
-
-
-def _sides(prefix: Path) -> list[Path]:
-    """PREFIX.en and PREFIX.de."""
-    files = sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else []
-    return [f for f in files if (side := _side(f)) and side[0] == prefix.name]
 
 
 def _side(file: Path) -> tuple[str, str] | None:
@@ -183,21 +176,20 @@ def _table(path: str | Path, file: Path, text_column: str | None, label: str | N
     words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
     if picture or text_column:
         first, why = (picture, "it holds images") if picture else (text_column, "--text")
-    elif words:
-        first = _named(words, TEXT_NAMES)
-        why = f"{'by its name' if first else 'it holds the longest texts'}; another with --text COLUMN"
-        first = first or max(words, key=lambda c: sum(map(len, words[c])))
-    else:
+    elif not words:
         raise UserError(f"{file}: no column holds text in every row; there are: {there}. Name one: --text COLUMN.")
+    else:
+        named = _named(words, TEXT_NAMES)
+        first = named or max(words, key=lambda c: sum(map(len, words[c])))
+        why = f"{'by its name' if named else 'it holds the longest texts'}; another with --text COLUMN"
     what = "image" if picture else "text"
     lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}"]
-    if label:
-        lines.append(f"label      column {label!r}: --label")
-    else:
+    why = "--label"
+    if not label:
         label, why = _label_column({c: v for c, v in columns.items() if c not in (first, picture)})
-        if label is None and picture:
-            raise UserError(f"{file}: no column looks like a label; there are: {there}. Name it: --label COLUMN.")
-        lines.append(f"label      {f'column {label!r}: {why}; another with --label COLUMN' if label else why}")
+    if label is None and picture:
+        raise UserError(f"{file}: no column looks like a label; there are: {there}. Name it: --label COLUMN.")
+    lines.append(f"label      {f'column {label!r}: {why}' if label else why}")
     if picture:
         return Found({"kind": "images", "path": where, "image": picture, "label": label}, lines)
     data = {"kind": "labelled" if label else "text", "path": where, "text": first}
@@ -214,18 +206,17 @@ def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
     """(column or None, why)."""
     values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
     most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
-    small = {c: v for c, v in columns.items() if 1 <= len(values[c]) <= most}
     few = [
-        c for c, v in small.items()
-        if all(isinstance(x, str | int | None) or (isinstance(x, float) and x.is_integer()) for x in v)
+        c for c, v in columns.items() if 1 <= len(values[c]) <= most
+        and all(isinstance(x, str | int | None) or (isinstance(x, float) and x.is_integer()) for x in v)
     ]  # fmt: skip
-    column = named = _named(few, LABEL_NAMES)
-    column = column or min((c for c in few if len(values[c]) > 1), key=lambda c: len(values[c]), default=None)
+    named = _named(few, LABEL_NAMES)
+    column = named or min((c for c in few if len(values[c]) > 1), key=lambda c: len(values[c]), default=None)
     if column is None:
         return None, "none found, so that only the text is learnt, token by token; name one with --label COLUMN"
     n = len(values[column])
-    why = f"by its name; {n}" if named else f"it has only {n}"
-    return column, f"{why} value{'s' if n > 1 else ''} in the first {len(columns[column]):,} rows"
+    why = f"{'by its name; ' if named else 'it has only '}{n} value{'s' if n > 1 else ''}"
+    return column, f"{why} in the first {len(columns[column]):,} rows; another with --label COLUMN"
 
 
 # ---------------------------------------------------------------- what is in them
@@ -253,7 +244,7 @@ class Facts:
     def lines(self) -> Iterator[str]:
         """What was found."""
         splits, kind = self.task.splits, self.found.kind
-        unit = {"text": "windows", "pairs": "pairs"}.get(kind, kind if kind == "images" else "texts")
+        unit = {"text": "windows", "pairs": "pairs", "images": "images", "labelled": "texts"}[kind]
         sizes = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
         yield f"splits     {sizes} {unit}{self._held_out()}"
         if kind in ("labelled", "images"):
@@ -287,12 +278,9 @@ class Facts:
             there = find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
         else:
             there = find_split(data["path"], "valid", required=False)
-        if there:
-            return ""
-        if kind == "labelled" and find_split(data["path"], "test", required=False):
+        if not there and kind == "labelled" and find_split(data["path"], "test", required=False):
             return "; there is no valid split: test is evaluated in its place"
-        tenth = {"text": "the last tenth of the text", "pairs": "every tenth pair"}
-        return f"; valid is {tenth.get(kind, 'every tenth of each class')}, held out"
+        return "" if there else f"; valid is {HELD_OUT[kind].lower()}, held out"
 
 
 # ---------------------------------------------------------------- the recipe
@@ -336,7 +324,7 @@ def _alphabet(corpus: Corpus) -> tuple[dict[str, Any], int]:
     n, letters = 0, set()
     for piece in corpus:
         n += len(piece)
-        letters |= set(piece) if len(letters) <= 200 else set()
+        letters |= set(piece)
         if n > 2_000_000:
             break
     small = n <= 2_000_000 and len(letters) <= 200
@@ -403,12 +391,9 @@ def _recipe(target: Path, sections: Sections) -> Recipe:
 
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
-    held_out = {
-        "labelled": "A tenth of each class is held out where there is no valid file (data.valid=FILE names one).",
-        "images": "A tenth of each class is held out where there is no valid folder. flip: true mirrors by chance.",
-        "text": "The last tenth is held out to evaluate on where there is no valid file (data.valid_fraction).",
-        "pairs": "Every tenth pair is held out where there is no valid file. Swap source and target for the other way.",
-    }[sections["data"]["kind"]]
+    kind = sections["data"]["kind"]
+    more = {"images": "flip: true mirrors by chance.", "pairs": "Swap source and target for the other way."}
+    held_out = f"{HELD_OUT[kind]} is held out where there is no valid split (data.valid). {more.get(kind, '')}".strip()
     classes = sections["task"]["name"] == "classification"
     comments = {
         "task": f"What is learnt.{' The classes and their names come from the data.' if classes else ''}",

@@ -87,11 +87,8 @@ def enough_devices(name: str, n: int) -> None:
     """Raises UserError where this machine has fewer GPUs than one for each of n processes started here. name:
     layout.device."""
     if pick_device(name).type == "cuda" and n > torch.cuda.device_count():
-        there = torch.cuda.device_count()
-        raise UserError(
-            f"--processes {n}: GPUs here: {there}, and each process needs its own. "
-            f"Use --processes {there}, or layout.device=cpu."
-        )
+        there, use = torch.cuda.device_count(), "each process needs its own. Use fewer, or layout.device=cpu."
+        raise UserError(f"--processes {n}: GPUs here: {there}, and {use}")
 
 
 def pick_device(name: str) -> torch.device:
@@ -102,6 +99,5 @@ def pick_device(name: str) -> torch.device:
         return torch.device(found.type) if known else torch.device("cpu")
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there[name]:
-        instead = "cuda" if there["cuda"] else "cpu"
-        raise UserError(f"layout.device={name}: there is none here. Use layout.device={instead} or auto.")
+        raise UserError(f"layout.device={name}: there is none here. Use layout.device=auto.")
     return torch.device(name)

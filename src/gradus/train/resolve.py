@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ class Given:
         return recipe
 
 
+def told(name: str, overrides: list[str], given: Given, quiet: bool = False) -> Recipe:
+    """The recipe of `load`; its notes are printed, unless `quiet`."""
+    recipe, notes = load(name, overrides, given)
+    for note in () if quiet else notes:
+        print(f"note: {note}", file=sys.stderr)
+    return recipe
+
+
 def load(name: str, overrides: list[str], given: Given | None = None) -> tuple[Recipe, Notes]:
     """(recipe, notes): `recipe.load` with its notes beside, and with what a file of TrainingArguments gives."""
     notes: Notes = []
@@ -67,12 +76,12 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
     return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": share})})
 
 
-def started(name: str, overrides: list[str], given: Given, here: world.World) -> Path | None:
+def started(name: str, overrides: list[str], given: Given) -> Path | None:
     """The run that `--auto-resume` resumes; None where log.dir holds none yet. Rank 0 decides for all."""
     recipe = load(name, overrides, given)[0]
     if recipe.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
-    there = (Path(recipe.log.dir) / "recipe.yaml").exists()
+    there, here = (Path(recipe.log.dir) / "recipe.yaml").exists(), given.here
     if here.size > 1:
         world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
         there = world.from_first(there)

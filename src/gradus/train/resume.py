@@ -36,8 +36,6 @@ def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
                 "or set another log.dir."
             )
         return Start()
-    if not (folder / "recipe.yaml").exists():
-        raise UserError(f"{folder}: no run to resume here (it has no recipe.yaml).")
     start = Start(before=recipes.load(folder, configure=None))
     check_same(start.before, recipe)
     start.checkpoint = Checkpoints(folder / "checkpoints", recipe.train.keep).newest_whole()
@@ -68,9 +66,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
         for key in dict.fromkeys([*a, *b]):
             if a.get(key) != b.get(key) and key not in FREE_KEYS.get(section, ()):
                 was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
-                raise UserError(
-                    f"--resume: {was}: that would be another run. Start it without --resume in a new folder."
-                )
+                raise UserError(f"--resume: {was}: that is another run. Start it without --resume in a new folder.")
 
 
 def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | None:
@@ -99,10 +95,9 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
 
     moves = schedule.name in ("linear", "cosine") and schedule.end_step is None
     stays = "does not change" + (f": it ends at step {schedule.end_step}" if schedule.end_step else "")
-    ends = f"now ends at step {last}" if moves else stays
     rates = f"goes from {rate(taken, was)} (step {taken}) to" if taken else "is"
-    instead = f", where {rate(next_step, was)} was to come" if moves and taken < was else ""
     return (
-        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) {ends}; "
-        f"the learning rate {rates} {rate(next_step, last)} (step {next_step}){instead}"
+        f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) "
+        f"{f'now ends at step {last}' if moves else stays}; the learning rate {rates} {rate(next_step, last)} "
+        f"(step {next_step})"
     )

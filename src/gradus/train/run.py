@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -23,6 +22,7 @@ from gradus.parallel import world as worlds
 from gradus.parallel.status import Status, has_parent, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
+from gradus.train import resolve
 from gradus.train.clock import MEASURES, peaks
 from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
@@ -107,24 +107,36 @@ def train(
             status.at("the loading of a checkpoint")
             resume_run(trainer, start.checkpoint)
             if world.first:
-                where = f"resumed from {start.checkpoint}" if start.checkpoint else "no checkpoint yet: from the start"
-                print(where, flush=True)
+                print(f"resumed from {start.checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
         with _full_memory_told(trainer, derived["micro_batch"]):
             with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
-                opened = [stack.enter_context(contextlib.closing(hook)) for hook in _opened(trainer)]
+                own: list[RunLog | Sampler] = [Sampler(trainer.device)]
+                if world.first:
+                    own.insert(0, RunLog(folder, recipe.log, recipe.model_dump(mode="json"), trainer.metrics_position))
+                opened = [stack.enter_context(contextlib.closing(hook)) for hook in own]
                 trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
                 trainer.run()
             return Outcome(folder, finish(trainer, evaluation, derived), trainer)
 
 
-def _opened(trainer: Trainer) -> Iterator[RunLog | Sampler]:
-    """The hooks that hold something open."""
-    if trainer.parallel.mesh.world.first:
-        recipe = json.loads(trainer.recipe.model_dump_json())
-        yield RunLog(trainer.folder, trainer.recipe.log, recipe, trainer.metrics_position)
-    yield Sampler(trainer.device)
+def start(
+    name: str, overrides: list[str], given: resolve.Given, *, resume: bool = False, auto_resume: bool = False,
+    **options: Any,
+) -> Outcome:  # fmt: skip
+    """`train` of the recipe, or of the run, that a command line means; options: its plan, flops and hooks. auto_resume:
+    resume where log.dir holds a run already."""
+    folder, here = None, given.here
+    with options["plan"].ready(here):  # before the processes meet, which they do to find the run too
+        if resume:
+            folder = resolve.run_to_resume(name, overrides, given)
+        elif auto_resume:
+            folder = resolve.started(name, overrides, given)
+        given = dataclasses.replace(given, resuming=folder is not None)
+        recipe = resolve.told(str(folder or name), overrides, given, quiet=not here.first)
+        longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
+        return train(recipe, resume=folder, world=here, longer=longer, **options)
 
 
 @contextlib.contextmanager
@@ -158,22 +170,17 @@ def _full_memory_told(trainer: Trainer, micro_batch: int) -> Iterator[None]:
 
 def _write_folder(folder: Path, session: Session, start: Start, extended: bool) -> None:
     """recipe.yaml of a new run, and of one that is to become longer."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not session.mesh.world.first:
-            return
-        if start.before is None:
-            write_json(folder / "environment.json", environment(session.device))
-            write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
-        elif extended:
-            (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
-            length = {key: getattr(session.recipe.train, key) for key in LENGTH}
-            stored = start.before.model_copy(update={"train": start.before.train.model_copy(update=length)})
-            write_text(folder / "recipe.yaml", recipes.dump(stored))
-    except OSError as e:
-        raise UserError(
-            f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    if not session.mesh.world.first:
+        return
+    if start.before is None:
+        write_json(folder / "environment.json", environment(session.device))
+        write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
+    elif extended:
+        (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
+        length = {key: getattr(session.recipe.train, key) for key in LENGTH}
+        stored = start.before.model_copy(update={"train": start.before.train.model_copy(update=length)})
+        write_text(folder / "recipe.yaml", recipes.dump(stored))
 
 
 def _print_model(session: Session, report: LoadReport | None, new: bool) -> None:
@@ -181,8 +188,7 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
     if report:
         print(weights_line(session.recipe, report), flush=True)
     if new and hasattr(session.task, "untrained"):
-        print("ten untrained models decode 1 2 3 ...:")
-        print("\n".join(f"  {line}" for line in session.task.untrained()), flush=True)
+        print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
 
 
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
@@ -251,25 +257,16 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def print_summary(trainer: Trainer, summary: dict[str, Any], lines: list[str]) -> None:
-    s = summary
-    print()
-    for key in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "epoch"):
-        if key not in s:  # no step was counted
-            continue
-        print(f"{key:26} {s[key]:.6g}")
-    print(f"{'hours_per_epoch':26} {s['hours_per_epoch']:.6g}")
-    clock = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
-    print(f"{'where the time went':26} {clock}")
-    print(
-        f"{'seen':26} {human(s['samples'])} samples, {human(s['tokens'])} tokens"
-        + (f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else "")
-    )
-    for name, value in s["metrics"].items():
-        print(f"{name:26} {value:.4f}")
+def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None:
+    keys = [f"train_{key}" for key in ("runtime", "samples_per_second", "steps_per_second", "loss")]
+    keys += ["epoch", "hours_per_epoch"]
+    told = {key: f"{s[key]:.6g}" for key in keys if key in s}  # no train_loss where no step was counted
+    told["where the time went"] = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
+    told["seen"] = f"{human(s['samples'])} samples, {human(s['tokens'])} tokens"
+    told["seen"] += f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""
+    told |= {name: f"{value:.4f}" for name, value in s["metrics"].items()}
+    print("", *(f"{name:26} {text}" for name, text in told.items()), sep="\n")
     if best := s["best"]:
         text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
         print(coloured(text, "green", sys.stdout))
-    for line in lines:
-        print(line)
-    print(f"run folder: {trainer.folder}", flush=True)
+    print(*lines, f"run folder: {trainer.folder}", sep="\n", flush=True)

@@ -69,16 +69,11 @@ class Sampler(Hook):
 
     def _gpu(self, index: int, gpu, step: int | None) -> list[Row]:
         library = self.library
-        use = machine.read(library, "nvmlDeviceGetUtilizationRates", gpu)
-        memory = machine.read(library, "nvmlDeviceGetMemoryInfo", gpu)
-        power = machine.read(library, "nvmlDeviceGetPowerUsage", gpu)
+        asked = ("UtilizationRates", "MemoryInfo", "PowerUsage")
+        use, memory, power = (machine.read(library, f"nvmlDeviceGet{what}", gpu) for what in asked)
         temperature = machine.read(library, "nvmlDeviceGetTemperature", gpu, library.NVML_TEMPERATURE_GPU)
-        figures = (
-            ("utilisation", use and use.gpu, "%"),
-            ("memory_used", memory and memory.used, "bytes"),
-            ("power", power and power / 1000, "W"),
-            ("temperature", temperature, "°C"),
-        )
+        figures = (("utilisation", use and use.gpu, "%"), ("memory_used", memory and memory.used, "bytes"),
+                   ("power", power and power / 1000, "W"), ("temperature", temperature, "°C"))  # fmt: skip
         return [Row(f"gpu{index}/{name}", value, unit, step) for name, value, unit in figures if value is not None]
 
     @staticmethod

@@ -60,5 +60,5 @@ def resume_run(trainer: Trainer, checkpoint: Path | None) -> None:
         trainer.metrics_position = state["metrics_position"]
     p, (metric, higher) = trainer.progress, chosen_by(trainer.task)
     # they may have been kept after the checkpoint, and by another metric: what they were evaluated to stands with them
-    best = trainer.checkpoints.best(metric, higher, {"step": p.best_step, "metric": p.best_metric, "value": p.best})
+    best = trainer.checkpoints.best(metric, higher)
     p.best, p.best_step, p.best_metric = (best["value"], best["step"], metric) if best else (None, None, None)

@@ -134,34 +134,24 @@ class Pending:
         moments."""
         return self.future is None or self.future.done()
 
-    def wait(self) -> None:
-        """Wait until every process has written its part and flushed it to the disk. Raises UserError where one could
-        not."""
-        if self.future is None:
-            return
-        try:
-            self.future.result()
-        except BaseException as e:  # DCP's own derives from BaseException
-            if isinstance(e, KeyboardInterrupt):
-                raise
-            raise _not_written(self.target, e) from None
-
     def finish(self) -> Path:
-        """Wait, then let the folder appear under its name. Collective on the group of `save`: call it at a step that
-        all agree on.
+        """Wait until every process has written its part and flushed it to the disk, then let the folder appear under
+        its name. Collective on the group of `save`: call it at a step that all agree on.
 
         Raises UserError on every process where one could not write; then no folder is left.
         """
         error, sums = None, {}
         try:
-            self.wait()
-        except UserError as e:
-            error = e
+            written = self.future.result().state_dict_metadata if self.future else {}
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # DCP's own derives from BaseException
+            error = _not_written(self.target, e)
         try:
             for of_one in _agree(error, self.group, self.writer.sums if self.writer else {}):
                 sums |= of_one
             if self.future is not None and _first(self.group):
-                self._appear(sums)
+                self._appear(written, sums)
         except UserError as e:
             error = e
             if _first(self.group):
@@ -169,8 +159,7 @@ class Pending:
         _agree(error, self.group)
         return self.target
 
-    def _appear(self, sums: dict[str, dict]) -> None:
-        written = self.future.result().state_dict_metadata
+    def _appear(self, written: dict[str, Any], sums: dict[str, dict]) -> None:
         try:
             there = stored_sharded.read(self.aside)
         except UserError:  # a part is missing in the middle, or all
@@ -189,12 +178,9 @@ class Pending:
 
 
 def save(
-    target: Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    fill: Callable[[Path], None],
+    target: Path, config: ModelConfig, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
     group: dist.ProcessGroup | None = None,
-) -> Pending:
+) -> Pending:  # fmt: skip
     """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed
     then.
 
@@ -242,23 +228,12 @@ def read(checkpoint: Path) -> dict[str, Stored]:
     if (checkpoint / stored_sharded.FOLDER).is_dir():
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
-    return {**_ours(checkpoint, config), **_training(checkpoint, config)}
-
-
-def _training(checkpoint: Path, config: ModelConfig) -> dict[str, Stored]:
-    file = checkpoint / "training.safetensors"
-    names = stored_names(config)
-    if not file.is_file():
-        return {}
-    return {_key(key, names): stored for key, stored in weights.read_files([file]).items()}
-
-
-def _ours(folder: Path, config: ModelConfig) -> dict[str, Stored]:
-    """Weights in the Hugging Face layout as `model.<name>`."""
-    theirs = weights.read_tensors(folder)
-    model = models.build(config, device="meta")
-    found, _ = weights.match(model, theirs, True, folder)
-    return {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, folder).items()}
+    model, theirs = models.build(config, device="meta"), weights.read_tensors(checkpoint)
+    found, _ = weights.match(model, theirs, True, checkpoint)
+    file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
+    training = weights.read_files([file]) if file.is_file() else {}
+    stored = {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, checkpoint).items()}
+    return stored | {_key(key, stored_names(config)): stored for key, stored in training.items()}
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -271,20 +246,20 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     missing = [key for key in tensors if _key(key, names) not in stored]
     if missing:
-        raise UserError(
-            f"{checkpoint}: {weights.some(missing)} not in it. "
-            "It is of another model or optimizer: resume with the recipe that wrote it."
-        )
+        raise _foreign(checkpoint, f"{weights.some(missing)} not in it")
     values = {key: stored[_key(key, names)] for key in tensors}
     for key, tensor in tensors.items():
-        source = values[key]
         if key.startswith("model."):
-            weights.refuse_integers(key, source, checkpoint)
-        if source.shape != tuple(tensor.shape):
-            raise UserError(
-                f"{checkpoint}: {key} is {source.shape} there and {tuple(tensor.shape)} here: it is of another model."
-            )
+            weights.refuse_integers(key, values[key], checkpoint)
+        if values[key].shape != tuple(tensor.shape):
+            raise _foreign(checkpoint, f"{key} is {values[key].shape} there and {tuple(tensor.shape)} here")
     fill(tensors, values)
+
+
+def _foreign(checkpoint: Path, what: str) -> UserError:
+    return UserError(
+        f"{checkpoint}: {what}. It is of another model or optimizer: resume with the recipe that wrote it."
+    )
 
 
 def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -294,20 +269,13 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     kinds = sorted({key.partition(".")[0] for key in stored} - {"model", "rng"})
     found = {}
-    for name, parameter in parameters.items():
-        for kind in kinds:
-            source = stored.get(f"{kind}.{names[name]}")
-            if source is None:
-                raise UserError(
-                    f"{checkpoint}: {kind}.{name} is not in it. "
-                    "It is of another model or optimizer: resume with the recipe that wrote it."
-                )
-            if source.shape not in ((), tuple(parameter.shape)):
-                raise UserError(
-                    f"{checkpoint}: {kind}.{name} is {source.shape} there and {tuple(parameter.shape)} here: "
-                    "it is of another model."
-                )
-            found[f"{kind}.{name}"] = source.part(*place(parameter)) if source.shape else source.read()
+    for key, parameter in ((f"{kind}.{name}", p) for name, p in parameters.items() for kind in kinds):
+        source = stored.get(_key(key, names))
+        if source is None:
+            raise _foreign(checkpoint, f"{key} not in it")
+        if source.shape not in ((), tuple(parameter.shape)):
+            raise _foreign(checkpoint, f"{key} is {source.shape} there and {tuple(parameter.shape)} here")
+        found[key] = source.part(*place(parameter)) if source.shape else source.read()
     return found
 
 
@@ -357,5 +325,5 @@ def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterato
         while not all(name in held for name, _ in keys):
             name, tensor = next(parts)
             held[name] = tensor.cpu()
-        yield rule.theirs, rule.to_theirs(*(rule.part(held[name]) for name, _ in keys))
+        yield rule.theirs, rule.to_theirs(*(held[name] if n is None else held[name][n] for name, n in keys))
         held = {name: tensor for name, tensor in held.items() if last[name] > i}

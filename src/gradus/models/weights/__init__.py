@@ -8,10 +8,6 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
-    upgrade(hf, tensors)   optional: turn the tensors beside a config.json of an earlier layout of ours into those that
-                           `rules` describes now
-    adapt(stored, config, tensors)
-                           optional: turn the tensors that `rules(stored)` describes into those of `rules(config)`
     unknown_to_transformers(config)
                            of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
@@ -37,7 +33,7 @@ from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, some
 from gradus.models.family import rules_of
 from gradus.models.weights import checksums
-from gradus.models.weights.stored import Stored, read_files
+from gradus.models.weights.stored import Stacked, Stored, read_files
 from gradus.recipe.schema import MODELS
 
 if TYPE_CHECKING:  # a configuration is read without torch
@@ -70,13 +66,16 @@ class Rule:
     def names(self) -> tuple[str, ...]:
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """The part of our tensor that the rule stores; a view."""
-        return tensor if self.index is None else tensor[self.index]
+    def keys(self, first: Mapping[str, str]) -> list[tuple[str, int | None]]:
+        """Equal for the same tensor, or the same slice of it, under any name. first: as `first_names`."""
+        return [(first[name], self.index) for name in self.names]
 
-    def key(self, tensor: Tensor) -> tuple[int, int | None]:
-        """Equal for the same tensor, or the same slice of it, under any name."""
-        return id(tensor), self.index
+    def shape(self, ours: Mapping[str, Tensor | Stored]) -> tuple[int, ...]:
+        """The shape in which it is stored."""
+        import torch
+
+        parts = (ours[name].shape[0 if self.index is None else 1 :] for name in self.names)
+        return tuple(self.to_theirs(*(torch.empty(part, device="meta") for part in parts)).shape)
 
 
 @dataclass
@@ -88,29 +87,6 @@ class LoadReport:
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
-
-
-WHOLE = re.compile(
-    r"(num|n)_(hidden_layers|layers?|heads?|attention_heads|key_value_heads|embd|inner|positions|channels|labels)"
-    r"|num_(local_experts|experts_per_tok)|(hidden|intermediate|vocab|type_vocab|decoder_vocab)_size"
-    r"|d_(model|ff|kv)|head_dim|max_position_embeddings"
-    r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|relative_attention_\w+"
-)
-KINDS = {"model_type": str, "hidden_act": str, "activation_function": str, "feed_forward_proj": str,
-         "architectures": list, "rope_scaling": dict, "rope_parameters": dict, "id2label": dict}  # fmt: skip
-
-
-def check_kinds(hf: dict, where: object) -> None:
-    """Raises UserError for a field of a config.json that Gradus reads and whose value is not of the kind that it
-    expects. null counts as absent."""
-    words = {str: "text", list: "a list of names", dict: "an object", int: "a whole number"}
-    for name, value in hf.items():
-        kind = int if WHOLE.fullmatch(name) else KINDS.get(name)
-        right = kind is None or value is None or (isinstance(value, kind) and not isinstance(value, bool))
-        if right and name == "architectures" and value:
-            right = all(isinstance(x, str) for x in value)
-        if not right:
-            raise UserError(f"{where}: {name}={value!r:.60}: expected {words[kind]}")
 
 
 def model_types() -> dict[str, str]:
@@ -152,27 +128,12 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
         return _read_file(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).is_file():
-            return _upgraded(path, _read_file(path / name))
+            return _read_file(path / name)
         if (path / f"{name}.index.json").is_file():
-            return _upgraded(path, _read_shards(path / f"{name}.index.json"))
+            return _read_shards(path / f"{name}.index.json")
     raise UserError(
         f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
     )
-
-
-def _upgraded(folder: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    family = model_types().get(hf.get("model_type"))
-    if family is None:
-        return tensors
-    hf.pop("gradus", None)
-    return getattr(rules_of(family), "upgrade", lambda hf, tensors: tensors)(hf, tensors)
-
-
-def adapted(stored: ModelConfig, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Convert tensors that lie beside the configuration `stored` for a model of another configuration of its family."""
-    adapt = getattr(rules_of(config.family), "adapt", None)
-    return adapt(stored, config, tensors) if adapt and stored.family == config.family else tensors
 
 
 def _read_file(file: Path) -> dict[str, Stored]:
@@ -209,8 +170,6 @@ def unpickle(file: Path) -> dict[str, Tensor]:
     """
     import torch
 
-    with open(file, "rb") as f:
-        start = f.read(2)
     try:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -218,14 +177,12 @@ def unpickle(file: Path) -> dict[str, Tensor]:
             if "mmap can only be used" not in str(e):
                 raise
             state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as e:
-        if isinstance(e, pickle.UnpicklingError) and start[:1] in (b"P", b"\x80"):
-            raise UserError(
-                f"{file}: refused: this pickle holds more than tensors and could run any code. "
-                "Convert it where you trust its author: "
-                "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
-            ) from None
-        raise UserError(f"{file}: not a PyTorch file, or not a whole one. Copy or download it again") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
+        raise UserError(
+            f"{file}: refused: not a PyTorch file, or not a whole one, or a pickle that holds more than tensors and "
+            "could run any code. Copy or download it again. Convert it where you trust its author: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
+        ) from None
     is_dict = isinstance(state, dict)
     other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if is_dict else ["(the whole)"]
     if other:
@@ -254,11 +211,9 @@ def match(
     strict: every tensor of the model must be there, and no others. Otherwise the report says which were not. Raises
     UserError that names missing, extra and misshapen tensors (misshapen ones always, except a head's when not strict).
     """
-    import torch
-
     table = rules_of(model.config.family)
     rules = table.rules(model.config)
-    ours = model.state_dict(keep_vars=True)  # tied tensors under each of their names, as one object
+    ours, first = model.state_dict(keep_vars=True), first_names(model)
     prefixes = getattr(table, "PREFIXES", ())
     wanted, given = (
         next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
@@ -268,8 +223,8 @@ def match(
     assert len(by_name) == len(rules), "two rules for one tensor"
 
     found: dict[str, Rule] = {}
-    unused, misshapen, reshaped, wrong = [], [], [], []
-    there: set[tuple[int, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
+    unused, misshapen, reshaped = [], [], []
+    there: set[tuple[str, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(given))
         if rule is None:
@@ -277,30 +232,30 @@ def match(
                 unused.append(name)
             continue
         refuse_integers(name, tensor, where)
-        shape = tuple(rule.to_theirs(*(torch.empty(rule.part(ours[n]).shape, device="meta") for n in rule.names)).shape)
+        shape = rule.shape(ours)
         if shape == tuple(tensor.shape):
             found[name] = rule
         elif not strict and all(in_head(n) for n in rule.names):
             reshaped.append(name)
             continue
         else:
-            wrong.append(rule)
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
-        there.update(rule.key(ours[n]) for n in rule.names)
-    called = {rule.key(ours[n]): rule.theirs for rule in reversed(rules) for n in rule.names}
-    absent = [key for key in called if key not in there]
-    lacking = {tensor for tensor, _ in absent}
-    new = [name for name, p in model.named_parameters() if id(p) in lacking]
+        there.update(rule.keys(first))
+    absent: dict[tuple[str, int | None], str] = {}  # each under the first of its names
+    for rule in rules:
+        for key in rule.keys(first):
+            if key not in there:
+                absent.setdefault(key, rule.theirs)
+    lacking = {name for name, _ in absent}
+    new = [name for name, _ in model.named_parameters() if name in lacking]
     if misshapen or (strict and (new or unused)):
-        missing = list(dict.fromkeys(called[key] for key in reversed(absent))) if strict else []
+        missing = list(dict.fromkeys(absent.values())) if strict else []
         extra = unused if strict else []
         faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
-        problems = [f"{what} {some(names)}" for what, names in faults if names]
-        hopeless = misshapen and not all(in_head(n) for rule in wrong for n in rule.names)
-        way_out = ". With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
         raise UserError(
             f"{where}: not the {model.config.family} that its configuration describes: "
-            f"{'; '.join(problems)}{'' if hopeless else way_out}"
+            f"{'; '.join(f'{what} {some(names)}' for what, names in faults if names)}. "
+            "With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
         )
     if not found:
         holds = some(list(tensors)) or "nothing"
@@ -354,41 +309,55 @@ def ours(
                 )
         return tensor
 
-    def made(sources: dict[int | None, list[tuple[str, int]]]) -> Tensor:
-        import torch
-
-        return one(sources[None]) if None in sources else torch.stack([one(sources[i]) for i in sorted(sources)])
+    def made(sources: list[tuple[str, int]], shape: tuple[int, ...]) -> Stored:
+        source = sources[0][0]
+        if len(sources) == 1 and found[source].to_ours is identity:
+            return tensors[source]
+        return Stored(shape, partial(one, sources), dtype=tensors[source].dtype)
 
     of: dict[str, dict[int | None, list[tuple[str, int]]]] = {}
-    for theirs, rule in found.items():
+    for source, rule in found.items():
         for i, name in enumerate(rule.names):
-            of.setdefault(first[name], {}).setdefault(rule.index, []).append((theirs, i))
+            of.setdefault(first[name], {}).setdefault(rule.index, []).append((source, i))
     values = {}
     for name, sources in of.items():
-        (theirs, _), *more = next(iter(sources.values()))
-        plain = sources.keys() == {None} and not more and found[theirs].to_ours is identity
-        if plain:
-            values[name] = tensors[theirs]
-        elif None in sources or len(sources) == len(mine[name]):
-            values[name] = Stored(tuple(mine[name].shape), partial(made, sources), dtype=tensors[theirs].dtype)
+        shape = tuple(mine[name].shape)
+        if None in sources:
+            values[name] = made(sources[None], shape)
+        elif len(sources) == len(mine[name]):
+            layers = [made(sources[i], shape[1:]) for i in sorted(sources)]
+            values[name] = Stacked(shape, None, dtype=layers[0].dtype, layers=layers)
     return values
 
 
 # ---------------------------------------------------------------- ours → theirs
 
 
+def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Parameters of the model by name (a tied one by its first) as Hugging Face names and stores them, each once, made
+    from ours when it is read. What no rule knows stays as it is."""
+    first = first_names(model)
+    made: dict[str, Stored] = {}
+    taken: set[tuple[str, int | None]] = set()
+    for rule in rules_of(model.config.family).rules(model.config):
+        keys = rule.keys(first)
+        if taken.issuperset(keys) or not all(name in ours for name, _ in keys):
+            continue
+        taken.update(keys)
+        parts = [ours[name] if index is None else ours[name].layer(index) for name, index in keys]
+        if rule.to_theirs is not identity:
+            shape = rule.shape({name: ours[first[name]] for name in rule.names})
+            read = partial(lambda rule, parts: rule.to_theirs(*(part.read() for part in parts)), rule, parts)
+            parts = [Stored(shape, read, dtype=parts[0].dtype)]
+        made[rule.theirs] = parts[0]
+    known = {name for name, _ in taken}
+    return made | {name: stored for name, stored in ours.items() if name not in known}
+
+
 def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under Hugging Face's names, one at a time, each stored tensor once."""
-    ours = model.state_dict(keep_vars=True)
-    written: set[tuple[int, int | None]] = set()
-    for rule in rules_of(model.config.family).rules(model.config):
-        parts = [ours[name] for name in rule.names]
-        if not all(rule.key(part) in written for part in parts):
-            written.update(rule.key(part) for part in parts)
-            yield rule.theirs, rule.to_theirs(*(rule.part(part.detach()) for part in parts))
-    known = {tensor for tensor, _ in written}
-    forgotten = [name for name, tensor in ours.items() if id(tensor) not in known]
-    assert not forgotten, f"no rule for {forgotten}"
+    ours = {name: Stored(tuple(p.shape), partial(identity, p.detach())) for name, p in model.named_parameters()}
+    return ((name, stored.read()) for name, stored in theirs(model, ours).items())
 
 
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -408,9 +377,8 @@ def write(
     folder = Path(folder)
     aside = folder / ".writing"
     shards: list[list[str]] = []
-    total = 0
     shard: dict[str, Tensor] = {}
-    held = 0
+    total = 0
 
     def flush() -> None:
         save_file(shard, aside / f"{len(shards)}.safetensors", metadata={"format": "pt"})
@@ -422,19 +390,16 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
         for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if shard and held + size > max_shard_bytes:
+            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
                 flush()
-                held = 0
             shard[name] = tensor.cpu().contiguous()
-            held += size
-            total += size
+            total += tensor.nbytes
         flush()
         n = len(shards)
         numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
         names = numbered if n > 1 else ["model.safetensors"]
         moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
-        if len(shards) > 1:
+        if n > 1:
             weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (aside / "index").write_text(json.dumps(index, indent=2) + "\n")

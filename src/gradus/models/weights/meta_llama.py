@@ -20,18 +20,18 @@ from gradus.recipe.schema import LlamaConfig, RopeScaling
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Meta's name within a layer → (Hugging Face's, the dimension that is split over shards;
-# None: every shard has the whole)
+# Meta's name within a layer, in the order of llama2.c's files → (Hugging Face's, the dimension that is split over
+# shards; None: every shard has the whole)
 LAYER = {
+    "attention_norm.weight": ("input_layernorm.weight", None),
     "attention.wq.weight": ("self_attn.q_proj.weight", 0),
     "attention.wk.weight": ("self_attn.k_proj.weight", 0),
     "attention.wv.weight": ("self_attn.v_proj.weight", 0),
     "attention.wo.weight": ("self_attn.o_proj.weight", 1),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
     "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
     "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
     "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
-    "attention_norm.weight": ("input_layernorm.weight", None),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
 }
 TOP = {"norm.weight": ("model.norm.weight", None), "output.weight": ("lm_head.weight", 0)}
 FIELDS = {
@@ -67,7 +67,7 @@ def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
             raise UserError(f"{file}: not the tensors of {files[0].name}; they differ in {differing}")
     config = _config(params, shards, folder / "params.json")
     names = [name for name in shards[0] if name != "rope.freqs"]
-    return config, dict(_merged(name, [shard[name] for shard in shards], config, folder) for name in names)
+    return config, dict(merged(name, [shard[name] for shard in shards], config, folder) for name in names)
 
 
 def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> LlamaConfig:
@@ -94,7 +94,8 @@ def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> Llama
     )
 
 
-def _merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) -> tuple[str, Stored]:
+def merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) -> tuple[str, Stored]:
+    """(Hugging Face's name, tensor) of one of Meta's, of which `parts` lie in the shards."""
     from gradus.layers import interleaved_to_halves
 
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

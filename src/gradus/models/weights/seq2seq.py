@@ -1,18 +1,17 @@
 """The original Transformer's tensors and config.json. Hugging Face has two models of its kind: MarianMTModel is the
 paper's post-norm, PegasusForConditionalGeneration is pre-norm with final norms and one tied embedding. Both have
-positions as all sin, then all cos; a model whose sin and cos alternate is written for them with the d_model features in
-that order, which computes the same: nothing but the positions depends on the order of features. What neither can
-express is saved with model_type gradus-seq2seq: our configuration, with tensors named as in those two."""
+positions as all sin, then all cos; a model whose sin and cos alternate is written with the d_model features in that
+order, which computes the same: nothing but the positions depends on the order of features. What neither can express is
+saved with model_type gradus-seq2seq: our configuration, with tensors named and ordered as in those two."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gradus.models.weights import Rule, Stored, fields
+from gradus.models.weights import Rule, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
@@ -120,25 +119,15 @@ def model_type(config: Seq2SeqConfig) -> str:
 
 def unknown_to_transformers(config: Seq2SeqConfig) -> str:
     """What keeps both from computing this configuration, and what to set."""
-    if config.norm_eps != NORM_EPS:
-        return f"norm_eps={config.norm_eps:g}, which Marian and Pegasus fix; set model.norm_eps={NORM_EPS:g}"
-    if config.norm_first and config.target_vocab_size not in (None, config.vocab_size):
-        return "pre-norm with two vocabularies; set model.norm_first=false"
-    if config.norm_first:
-        return (
-            "pre-norm with only some of its embeddings shared; "
-            "set model.share_embeddings and model.tie_output alike, or model.norm_first=false"
-        )
-    alike = "set model.tie_output=true or model.share_embeddings=false"
-    return f"source and target share an embedding that the output does not; {alike}"
+    return (
+        f"Marian and Pegasus have norm_eps={NORM_EPS:g}; Pegasus is pre-norm, with one vocabulary and all embeddings "
+        "shared or none, and Marian post-norm, whose output shares an embedding that source and target share; "
+        "set model.norm_eps, model.norm_first, model.share_embeddings, model.tie_output so"
+    )
 
 
 def rules(config: Seq2SeqConfig) -> list[Rule]:
-    return [_reordered(rule) for rule in _rules(config)] if _reorders(config) else _rules(config)
-
-
-def _reorders(config: Seq2SeqConfig) -> bool:
-    return config.positions == "interleaved" and model_type(config) != "gradus-seq2seq"
+    return [_reordered(rule) if config.positions == "interleaved" else rule for rule in _rules(config)]
 
 
 def _rules(config: Seq2SeqConfig) -> list[Rule]:
@@ -164,18 +153,13 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
     return table
 
 
-def _axis(theirs: str) -> int | None:
-    """Where a tensor of theirs has the d_model features of the residual stream."""
-    *_, name, kind = ("", *theirs.split("."))
-    if name in ("q_proj", "k_proj", "v_proj", "fc1", "embed_tokens", "shared", "lm_head"):
-        return 1 if kind == "weight" else None  # what goes in; a bias is of what comes out
-    return None if kind == "final_logits_bias" else 0
-
-
 def _reordered(rule: Rule) -> Rule:
     """The rule for features stored as 0, 2, 4 ..., 1, 3, 5 ...; see the head of this file."""
-    axis = _axis(rule.theirs)
-    if axis is None:
+    *_, name, kind = ("", *rule.theirs.split("."))
+    axis = 0  # where a tensor of theirs has the d_model features of the residual stream
+    if name in ("q_proj", "k_proj", "v_proj", "fc1", "embed_tokens", "shared", "lm_head"):
+        axis = 1  # what goes in; a bias is of what comes out
+    if kind == "final_logits_bias" or (axis == 1 and kind == "bias"):
         return rule
     return replace(rule, to_ours=partial(_interleaved, axis=axis), to_theirs=partial(_halves, axis=axis))
 
@@ -191,25 +175,3 @@ def _interleaved(tensor: Tensor, axis: int) -> Tensor:
     import torch
 
     return torch.stack(tensor.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
-
-
-def upgrade(hf: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Convert tensors of an earlier version, which wrote every model with alternating positions as gradus-seq2seq, with
-    the features in our order."""
-    stored_so = hf["model_type"] != "gradus-seq2seq"
-    return tensors if stored_so or not _reorders(config_from_hf(hf)) else _each(tensors, _halves)
-
-
-def adapt(stored: Seq2SeqConfig, config: Seq2SeqConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Reorder the features where the `rules` of the two configurations expect different orders, as where a tie is
-    undone."""
-    if _reorders(stored) == _reorders(config):
-        return tensors
-    return _each(tensors, _halves if _reorders(config) else _interleaved)
-
-
-def _each(tensors: dict[str, Stored], order: Callable[[Tensor, int], Tensor]) -> dict[str, Stored]:
-    def ordered(stored: Stored, axis: int | None) -> Stored:
-        return stored if axis is None else Stored(stored.shape, lambda: order(stored.read(), axis))
-
-    return {name: ordered(stored, _axis(name)) for name, stored in tensors.items()}

@@ -30,6 +30,27 @@ class Stored:
         """The rectangle of this shape that begins at `offset`."""
         return self.read()[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
 
+    def layer(self, index: int) -> Stored:
+        """One of the tensors that this one stacks."""
+        shape = self.shape[1:]
+        return Stored(shape, lambda: self.part((index, *(0 for _ in shape)), (1, *shape))[0], dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Stacked(Stored):
+    """Several tensors of one shape as one."""
+
+    layers: list[Stored] = field(kw_only=True)
+
+    def read(self) -> Tensor:
+        return self.part((0,) * len(self.shape), self.shape)
+
+    def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        import torch
+
+        layers = self.layers[offset[0] : offset[0] + shape[0]]
+        return torch.stack([layer.part(offset[1:], shape[1:]) for layer in layers])
+
 
 @dataclass(frozen=True)
 class Chunk:

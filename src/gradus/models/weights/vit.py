@@ -1,7 +1,6 @@
 """ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel.
 With mean pooling it is the encoder of I-JEPA (Assran et al. 2023), which has no class token and averages the patches
-after the final norm: IJepaForImageClassification or IJepaModel. An earlier version wrote mean pooling as gradus-vit,
-our own configuration with ViT's names."""
+after the final norm: IJepaForImageClassification or IJepaModel."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from gradus.models.weights import Rule, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import ViTConfig
 
-MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
+MODEL_TYPES = ("vit", "ijepa")
 PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
@@ -29,8 +28,6 @@ FIXED = {"hidden_act": "gelu", "qkv_bias": True, "attention_probs_dropout_prob":
 
 def config_from_hf(hf: dict) -> ViTConfig:
     """Raises UserError naming the field of a feature that Gradus' ViT does not have."""
-    if hf["model_type"] == "gradus-vit":
-        return ViTConfig(**fields.from_ours(hf))
     known = ARCHITECTURES[hf["model_type"]]
     architecture = fields.architecture("vit", hf, known)
     fields.only("vit", hf, FIXED)
