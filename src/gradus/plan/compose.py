@@ -206,7 +206,7 @@ class Sharded(Whole):
         self.open: set[str] = set()
         self.arriving: dict[str, float] = {}  # gathered, not yet copied out
         self.input = 0.0  # of the last reduce-scatter
-        self.kept: set[str] = set()  # units whose gradients of earlier micro-batches are there, in the type that they are summed in
+        self.kept: set[str] = set()  # units whose gradients are there, in the type that they are summed in
         self.summed: set[str] = set()  # units whose sharded gradients are there
 
     def full(self, unit: str) -> int:
@@ -266,11 +266,12 @@ class Sharded(Whole):
         """The unit's backward pass has ended."""
         self.close(unit)
         elements = size_of(self.shapes.get(self.of(unit), {}))
-        if not last:
-            if self.reduced != self.computed and unit not in self.kept:
+        if self.reduced != self.computed and (not last or unit in self.kept):
+            if unit not in self.kept:
                 self.alive.add("reduce", gradients=elements * self.reduced)
-                self.alive.add("reduce", gradients=-elements * self.computed)
+            self.alive.add("reduce", gradients=-elements * self.computed)
             self.kept.add(unit)
+        if not last:
             return
         self.alive.add("reduce", transient=-self.input)
         self.input = float(self.full(unit) * self.reduced)
@@ -367,7 +368,7 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
     done: set[tuple[str, int]] = set()
     for kind, s, i in order:
         last = i == micro - 1 or layout.pipeline > 1
-        again = (kind, s) in done or kind == "forward" or (ddp and last)
+        again = kind == "forward" or (not p.fresh and ((kind, s) in done or (ddp and last)))
         if (kind, s) not in done and kind == ("weights" if split else "backward") and shared[s]:
             due = due + level(gradients=shared[s] * p.width)
         done.add((kind, s))
@@ -402,12 +403,13 @@ def _shared(stages: list[Stage]) -> list[int]:
 # ---------------------------------------------------------------- operations
 
 
-def operations(stages: list[Stage], micro: int) -> tuple[dict[tuple, float], dict[tuple, float]]:
-    """(operations, transfers) of all micro-batches, as Traced.ops and Traced.transfers, of what the pieces do themselves."""
+def operations(stages: list[Stage], micro: int, fresh: bool = False) -> tuple[dict[tuple, float], dict[tuple, float]]:
+    """(operations, transfers) of all micro-batches, as Traced.ops and Traced.transfers, of what the pieces do themselves.
+    fresh: each makes its gradients anew."""
     ops: dict[tuple, float] = {}
     sent: dict[tuple, float] = {}
     for stage in stages:
-        for runs, many in ((stage.profile.first, 1), (stage.profile.later, micro - 1)):
+        for runs, many in ((stage.profile.first, micro if fresh else 1), (stage.profile.later, 0 if fresh else micro - 1)):
             for pieces in runs.values() if many else ():
                 for group, times in stage.totals(pieces):
                     for piece in group:
@@ -443,6 +445,8 @@ def holding(p: Process) -> dict[tuple, float]:
                     if added:
                         add("to_copy", computed, "backward", elements * (computed + reduced), times)
                         add("add", reduced, "backward", elements * (2 * reduced + computed), times * (p.micro - 1))
+                    if scatters > 1:
+                        add("add", reduced, "backward", 3 * full / k * p.width, times * (scatters - 1))
                     if full:
                         add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
@@ -470,6 +474,8 @@ def optimizer(p: Process) -> list[Op]:
             continue
         if name.startswith(("fused", "foreach", "stack")):
             out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / (share if name.startswith("fused") else 1), shape, count))
+        elif name == "mul" and moved > SCALAR:
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / tensors, shape, count * tensors / share))
         elif moved <= SCALAR:
             out.append(Op(kind, name, dtype, "optimizer", flops, moved, shape, count))
         else:
@@ -479,4 +485,6 @@ def optimizer(p: Process) -> list[Op]:
     for nbytes in (partial if layout.shard == 1 else 0, together, own if share > 1 else 0):
         if nbytes:
             out += [Op("memory", "cat", dtype, "optimizer", 0.0, 2 * nbytes), Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes)]
+    for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
+        out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.given.parts))
     return out

@@ -177,6 +177,13 @@ class Process:
         return several and not split and layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
 
     @property
+    def fresh(self) -> bool:
+        """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another type."""
+        layout = self.recipe.layout
+        computed, reduced = compose.widths(layout, self.width)
+        return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
+
+    @property
     def micro(self) -> int:
         return micro_batches(self.recipe.layout, self.given.count)
 
@@ -246,7 +253,7 @@ def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches
 def _work(p: Process) -> Work:
     layout, micro = p.recipe.layout, p.micro
     parts = p.given.parts + micro - p.given.count
-    ops, sent = compose.operations(p.stages, micro)
+    ops, sent = compose.operations(p.stages, micro, p.fresh)
     for key, count in compose.holding(p).items():
         ops[key] = ops.get(key, 0) + count
     dtypes = {"fp32": "tf32"} if layout.tf32 else {}

@@ -128,6 +128,7 @@ class Profile:
 
     first: dict[str, list[Piece]]
     later: dict[str, list[Piece]]
+    prepare: dict[tuple, float]  # operations on a micro-batch before the first forward pass, as Traced.ops
     optimizer: Stretch  # norm, clipping, step
     units: Units
     sent: dict[str, float]  # bytes that a stage sends after its forward and its backward pass
@@ -288,13 +289,14 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
     width = 2 if traced.pure else 4
     fixed = np.zeros(N + 3)
     fixed[INDEX["weights"]] = start[INDEX["weights"]] - weights * width
-    each = start / 2
+    ready = pieces[0].stretch  # images become numbers before the first micro-batch
+    each = (start + ready.net) / 2
     for name in ("weights", "gradients", "optimizer"):
         each[INDEX[name]] = 0
     each[N:] = 0  # a batch is small
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, part.stacks) if own}
-    return Profile(first, later, last.stretch, units, sent, fixed, each, traced.pure, stacks)
+    return Profile(first, later, {key: count / 2 for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, each, traced.pure, stacks)
 
 
 def _stretch(levels: np.ndarray, at: int, stop: int, ops: dict, transfers: dict) -> Stretch:
@@ -334,7 +336,7 @@ def to_plain(p: Profile) -> dict[str, Any]:
 
     units = {unit: {name: dataclasses.astuple(w) for name, w in weights.items()} for unit, weights in p.units.items()}
     return {
-        "first": passes(p.first), "later": passes(p.later), "optimizer": stretch(p.optimizer), "units": units, "sent": p.sent,
+        "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()), "optimizer": stretch(p.optimizer), "units": units, "sent": p.sent,
         "fixed": p.fixed.tolist(), "each": p.each.tolist(), "pure": p.pure,
         "stacks": p.stacks,
     }  # fmt: skip
@@ -353,6 +355,6 @@ def from_plain(plain: dict[str, Any]) -> Profile:
     units = {unit: {name: Weight(tuple(shape), *rest) for name, (shape, *rest) in weights.items()} for unit, weights in plain["units"].items()}
     stacks = {name: tuple(place) for name, place in plain["stacks"].items()}
     return Profile(
-        passes(plain["first"]), passes(plain["later"]), stretch(*plain["optimizer"]), units, plain["sent"], np.array(plain["fixed"]),
+        passes(plain["first"]), passes(plain["later"]), counted(plain["prepare"]), stretch(*plain["optimizer"]), units, plain["sent"], np.array(plain["fixed"]),
         np.array(plain["each"]), plain["pure"], stacks,
     )  # fmt: skip
