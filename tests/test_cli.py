@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib
 import json
@@ -192,7 +193,8 @@ def test_training_arguments_travel_with_a_launch(arguments, tmp_path, monkeypatc
     assert "batch.samples=8: 4 × 2 processes" in err
     assert main(["launch", "modal", *SMALL, *options, "--to", "app.py", "--gpu", "A100:2"]) == 0
     app = (tmp_path / "app.py").read_text()
-    assert f'"/root/inputs/training_args.json": "{arguments}"' in app and '"--json_file",\n        at("/root/inputs/training_args.json"),' in app
+    files, words = (ast.literal_eval(app.split(f"\n{name} = ")[1].split("\n\n")[0].split("\nMODEL")[0]) for name in ("FILES", "WORDS"))
+    assert files["/root/inputs/training_args.json"] == str(arguments) and words[words.index("--json_file") + 1] == "/root/inputs/training_args.json"
     Path(arguments).write_text(json.dumps({"TrainingArgs": {"deepspeed": "zero.json"}}))
     Path("zero.json").write_text("{}")
     capsys.readouterr()

@@ -156,9 +156,12 @@ def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, gr
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The x of all processes of a group, one behind the other along `dim`, differentiable."""
-    from torch.distributed import _functional_collectives
+    from torch.distributed import _functional_collectives as collectives
 
-    return _functional_collectives.all_gather_tensor_autograd(x.contiguous(), dim, group)
+    name = "all_gather_single_autograd"
+    if not hasattr(collectives, name):  # 2.11, whose name later releases warn of
+        name = "all_gather_tensor_autograd"
+    return getattr(collectives, name)(x.contiguous(), dim, group)
 
 
 @functools.cache

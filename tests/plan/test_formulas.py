@@ -269,7 +269,7 @@ def test_micro_batches_in_flight(how):
         mesh = Mesh.make(layout, stack.enter_context(fake_world(p)))
         stack.enter_context(FakeTensorMode())
         pipeline = apply(models.build(config), layout, mesh).pipeline
-        order = pipeline._schedule(count, [BATCH * SEQ] * (pipeline.n_stages - 1)).pipeline_order
+        order = pipeline._schedule(count, *[BATCH * SEQ] * (pipeline.n_stages - 1)).pipeline_order
     per = formulas.stages_per_process(layout)
     for rank in range(p):
         ends = "BACKWARD_WEIGHT" if any(a and a.computation_type.name == "BACKWARD_WEIGHT" for a in order[rank]) else "FULL_BACKWARD"

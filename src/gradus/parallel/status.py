@@ -254,7 +254,7 @@ def _aborted_waiting(folder: Path, rank: int, codes: Mapping[int, int | None]) -
 
 def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int, int | None]) -> str:
     rank = gone[0]
-    record, code = records[rank], codes.get(rank)
+    record, code = records.get(rank), codes.get(rank)
     name = record.name if record else f"rank {rank} on {host()}"
     name_of = {number.value: number.name for number in signal.Signals}
     if code is None:

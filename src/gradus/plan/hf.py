@@ -55,6 +55,8 @@ def read_hf(name: str) -> Read:
 def map_config(hf: dict[str, Any], where: str = "config.json") -> Read:
     """The content of a config.json. Raises UserError as `from_hf`."""
     kind = hf.get("model_type")
+    if not isinstance(kind, str | None):
+        raise UserError(f"{where}: model_type={kind!r:.60}: expected text")
     if kind in REFUSED:
         field, why, nearest, instead = REFUSED[kind]
         raise UserError(f"{where}: model_type={kind} does not map: {field}: {why}. The nearest is family {nearest}: gradus plan {instead}")
