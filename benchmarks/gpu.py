@@ -27,7 +27,7 @@ from gradus.hardware import Cluster
 from gradus.measure.energy import Meter
 from gradus.parallel.apply import apply
 from gradus.plan import batches
-from gradus.plan.memory import plan_memory, traced_work
+from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.prove import device_of, memory_of_step
 from gradus.plan.step import step_time
 from gradus.recipe import schema

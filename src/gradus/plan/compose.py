@@ -41,14 +41,15 @@ class Alive:
     def __init__(self, start: np.ndarray):
         self.now = self.most = start
         self.pools = start[N:]  # each at its own peak
-        self.at = ""
-        self.gradients = 0.0
+        self.at, self.phase = "", "forward"
+        self.gradients = start[INDEX["gradients"]]  # most of them
 
-    def rise(self, by: np.ndarray, at: str) -> None:
+    def rise(self, by: np.ndarray) -> None:
         then = self.now + by
         self.pools = np.maximum(self.pools, then[N:])
+        self.gradients = max(self.gradients, then[INDEX["gradients"]])
         if then[:N].sum() > self.most[:N].sum():
-            self.most, self.at = then, at
+            self.most, self.at = then, self.phase
 
     @property
     def bytes(self) -> int:
@@ -60,9 +61,9 @@ class Alive:
         small, middle, large = (float(x) for x in self.pools)
         return int(-(-small // (2 * MiB)) * 2 * MiB + -(-middle // (20 * MiB)) * 20 * MiB + large)
 
-    def add(self, at: str, **components: float) -> None:
+    def add(self, **components: float) -> None:
         self.now = self.now + level(**components)
-        self.rise(np.zeros(N + 3), at)
+        self.rise(np.zeros(N + 3))
 
 
 # ---------------------------------------------------------------- from few blocks to many
@@ -197,9 +198,9 @@ class Replicated(Whole):
 class Sharded(Whole):
     """FSDP2 (torch.distributed.fsdp.fully_shard)."""
 
-    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int):
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, on_host: bool):
         super().__init__(layout, shapes, alive, width)
-        self.ranks = layout.shard * layout.expert * layout.context
+        self.ranks, self.on_host = layout.shard * layout.expert * layout.context, on_host
         self.computed, self.reduced = widths(layout, width)
         self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
         self.order: list[str] = []  # of the forward passes
@@ -216,9 +217,9 @@ class Sharded(Whole):
         nbytes = self.full(unit) * self.computed
         if unit in self.open or unit in self.arriving or not nbytes:
             return
-        self.alive.add("gather", transient=nbytes + (nbytes / self.ranks if self.computed != self.width else 0))
+        self.alive.add(transient=nbytes + (nbytes / self.ranks if self.computed != self.width else 0))
         if self.computed != self.width:
-            self.alive.add("gather", transient=-nbytes / self.ranks)
+            self.alive.add(transient=-nbytes / self.ranks)
         self.arriving[unit] = nbytes
 
     def wait(self, unit: str, forward: bool) -> None:
@@ -227,21 +228,21 @@ class Sharded(Whole):
         nbytes = self.arriving.pop(unit)
         if forward:
             self._forget()
-        self.alive.add("gather", gathered=nbytes)
+        self.alive.add(gathered=nbytes)
         self.open.add(unit)
         if forward:
             self.buffer = nbytes
         else:
-            self.alive.add("gather", transient=-nbytes)
+            self.alive.add(transient=-nbytes)
 
     def _forget(self) -> None:
-        self.alive.add("gather", transient=-self.buffer)
+        self.alive.add(transient=-self.buffer)
         self.buffer = 0.0
 
     def close(self, unit: str) -> None:
         if unit in self.open:
             self.open.discard(unit)
-            self.alive.add("reshard", gathered=-self.full(unit) * self.computed)
+            self.alive.add(gathered=-self.full(unit) * self.computed)
 
     def edge(self, unit: str, edge: str, last: bool) -> None:
         if edge == "pre_forward":
@@ -268,24 +269,24 @@ class Sharded(Whole):
         elements = size_of(self.shapes.get(self.of(unit), {}))
         if self.reduced != self.computed and (not last or unit in self.kept):
             if unit not in self.kept:
-                self.alive.add("reduce", gradients=elements * self.reduced)
-            self.alive.add("reduce", gradients=-elements * self.computed)
+                self.alive.add(gradients=elements * self.reduced)
+            self.alive.add(gradients=-elements * self.computed)
             self.kept.add(unit)
         if not last:
             return
-        self.alive.add("reduce", transient=-self.input)
+        self.alive.add(transient=-self.input)
         self.input = float(self.full(unit) * self.reduced)
         if not self.input:
             return
         part = self.input / self.ranks
-        self.alive.add("reduce", transient=self.input)
-        self.alive.add("reduce", gradients=-elements * (self.reduced if unit in self.kept else self.computed))
-        self.alive.add("reduce", gradients=part)
+        self.alive.add(transient=self.input)
+        self.alive.add(gradients=-elements * (self.reduced if unit in self.kept else self.computed))
+        self.alive.add(gradients=part)
         if self.reduced != self.width:
-            self.alive.add("reduce", gradients=part * self.width / self.reduced)
-            self.alive.add("reduce", gradients=-part)
-        if unit in self.summed:
-            self.alive.add("reduce", gradients=-part * self.width / self.reduced)
+            self.alive.add(gradients=part * self.width / self.reduced)
+            self.alive.add(gradients=-part)
+        if unit in self.summed or self.on_host:
+            self.alive.add(gradients=-part * self.width / self.reduced)
         self.summed.add(unit)
 
     def end_micro(self, last: bool) -> None:
@@ -294,7 +295,7 @@ class Sharded(Whole):
         self.order = []
 
     def finish(self) -> None:
-        self.alive.add("reduce", transient=-self.input)
+        self.alive.add(transient=-self.input)
         self.input = 0.0
 
 
@@ -342,17 +343,18 @@ def peak(p: Process) -> Alive:
     for stage in stages[1:]:  # the batch is there once
         each += np.where(np.arange(N + 3) == INDEX["activations"], 0, stage.profile.each)
     start = fixed + each * (micro if layout.pipeline > 1 else p.given.parts)
-    if not layout.offload or p.target == "cpu":
+    on_host = layout.offload and p.target == "cuda"
+    if not on_host:
         start = start + level(weights=own, optimizer=p.state)
     alive = Alive(start + level(gradients=own) if ddp else start)
-    kind = Sharded if sharded else Replicated if ddp else Whole
-    holder = kind(layout, stages[0].profile.units, alive, width)
+    known = layout, stages[0].profile.units, alive, width
+    holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
     holder.finish()
-    alive.gradients = own
+    alive.phase = "optimizer"
     if not sharded and not ddp and shape["replicate"] * layout.context * layout.expert > 1:  # sums in buckets, after the backward pass
         largest = max(size for size, _ in p.elements) * width
-        alive.rise(level(transient=min(max(layout.bucket_mb * MiB, largest), own)), "optimizer")
+        alive.rise(level(transient=min(max(layout.bucket_mb * MiB, largest), own)))
     return alive
 
 
@@ -376,8 +378,9 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
         for group, times in stages[s].groups((profile.later if again else profile.first)[kind]):
             before = alive.now
             for piece in group:
+                alive.phase = "loss" if piece.unit == "" and piece.edge == "post_forward" else "forward" if kind == "forward" else "backward"
                 holder.edge(piece.unit, piece.edge, last)
-                alive.rise(holder.changed(piece.stretch.rise), piece.edge)
+                alive.rise(holder.changed(piece.stretch.rise))
                 alive.now = alive.now + holder.changed(piece.stretch.net)
             if times > 1:
                 alive.now = alive.now + (times - 1) * (alive.now - before)

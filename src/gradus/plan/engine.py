@@ -29,7 +29,7 @@ from gradus.plan import batches as making
 from gradus.plan import compose, profiles, traffic
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
-from gradus.plan.trace import Target, notes_of
+from gradus.plan.trace import Target
 from gradus.plan.work import Op, Transfer, Work
 from gradus.recipe.axes import sizes, stages_per_process
 from gradus.recipe.schema import Layout, Recipe
@@ -307,9 +307,21 @@ def places(batch: dict) -> int:
 # ---------------------------------------------------------------- answers
 
 
+_planned: dict[tuple, tuple[list[Process], Any]] = {}  # the last: memory and work are asked for one after the other
+
+
+def _once(recipe: Recipe, n: int, target: Target, task: Task | None) -> list[Process]:
+    key = (recipe.model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, target, id(task))
+    if key not in _planned:
+        while len(_planned) >= 8:
+            _planned.pop(next(iter(_planned)))
+        _planned[key] = processes(recipe, n, target, task), task
+    return _planned[key][0]
+
+
 def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
     """The memory of one optimizer step of the rank that needs most. Raises UserError for what does not fit together."""
-    return memory_of(processes(recipe, n, target, task), device)
+    return memory_of(_once(recipe, n, target, task), device)
 
 
 def memory_of(found: list[Process], device: Device | None = None) -> Memory:
@@ -321,7 +333,11 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
     p = max(found, key=lambda p: p.alive.bytes)
     layout, alive = p.recipe.layout, p.alive
     components = {name: round(v) for name, v in zip(NAMES, alive.most)}
-    notes = notes_of(p.recipe)
+    notes = []
+    if layout.compile != "none":
+        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+    if layout.offload and p.target == "cpu":
+        notes.append("layout.offload: a CPU's own memory is the host's, and what stays there is counted.")
     if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
         notes.append(
             f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "
@@ -346,8 +362,5 @@ def traced_work(
     recipe: Recipe, n: int = 1, *, target: Target = "cuda", task: Task | None = None, micro_batches: list[dict] | None = None
 ) -> Work:
     """The work of one optimizer step of the stage that computes most. Raises UserError as `plan_memory`."""
-    return busiest(processes(recipe, n, target, task, micro_batches))
-
-
-def busiest(found: list[Process]) -> Work:
+    found = _once(recipe, n, target, task) if micro_batches is None else processes(recipe, n, target, task, micro_batches)
     return max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))

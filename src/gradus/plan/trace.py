@@ -641,16 +641,6 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 # ---------------------------------------------------------------- the trace
 
 
-def notes_of(recipe: Recipe) -> list[str]:
-    """In what the traced step is not the one that runs."""
-    layout, notes = recipe.layout, []
-    if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
-    if layout.offload:
-        notes.append("layout.offload: what stays in the host's memory is counted as if on the device.")
-    return notes
-
-
 def trace_recipe(
     recipe: Recipe,
     n: int = 1,
@@ -669,7 +659,7 @@ def trace_recipe(
     recipe = recipe if task is not None else making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
-    notes = notes_of(recipe)
+    notes: list[str] = []
     if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
         raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
     given = micro_batches or making.micro_batches(recipe, n, task=task)
