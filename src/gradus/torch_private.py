@@ -253,21 +253,29 @@ REPLACED: dict[str, tuple[str, ...]] = {
 }
 
 
-def schedule_of(name: str, processes: int, stages: int, micro_batches: int, rank: int) -> Iterator[tuple[str, int, int]]:
-    """(pass, stage, micro-batch) in the order in which a process of a pipeline runs them: forward, backward, or of schedules that split it
-    backward (of the inputs) and weights. name: interleaved or zero_bubble; stages: of a process."""
+def schedule_of(
+    name: str, processes: int, stages: int, micro_batches: int, rank: int
+) -> Iterator[tuple[str, int, int]]:
+    """(pass, stage, micro-batch) in the order in which a process of a pipeline runs them: forward, backward, or of
+    schedules that split it backward (of the inputs) and weights.
+
+    name: interleaved or zero_bubble. stages: of a process.
+    """
     from torch.distributed.pipelining import schedules
 
-    zero = {1: schedules.ScheduleInterleavedZeroBubble, 2: schedules.ScheduleZBVZeroBubble}.get(stages, schedules.ScheduleInterleavedZeroBubble)
-    kind = schedules.ScheduleInterleaved1F1B if name == "interleaved" else zero
-    schedule = object.__new__(kind)
+    kinds = {
+        ("interleaved", stages): schedules.ScheduleInterleaved1F1B,
+        ("zero_bubble", 2): schedules.ScheduleZBVZeroBubble,
+    }
+    schedule = object.__new__(kinds.get((name, stages), schedules.ScheduleInterleavedZeroBubble))
     rounds = max(1, micro_batches // processes)
     schedule.__dict__.update(
         pp_group_size=processes, n_local_stages=stages, num_stages=processes * stages, _n_microbatches=micro_batches,
         number_of_rounds=rounds, microbatches_per_round=micro_batches // rounds,
     )  # fmt: skip
-    passes = {"FORWARD": ("forward",), "BACKWARD_INPUT": ("backward",), "BACKWARD_WEIGHT": ("weights",), "FULL_BACKWARD": ("backward",)}
+    passes = {
+        "FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights",
+    }  # fmt: skip
     for action in schedule._calculate_single_rank_operations(rank):
         if action is not None:
-            for done in passes[action.computation_type.name]:
-                yield done, action.stage_index, action.microbatch_index
+            yield passes[action.computation_type.name], action.stage_index, action.microbatch_index

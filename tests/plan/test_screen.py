@@ -15,8 +15,8 @@ from gradus import cli, hardware
 from gradus.hardware import Cluster
 from gradus.plan import answer, show
 from gradus.plan.answer import Request
-from gradus.plan.figures import figure
 from gradus.plan.engine import NAMES, Memory
+from gradus.plan.figures import figure
 from gradus.recipe.presets import PRESETS
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256", "batch.samples=64")

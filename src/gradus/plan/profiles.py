@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -277,7 +276,7 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
             passes[piece.edge].append(now)
         elif piece.edge in ("idle", "end"):
             now = None
-            for (axis, _, payload, *_), calls in piece.stretch.transfers.items() if piece.edge == "idle" else ():
+            for axis, _, payload, *_ in piece.stretch.transfers if piece.edge == "idle" else ():
                 if axis == "pipeline":
                     sent[kind] = payload
             last = piece if piece.edge == "end" else last

@@ -149,8 +149,8 @@ def predict(case: Case) -> Predicted:
     """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises UserError where the
     plan cannot be made."""
     from gradus.plan import batches
-    from gradus.plan.fit import total_need
     from gradus.plan.engine import plan_memory
+    from gradus.proof.fit import total_need
 
     r, n, rows = case.recipe, case.n, []
     largest, foreseen, of = batches.micro_batches(r, n, task=case.task), None, "largest batch"
@@ -275,7 +275,7 @@ def refuse(case: Case, lacking: tuple[int, int, int], fix: str | None) -> str:
 
 def fix_of(case: Case, lacking: tuple[int, int, int]) -> str:
     """The settings with which it fits. Takes some traces."""
-    from gradus.plan.fit import Room, largest_micro_batch
+    from gradus.proof.fit import Room, largest_micro_batch
 
     layout, (_, share, state) = case.recipe.layout, lacking
     for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):

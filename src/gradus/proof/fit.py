@@ -25,8 +25,8 @@ from gradus.parallel import check
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World
 from gradus.plan import batches
-from gradus.plan.prove import Case, capacity, device_of, memory_of_step, resident, uninterrupted
 from gradus.plan.show import size
+from gradus.proof.prove import Case, capacity, device_of, memory_of_step, resident, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
