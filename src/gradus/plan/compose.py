@@ -153,6 +153,24 @@ def stages_of(rank: int, layout: Layout) -> list[int]:
     return [rank + i * n for i in range(v)]
 
 
+def holders_of(layout: Layout) -> dict[int, int]:
+    """Stage → process of the pipeline."""
+    return {s: rank for rank in range(layout.pipeline) for s in stages_of(rank, layout)}
+
+
+def tied(p: Process) -> Iterator[tuple[float, int]]:
+    """(bytes, sends) of gradients of parameters that several processes of the pipeline have: the first adds up and gives back."""
+    layout, where = p.recipe.layout, holders_of(p.recipe.layout)
+    holders: dict[str, set[int]] = {}
+    for s, stage in enumerate(p.every):
+        for name in stage.profile.units.get("", {}):
+            holders.setdefault(name, set()).add(where[s])
+    for name, w in {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}.items():
+        if len(holders[name]) > 1:
+            size = padded(w.shape, layout.shard) // layout.shard if layout.shard > 1 else w.size
+            yield float(size * p.width), len(holders[name]) - 1 if p.rank == min(holders[name]) else 1
+
+
 # ---------------------------------------------------------------- what holds the parameters
 
 
@@ -179,9 +197,6 @@ class Whole:
         pass
 
     def end_micro(self, last: bool) -> None:
-        pass
-
-    def finish(self) -> None:
         pass
 
 
@@ -293,8 +308,6 @@ class Sharded(Whole):
         for unit in [u for u in reversed(self.order) if u in self.open]:
             self.after(unit, last)
         self.order = []
-
-    def finish(self) -> None:
         self.alive.add(transient=-self.input)
         self.input = 0.0
 
@@ -350,7 +363,6 @@ def peak(p: Process) -> Alive:
     known = layout, stages[0].profile.units, alive, width
     holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
-    holder.finish()
     alive.phase = "optimizer"
     if not sharded and not ddp and shape["replicate"] * layout.context * layout.expert > 1:  # sums in buckets, after the backward pass
         largest = max(size for size, _ in p.elements) * width
@@ -488,6 +500,10 @@ def optimizer(p: Process) -> list[Op]:
     for nbytes in (partial if layout.shard == 1 else 0, together, own if share > 1 else 0):
         if nbytes:
             out += [Op("memory", "cat", dtype, "optimizer", 0.0, 2 * nbytes), Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes)]
+    for nbytes, sends in tied(p):
+        out.append(Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes))
+        if p.rank == 0:
+            out.append(Op("memory", "add", dtype, "optimizer", 0.0, 3 * nbytes, (), sends))
     for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
         out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.given.parts))
     return out

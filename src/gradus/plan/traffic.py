@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradus.plan.compose import Stage, padded, stages_of, widths
+from gradus.plan.compose import Stage, holders_of, padded, stages_of, tied, widths
 from gradus.plan.profiles import Weight
 from gradus.plan.work import Transfer
 from gradus.recipe.axes import DATA, sizes, strides
@@ -29,21 +29,14 @@ def holding(p: Process) -> list[Transfer]:
 def _pipeline(p: Process, shape, stride) -> Iterator[Transfer]:
     """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds up and gives back."""
     layout = p.recipe.layout
-    where = {s: rank for rank in range(layout.pipeline) for s in stages_of(rank, layout)}
+    where = holders_of(layout)
     own = stages_of(p.rank, layout)
     for s, stage in zip(own, p.stages):
         for kind, other in (("forward", s + 1), ("backward", s - 1)):
             if where.get(other, p.rank) != p.rank and kind in stage.profile.sent:
                 yield Transfer("pipeline", "send", stage.profile.sent[kind], p.micro, layout.pipeline, stride["pipeline"], kind)
-    holders: dict[str, set[int]] = {}
-    for s, stage in enumerate(p.every):
-        for name in stage.profile.units.get("", {}):
-            holders.setdefault(name, set()).add(where[s])
-    for name, w in {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}.items():
-        if len(holders[name]) > 1:
-            calls = len(holders[name]) - 1 if p.rank == min(holders[name]) else 1
-            size = padded(w.shape, layout.shard) // layout.shard if layout.shard > 1 else w.size
-            yield Transfer("pipeline", "send", size * p.width, calls, layout.pipeline, stride["pipeline"], "optimizer")
+    for nbytes, calls in tied(p):
+        yield Transfer("pipeline", "send", nbytes, calls, layout.pipeline, stride["pipeline"], "optimizer")
 
 
 def in_order(stages: list[Stage]) -> Iterator[tuple[Weight, int]]:
