@@ -7,6 +7,7 @@ DDP add happens at their edges: gathering before a unit's forward and backward p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -81,23 +82,17 @@ class Stage:
         return dict(zip(self.profile.stacks, own))
 
     def groups(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
-        """The pieces of one unit after the other, and how often."""
-        counts, i = self.counts(), 0
-        while i < len(pieces):
-            j = i
-            while j < len(pieces) and pieces[j].unit == pieces[i].unit:
-                j += 1
-            stack, number = self._place(pieces[i].unit)
-            if number == 1 and counts[stack] > EACH:
-                first = self.profile.stacks[stack][0]
-                middle = min(counts[stack], SHOWN) - 2
-                order = range(middle) if "forward" in pieces[i].edge else range(middle - 1, -1, -1)
-                for k in order:
-                    times = counts[stack] - SHOWN + 1 if k == middle // 2 and counts[stack] > SHOWN else 1
-                    yield [dataclasses.replace(p, unit=f"{stack}.{first + 1}.{k}") for p in pieces[i:j]], times
-            else:
-                yield pieces[i:j], 1
-            i = j
+        """The pieces of one block, or of what is in none, after the other, and how often."""
+        counts = self.counts()
+        for (stack, number), found in itertools.groupby(pieces, lambda piece: self._place(piece.unit)):
+            group = list(found)
+            if number != 1 or counts[stack] <= EACH:
+                yield group, 1
+                continue
+            middle = min(counts[stack], SHOWN) - 2
+            for k in range(middle) if "forward" in group[0].edge else range(middle - 1, -1, -1):
+                times = counts[stack] - SHOWN + 1 if k == middle // 2 and counts[stack] > SHOWN else 1
+                yield [dataclasses.replace(p, unit=f"{p.unit}@{k}") for p in group], times
 
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
         """As `groups`, the repeated ones together."""
@@ -125,8 +120,11 @@ class Stage:
         return total
 
     def _place(self, unit: str) -> tuple[str, int]:
-        stack, _, number = unit.rpartition(".")
-        return (stack, int(number) - self.profile.stacks[stack][0]) if stack in self.profile.stacks and self.profile.stacks[stack][1] == EACH else ("", -1)
+        """(stack, which of its traced blocks) of a unit; ("", -1) where blocks are not repeated."""
+        for stack, (first, traced) in self.profile.stacks.items():
+            if unit.startswith(f"{stack}.") and traced == EACH:
+                return stack, int(unit[len(stack) + 1 :].split(".")[0]) - first
+        return "", -1
 
     def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
         """(name, shapes, how often)."""
@@ -188,7 +186,7 @@ class Whole:
 
     def of(self, unit: str) -> str:
         """The unit as the profile knows it."""
-        return unit if unit in self.shapes else unit.rpartition(".")[0]
+        return unit.partition("@")[0]
 
     def changed(self, v: np.ndarray) -> np.ndarray:
         return v
@@ -215,7 +213,7 @@ class Sharded(Whole):
 
     def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, on_host: bool):
         super().__init__(layout, shapes, alive, width)
-        self.ranks, self.on_host = layout.shard * layout.expert * layout.context, on_host
+        self.on_host = on_host
         self.computed, self.reduced = widths(layout, width)
         self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
         self.order: list[str] = []  # of the forward passes
@@ -225,16 +223,22 @@ class Sharded(Whole):
         self.kept: set[str] = set()  # units whose gradients are there, in the type that they are summed in
         self.summed: set[str] = set()  # units whose sharded gradients are there
 
+    def ranks(self, unit: str) -> int:
+        """Over which the unit is sharded."""
+        layout, weights = self.layout, self.shapes.get(self.of(unit), {})
+        experts = any(w.expert for w in weights.values())
+        return layout.shard if experts else layout.shard * layout.expert * layout.context
+
     def full(self, unit: str) -> int:
-        return sum(padded(w.shape, self.ranks) for w in self.shapes.get(self.of(unit), {}).values())
+        return sum(padded(w.shape, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
 
     def gather(self, unit: str) -> None:
         nbytes = self.full(unit) * self.computed
         if unit in self.open or unit in self.arriving or not nbytes:
             return
-        self.alive.add(transient=nbytes + (nbytes / self.ranks if self.computed != self.width else 0))
+        self.alive.add(transient=nbytes + (nbytes / self.ranks(unit) if self.computed != self.width else 0))
         if self.computed != self.width:
-            self.alive.add(transient=-nbytes / self.ranks)
+            self.alive.add(transient=-nbytes / self.ranks(unit))
         self.arriving[unit] = nbytes
 
     def wait(self, unit: str, forward: bool) -> None:
@@ -293,7 +297,7 @@ class Sharded(Whole):
         self.input = float(self.full(unit) * self.reduced)
         if not self.input:
             return
-        part = self.input / self.ranks
+        part = self.input / self.ranks(unit)
         self.alive.add(transient=self.input)
         self.alive.add(gradients=-elements * (self.reduced if unit in self.kept else self.computed))
         self.alive.add(gradients=part)
@@ -349,13 +353,9 @@ def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, i
 def peak(p: Process) -> Alive:
     """What a process has alive at most, and when."""
     layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
-    shape = sizes(layout, p.n)
     sharded, ddp = layout.shard > 1, p.replicated
     own = width * sum(size * times for size, times in p.elements)
-    fixed, each = stages[0].profile.fixed, stages[0].profile.each.copy()
-    for stage in stages[1:]:  # the batch is there once
-        each += np.where(np.arange(N + 3) == INDEX["activations"], 0, stage.profile.each)
-    start = fixed + each * (micro if layout.pipeline > 1 else p.given.parts)
+    start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
     on_host = layout.offload and p.target == "cuda"
     if not on_host:
         start = start + level(weights=own, optimizer=p.state)
@@ -364,10 +364,34 @@ def peak(p: Process) -> Alive:
     holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
     alive.phase = "optimizer"
-    if not sharded and not ddp and shape["replicate"] * layout.context * layout.expert > 1:  # sums in buckets, after the backward pass
-        largest = max(size for size, _ in p.elements) * width
-        alive.rise(level(transient=min(max(layout.bucket_mb * MiB, largest), own)))
+    for flat, gradients in _flat(p):
+        alive.rise(level(transient=flat) if gradients or ddp else level(transient=flat, gradients=-own))
     return alive
+
+
+def _summed(p: Process) -> float:
+    """Bytes of gradients that are put together, summed over processes and copied back after the backward pass."""
+    layout, shape = p.recipe.layout, sizes(p.recipe.layout, p.n)
+    if layout.shard > 1 or p.replicated or layout.replicate in ("manual", "parameter_server") or layout.local_sgd or layout.diloco:
+        return 0.0
+    over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
+    found = [(w, times) for stage in p.stages for _, weights, times in stage.units() for w in weights.values()]
+    return float(p.width * sum(w.size * times for w, times in found if over[w.expert] > 1))
+
+
+def _flat(p: Process) -> Iterator[tuple[float, bool]]:
+    """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
+    layout, own = p.recipe.layout, p.width * sum(size * times for size, times in p.elements)
+    replicas = sizes(layout, p.n)["replicate"]
+    bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
+    if summed := _summed(p):
+        yield min(bucket, summed), True
+    if replicas > 1 and layout.replicate == "parameter_server":
+        yield 2 * own, True  # the server's own, and one that comes
+    if replicas > 1 and (layout.local_sgd or layout.diloco):
+        yield min(bucket, own) + (own if layout.diloco else 0), False
+    if replicas > 1 and layout.shard_optimizer:
+        yield min(2 * p.width * p.stepped, own), True
 
 
 def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
@@ -386,8 +410,8 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
         if (kind, s) not in done and kind == ("weights" if split else "backward") and shared[s]:
             due = due + level(gradients=shared[s] * p.width)
         done.add((kind, s))
-        profile = stages[s].profile
-        for group, times in stages[s].groups((profile.later if again else profile.first)[kind]):
+        stage = p.tail[s] if p.tail and i == micro - 1 and layout.pipeline == 1 else stages[s]
+        for group, times in stage.groups((stage.profile.later if again else stage.profile.first)[kind]):
             before = alive.now
             for piece in group:
                 alive.phase = "loss" if piece.unit == "" and piece.edge == "post_forward" else "forward" if kind == "forward" else "backward"
@@ -418,13 +442,14 @@ def _shared(stages: list[Stage]) -> list[int]:
 # ---------------------------------------------------------------- operations
 
 
-def operations(stages: list[Stage], micro: int, fresh: bool = False) -> tuple[dict[tuple, float], dict[tuple, float]]:
+def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool = True) -> tuple[dict[tuple, float], dict[tuple, float]]:
     """(operations, transfers) of all micro-batches, as Traced.ops and Traced.transfers, of what the pieces do themselves.
-    fresh: each makes its gradients anew."""
+    fresh: each makes its gradients anew. first: one of them is the first."""
     ops: dict[tuple, float] = {}
     sent: dict[tuple, float] = {}
     for stage in stages:
-        for runs, many in ((stage.profile.first, micro if fresh else 1), (stage.profile.later, 0 if fresh else micro - 1)):
+        new = micro if fresh else int(first)  # micro-batches that add to no gradients
+        for runs, many in ((stage.profile.first, new), (stage.profile.later, micro - new)):
             for pieces in runs.values() if many else ():
                 for group, times in stage.totals(pieces):
                     for piece in group:
@@ -496,10 +521,17 @@ def optimizer(p: Process) -> list[Op]:
         else:
             out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / tensors, shape, count * tensors))
     partial = p.width * sum(w.size * times for stage in p.stages for _, weights, times in stage.units() for w in weights.values() if w.partial)
-    together = own if layout.shard == 1 and not p.replicated and replicas * layout.context * layout.expert > 1 else 0
-    for nbytes in (partial if layout.shard == 1 else 0, together, own if share > 1 else 0):
+    local = layout.local_sgd or layout.diloco
+    every = local.every if local else 1
+    copied = [partial if layout.shard == 1 else 0, _summed(p), own if share > 1 else 0, own / every if local and replicas > 1 else 0]
+    copied += [own, own] * (layout.replicate == "parameter_server" and replicas > 1)
+    for nbytes in copied:
         if nbytes:
             out += [Op("memory", "cat", dtype, "optimizer", 0.0, 2 * nbytes), Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes)]
+    if layout.replicate == "parameter_server":
+        out.append(Op("memory", "add", dtype, "optimizer", 0.0, 3 * own, (), replicas - 1))
+    if local and replicas > 1:  # the mean of the weights; or the change of the weights, an outer step, and back
+        out.append(Op("memory", "div", dtype, "optimizer", 0.0, (12 if layout.diloco else 2) * own / every))
     for nbytes, sends in tied(p):
         out.append(Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes))
         if p.rank == 0:

@@ -132,6 +132,7 @@ class Given:
     """The micro-batches of a process."""
 
     full: dict[str, Any]  # the largest
+    tail: dict[str, Any] | None  # the last, where it alone is smaller
     count: int
     parts: float  # all of them, in units of the largest
     samples: int
@@ -141,8 +142,10 @@ class Given:
     @classmethod
     def of(cls, batches: list[dict]) -> Given:
         full = max(batches, key=making.size_of)
+        sizes_of = [making.size_of(b) for b in batches]
+        uneven = sizes_of[-1] < sizes_of[0] and len(set(sizes_of[:-1])) == 1
         return cls(
-            full, len(batches), sum(making.size_of(b) for b in batches) / making.size_of(full), sum(map(_samples, batches)), sum(map(places, batches)),
+            full, batches[-1] if uneven else None, len(batches), sum(making.size_of(b) for b in batches) / making.size_of(full), sum(map(_samples, batches)), sum(map(places, batches)),
             sum(_bytes(b) for b in batches),
         )  # fmt: skip
 
@@ -158,10 +161,15 @@ class Process:
     target: Target
     task: Task | None
     every: list[Stage]  # of all processes of the pipeline
+    last: list[Stage]  # the same for a smaller last micro-batch; [] where there is none
 
     @property
     def stages(self) -> list[Stage]:
         return [self.every[s] for s in compose.stages_of(self.rank, self.recipe.layout)]
+
+    @property
+    def tail(self) -> list[Stage]:
+        return [self.last[s] for s in compose.stages_of(self.rank, self.recipe.layout)] if self.last else []
 
     @property
     def width(self) -> int:
@@ -204,11 +212,18 @@ class Process:
         layout, optimizer = self.recipe.layout, self.recipe.optimizer
         each = {"adamw": 2, "adam": 2, "sgd": 1 if getattr(optimizer, "momentum", 0) else 0}[optimizer.name] * self.width
         replicas = sizes(layout, self.n)["replicate"]
-        own = sum(size * times for size, times in self.elements)
-        if layout.shard_optimizer and replicas > 1:
-            own = traffic.dealt([size for size, times in self.elements for _ in range(times)], replicas)[0]
+        tensors = sum(times for _, times in self.elements)
+        if optimizer.name != "sgd":
+            each += 4 * tensors / replicas / self.stepped if layout.shard_optimizer else 4 * tensors / self.stepped  # counts of steps
         outer = 2 * self.width * sum(size * times for size, times in self.elements) if layout.diloco else 0
-        return own * each + outer
+        return self.stepped * each + outer
+
+    @functools.cached_property
+    def stepped(self) -> int:
+        """Elements that this process steps."""
+        replicas = sizes(self.recipe.layout, self.n)["replicate"]
+        found = [size for size, times in self.elements for _ in range(times)]
+        return traffic.dealt(found, replicas)[0] if self.recipe.layout.shard_optimizer and replicas > 1 else sum(found)
 
     @functools.cached_property
     def alive(self) -> compose.Alive:
@@ -236,15 +251,16 @@ def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches
     blocks = blocks_of(recipe)
     bounds = pipelines.bounds(sum(blocks), layout.pipeline * stages_per_process(layout))
     split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
-    every = []
-    for begin, end in itertools.pairwise(bounds):
-        part = Part.of(blocks, begin, end)
-        every.append(Stage(part, profile_of(recipe, part.small, given.full, target, task, split)))
+    parts = [Part.of(blocks, begin, end) for begin, end in itertools.pairwise(bounds)]
+    every, last = (
+        [Stage(part, profile_of(recipe, part.small, batch, target, task, split)) for part in parts] if batch is not None else []
+        for batch in (given.full, given.tail)
+    )
     ranks = {0, layout.pipeline - 1}
     if len(blocks) > 1:
         decoder = bisect.bisect_right(bounds, blocks[0]) - 1
         ranks.add(next(r for r in range(layout.pipeline) if decoder in compose.stages_of(r, layout)))
-    return [Process(recipe, n, rank, given, target, task, every) for rank in sorted(ranks)]
+    return [Process(recipe, n, rank, given, target, task, every, last) for rank in sorted(ranks)]
 
 
 # ---------------------------------------------------------------- work
@@ -252,15 +268,20 @@ def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches
 
 def _work(p: Process) -> Work:
     layout, micro = p.recipe.layout, p.micro
-    parts = p.given.parts + micro - p.given.count
-    ops, sent = compose.operations(p.stages, micro, p.fresh)
+    whole = micro - 1 if p.tail else micro
+    ops, sent = compose.operations(p.stages, whole, p.fresh)
+    parts = whole if p.tail else p.given.parts + micro - p.given.count
+    if p.tail:
+        for found, more in zip((ops, sent), compose.operations(p.tail, 1, p.fresh, first=False)):
+            for key, count in more.items():
+                found[key] = found.get(key, 0) + count
     for key, count in compose.holding(p).items():
         ops[key] = ops.get(key, 0) + count
     dtypes = {"fp32": "tf32"} if layout.tf32 else {}
     found = []
     for (_, kind, name, dtype, phase, flops, moved, shape), count in ops.items():
         dtype = dtypes.get(dtype, dtype) if kind == "matmul" else dtype
-        found.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, flops, moved, shape, count * parts / micro / micro))
+        found.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, flops, moved, shape, count * parts / whole / micro))
     size = sizes(layout, p.n)
     transfers = [Transfer(axis, kind, payload, calls, group, stride, phase, hidden) for (axis, kind, payload, group, stride, phase, hidden), calls in sent.items()]
     transfers += traffic.holding(p)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models
 from gradus.layers import Block
+from gradus.layers.moe import Experts
 from gradus.parallel import apply, engine, pipeline
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import replaced
@@ -132,7 +133,8 @@ class Profile:
     units: Units
     sent: dict[str, float]  # bytes that a stage sends after its forward and its backward pass
     fixed: np.ndarray  # alive all the time, besides parameters and the optimizer's state
-    each: np.ndarray  # alive all the time, of every micro-batch
+    batch: np.ndarray  # alive all the time, of every micro-batch that is given
+    buffers: np.ndarray  # likewise, of every micro-batch that a pipeline runs
     pure: bool  # whether weights were in half
     stacks: dict[str, tuple[int, int]]  # name of the blocks → (number of the first, how many)
 
@@ -181,13 +183,15 @@ class _Marks:
 
 def modules_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
     """The units, by name; the root last."""
-    alone = {*(ends(model) if layout.pipeline == 1 else ()), *(m for m in model.modules() if isinstance(m, Block))}
+    kinds = (Block, Experts) if layout.expert > 1 else (Block,)
+    alone = {*(ends(model) if layout.pipeline == 1 else ()), *(m for m in model.modules() if isinstance(m, kinds))}
     return {name: m for name, m in model.named_modules() if m in alone} | {"": model}
 
 
 def weights_of(modules: dict[str, nn.Module], parallel: Parallel) -> Units:
     """After a backward pass, so that it can be told which gradients are parts of sums."""
-    where = {id(p): unit for unit, module in reversed(modules.items()) for p in module.parameters()}
+    inner = [("", modules[""]), *((unit, module) for unit, module in modules.items() if unit)]
+    where = {id(p): unit for unit, module in inner for p in module.parameters()}  # the innermost
     out: Units = {}
     for name, p in parallel.part.named_parameters():
         if p.requires_grad:
@@ -289,13 +293,16 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
     fixed = np.zeros(N + 3)
     fixed[INDEX["weights"]] = start[INDEX["weights"]] - weights * width
     ready = pieces[0].stretch  # images become numbers before the first micro-batch
-    each = (start + ready.net) / 2
+    given, buffers = np.zeros(N + 3), start / 2
+    given[INDEX["activations"]] = traced.batch / 2
     for name in ("weights", "gradients", "optimizer"):
-        each[INDEX[name]] = 0
-    each[N:] = 0  # a batch is small
+        buffers[INDEX[name]] = 0
+    buffers[N:] = 0  # small
+    buffers = buffers - given
+    given = given + ready.net / 2
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, part.stacks) if own}
-    return Profile(first, later, {key: count / 2 for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, each, traced.pure, stacks)
+    return Profile(first, later, {key: count / 2 for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, given, buffers, traced.pure, stacks)
 
 
 def _stretch(levels: np.ndarray, at: int, stop: int, ops: dict, transfers: dict) -> Stretch:
@@ -336,7 +343,8 @@ def to_plain(p: Profile) -> dict[str, Any]:
     units = {unit: {name: dataclasses.astuple(w) for name, w in weights.items()} for unit, weights in p.units.items()}
     return {
         "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()), "optimizer": stretch(p.optimizer), "units": units, "sent": p.sent,
-        "fixed": p.fixed.tolist(), "each": p.each.tolist(), "pure": p.pure,
+        "fixed": p.fixed.tolist(), "batch": p.batch.tolist(), "buffers": p.buffers.tolist(),
+        "pure": p.pure,
         "stacks": p.stacks,
     }  # fmt: skip
 
@@ -355,5 +363,5 @@ def from_plain(plain: dict[str, Any]) -> Profile:
     stacks = {name: tuple(place) for name, place in plain["stacks"].items()}
     return Profile(
         passes(plain["first"]), passes(plain["later"]), counted(plain["prepare"]), stretch(*plain["optimizer"]), units, plain["sent"], np.array(plain["fixed"]),
-        np.array(plain["each"]), plain["pure"], stacks,
+        np.array(plain["batch"]), np.array(plain["buffers"]), plain["pure"], stacks,
     )  # fmt: skip

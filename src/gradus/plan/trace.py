@@ -74,6 +74,7 @@ class Traced:
     ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
     transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
     pure: bool  # whether weights are in half
+    batch: int  # bytes of the micro-batches
 
 
 # ---------------------------------------------------------------- memory
@@ -724,7 +725,7 @@ def _trace(
     work = _work(recorder, recipe, parallel, given, stepper)
     return Traced(
         memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
-        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure,
+        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure, batch=sum(v.nbytes for b in batches for v in b.values() if isinstance(v, Tensor)),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ What a block sends itself (along tensor, context and expert) and what stages sen
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ def _replicas(p: Process, shape, stride) -> Iterator[Transfer]:
     limit = layout.bucket_mb * 2**20
     local = layout.local_sgd or layout.diloco
     if local:
-        yield from _after([b for _, b in bytes_of], limit, "local", shape["replicate"], stride["replicate"], local.every)
+        yield from _after([b for _, b in bytes_of], limit, "replicate", shape["replicate"], stride["replicate"], local.every)
     elif layout.replicate == "manual":
         for w, times in weights:
             yield Transfer(axis, "all_reduce", w.size * width, times, group, apart, "optimizer")
@@ -96,7 +97,7 @@ def _replicas(p: Process, shape, stride) -> Iterator[Transfer]:
     else:
         for expert in (False, True):
             more, near = (1, stride["replicate"]) if expert else (layout.expert, stride["context"] if layout.context > 1 else stride["expert"] if layout.expert > 1 else stride["replicate"])
-            yield from _after([b for w, b in bytes_of if w.expert == expert], limit, "expert" if axis == "context" and layout.context == 1 and more > 1 else axis, group * more, near, 1)
+            yield from _after([b for w, b in bytes_of if w.expert == expert], limit, "expert" if more > 1 else axis, group * more, near, 1)
     if layout.shard_optimizer and shape["replicate"] > 1:
         for load in dealt([w.size for w, times in weights for _ in range(times)], shape["replicate"]):
             yield Transfer("replicate", "broadcast", load * width, 1, shape["replicate"], stride["replicate"], "optimizer")
@@ -141,8 +142,9 @@ def _partial(p: Process) -> Iterator[Transfer]:
     if layout.shard > 1:
         computed, reduced = widths(layout, width)
         computed = computed if p.micro == 1 or layout.pipeline > 1 else reduced  # added up in the type of the sum
+        sums = p.micro if layout.pipeline > 1 else 1
         for size, times in found:
-            yield Transfer("tensor", "all_reduce", size * computed, times, layout.tensor, 1, "backward")
+            yield Transfer("tensor", "all_reduce", size * computed, times * sums, layout.tensor, 1, "backward")
     else:
         yield Transfer("tensor", "all_reduce", sum(size * times for size, times in found) * width, 1, layout.tensor, 1, "optimizer")
 
@@ -158,6 +160,8 @@ def _control(p: Process, shape, stride) -> Iterator[Transfer]:
             k *= shape[axis]
         return Transfer("control", "all_reduce", 4.0, 1, k, min((stride[axis] for axis in wide), default=1), "optimizer")
 
+    if layout.replicate == "parameter_server":
+        yield dataclasses.replace(over("replicate"), kind="broadcast")
     if not (layout.local_sgd or layout.diloco):
         yield over(*DATA, "context", "pipeline")
     cuts = set()
