@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradus.plan.profiles import EACH, INDEX, MiB, N, Part, Piece, Profile, Units, Weight, pool
+from gradus.plan.profiles import EACH, INDEX, NAMES, MiB, N, Part, Piece, Profile, Units, Weight, pool
 from gradus.plan.work import Op
 from gradus.recipe.axes import sizes, stages_per_process
 from gradus.recipe.schema import Layout
@@ -309,7 +309,7 @@ class Sharded(Whole):
         self.summed.add(unit)
 
     def end_micro(self, last: bool) -> None:
-        for unit in [u for u in reversed(self.order) if u in self.open]:
+        for unit in dict.fromkeys(u for u in reversed(self.order) if u in self.open):
             self.after(unit, last)
         self.order = []
         self.alive.add(transient=-self.input)
@@ -356,6 +356,10 @@ def peak(p: Process) -> Alive:
     sharded, ddp = layout.shard > 1, p.replicated
     own = width * sum(size * times for size, times in p.elements)
     start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
+    handed = stages_of(p.rank, layout)
+    for s, stage in zip(handed, stages):  # from stage to stage of the process nothing is received
+        if s + 1 in handed:
+            start = start - micro * level(**{NAMES[int(stage.profile.buffers[:N].argmax())]: 2 * stage.profile.sent["forward"]})
     on_host = layout.offload and p.target == "cuda"
     if not on_host:
         start = start + level(weights=own, optimizer=p.state)
@@ -403,12 +407,14 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
     split = any(kind == "weights" for kind, _, _ in order)
     left, shared = [stage.left() for stage in stages], _shared(stages)
     due = np.zeros(N + 3)
+    sends = layout.pipeline > 1 and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
+    own = stages_of(p.rank, layout)
+    nearer = {i for i, s in enumerate(own) if s - 1 in own}  # what these send stays in the process
     done: set[tuple[str, int]] = set()
     for kind, s, i in order:
         last = i == micro - 1 or layout.pipeline > 1
         again = kind == "forward" or (not p.fresh and ((kind, s) in done or (ddp and last)))
-        if (kind, s) not in done and kind == ("weights" if split else "backward") and shared[s]:
-            due = due + level(gradients=shared[s] * p.width)
+        twice = shared[s] if kind == ("weights" if split else "backward") and (kind, s) not in done else 0
         done.add((kind, s))
         stage = p.tail[s] if p.tail and i == micro - 1 and layout.pipeline == 1 else stages[s]
         for group, times in stage.groups((stage.profile.later if again else stage.profile.first)[kind]):
@@ -422,10 +428,13 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
                 alive.now = alive.now + (times - 1) * (alive.now - before)
         if kind == "forward":
             alive.now = alive.now - stages[s].casts()
+        alive.now = alive.now - level(gradients=twice * p.width)
         if kind == "backward":
             holder.end_micro(last)
-            if layout.schedule == "1f1b" and layout.pipeline > 1:
+            if sends:
                 alive.now, due = alive.now - due, left[s]  # what was sent meanwhile
+            elif s in nearer:
+                alive.now = alive.now - left[s]
 
 
 def _shared(stages: list[Stage]) -> list[int]:
@@ -491,7 +500,10 @@ def holding(p: Process) -> dict[tuple, float]:
                         add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
         own = p.width * sum(size * times for size, times in p.elements)
-        add("copy", p.width, "backward", 6 * own, 1)
+        half = layout.compress in ("bf16", "fp16") and p.width == 4
+        add("copy", p.width, "backward", (5.5 if half else 6) * own, 1)
+        if half:
+            add("to_copy", p.width, "backward", 1.5 * own, 1)
         add("div", p.width, "backward", 2 * own, 1)
     return out
 
@@ -531,7 +543,7 @@ def optimizer(p: Process) -> list[Op]:
     if layout.replicate == "parameter_server":
         out.append(Op("memory", "add", dtype, "optimizer", 0.0, 3 * own, (), replicas - 1))
     if local and replicas > 1:  # the mean of the weights; or the change of the weights, an outer step, and back
-        out.append(Op("memory", "div", dtype, "optimizer", 0.0, (12 if layout.diloco else 2) * own / every))
+        out.append(Op("memory", "div", dtype, "optimizer", 0.0, (19 if layout.diloco else 2) * own / every))
     for nbytes, sends in tied(p):
         out.append(Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes))
         if p.rank == 0:
