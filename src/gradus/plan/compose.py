@@ -373,14 +373,14 @@ def peak(p: Process) -> Alive:
     return alive
 
 
-def _summed(p: Process) -> float:
-    """Bytes of gradients that are put together, summed over processes and copied back after the backward pass."""
+def _summed(p: Process) -> list[float]:
+    """Bytes of gradients that are put together, summed over processes and copied back after the backward pass, by group of processes."""
     layout, shape = p.recipe.layout, sizes(p.recipe.layout, p.n)
     if layout.shard > 1 or p.replicated or layout.replicate in ("manual", "parameter_server") or layout.local_sgd or layout.diloco:
-        return 0.0
-    over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
+        return []
     found = [(w, times) for stage in p.stages for _, weights, times in stage.units() for w in weights.values()]
-    return float(p.width * sum(w.size * times for w, times in found if over[w.expert] > 1))
+    over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
+    return [float(p.width * sum(w.size * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
 
 
 def _flat(p: Process) -> Iterator[tuple[float, bool]]:
@@ -388,10 +388,9 @@ def _flat(p: Process) -> Iterator[tuple[float, bool]]:
     layout, own = p.recipe.layout, p.width * sum(size * times for size, times in p.elements)
     replicas = sizes(layout, p.n)["replicate"]
     bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
-    if summed := _summed(p):
-        yield min(bucket, summed), True
+    yield from ((min(bucket, summed), True) for summed in _summed(p))
     if replicas > 1 and layout.replicate == "parameter_server":
-        yield 2 * own, True  # the server's own, and one that comes
+        yield min(replicas, 3) * own, True  # the server's own, one that comes, and the one before
     if replicas > 1 and (layout.local_sgd or layout.diloco):
         yield min(bucket, own) + (own if layout.diloco else 0), False
     if replicas > 1 and layout.shard_optimizer:
@@ -535,7 +534,7 @@ def optimizer(p: Process) -> list[Op]:
     partial = p.width * sum(w.size * times for stage in p.stages for _, weights, times in stage.units() for w in weights.values() if w.partial)
     local = layout.local_sgd or layout.diloco
     every = local.every if local else 1
-    copied = [partial if layout.shard == 1 else 0, _summed(p), own if share > 1 else 0, own / every if local and replicas > 1 else 0]
+    copied = [partial if layout.shard == 1 else 0, *_summed(p), own if share > 1 else 0, own / every if local and replicas > 1 else 0]
     copied += [own, own] * (layout.replicate == "parameter_server" and replicas > 1)
     for nbytes in copied:
         if nbytes:
