@@ -21,7 +21,7 @@ import common
 import distributed
 
 from gradus.errors import UserError
-from gradus.layers import naive
+from gradus.layers import kernels, naive
 from gradus.parallel import context as contexts
 from gradus.parallel.apply import use_checkpointing
 from gradus.parallel.check import fits
@@ -192,13 +192,13 @@ def _ring_alone(world, length: int) -> tuple[list[int], int]:
     q, k, v = (torch.randn(1, 1, length // world.size, 4, requires_grad=True) for _ in range(3))
     blocks = []
     for name in ("forward_chunk", "backward_chunk"):
-        whole = getattr(contexts, name)
+        whole = getattr(kernels, name)
 
         def counted(*args, whole=whole):
             blocks.append(args[0].shape[-2] * args[1].shape[-2])
             return whole(*args)
 
-        setattr(contexts, name, counted)
+        setattr(kernels, name, counted)
     with _Largest() as largest:
         context.attend(q, k, v, causal=True)[0].sum().backward()
     return blocks, largest.numel
