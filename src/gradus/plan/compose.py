@@ -102,21 +102,20 @@ class Stage:
             yield [piece], counts[stack] - 2 if number == 1 else 1
 
     def casts(self) -> np.ndarray:
-        """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass."""
-        pieces = self.profile.later["forward"]
-        made = [piece.stretch.net[INDEX["gathered"]] for piece in pieces]
-        traced, more = sum(v for v in made if v > 0), 0.0
-        for piece, (_, times) in zip(pieces, self.totals(pieces)):
-            more += (times - 1) * piece.stretch.net[INDEX["gathered"]]
-        forgotten = -sum(v for v in made if v < 0)
-        return level(gathered=more * forgotten / traced) if traced and forgotten else np.zeros(N + 3)
+        """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass, since no backward
+        pass gives them back."""
+        kept = 0.0
+        for pieces in self.profile.later.values():
+            for (piece,), times in self.totals(pieces):
+                kept += (times - 1) * piece.stretch.net[INDEX["gathered"]]
+        return level(gathered=kept)
 
     def left(self) -> np.ndarray:
         """What a micro-batch leaves behind that is no gradient."""
-        total = np.zeros(N + 3)
+        total = -self.casts()
         for pieces in self.profile.later.values():
-            for group, times in self.totals(pieces):
-                total = total + times * group[0].stretch.net
+            for (piece,), times in self.totals(pieces):
+                total = total + times * piece.stretch.net
         return total
 
     def _place(self, unit: str) -> tuple[str, int]:
@@ -402,6 +401,7 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
     micro = p.micro
     if layout.pipeline == 1 or layout.schedule == "1f1b":  # more leave nothing new
         micro = min(micro, 3 if layout.pipeline == 1 else layout.pipeline + 2)
+    small = micro - 1 if layout.pipeline == 1 else p.given.count - 1  # from here on they are as long as the last; idle ones too
     order = list(actions(layout, micro, p.rank))
     split = any(kind == "weights" for kind, _, _ in order)
     left, shared = [stage.left() for stage in stages], _shared(stages)
@@ -415,7 +415,7 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
         again = kind == "forward" or (not p.fresh and ((kind, s) in done or (ddp and last)))
         twice = shared[s] if kind == ("weights" if split else "backward") and (kind, s) not in done else 0
         done.add((kind, s))
-        stage = p.tail[s] if p.tail and i == micro - 1 and layout.pipeline == 1 else stages[s]
+        stage = p.tail[s] if p.tail and i >= small else stages[s]
         for group, times in stage.groups((stage.profile.later if again else stage.profile.first)[kind]):
             before = alive.now
             for piece in group:

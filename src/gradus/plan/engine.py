@@ -268,11 +268,11 @@ def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches
 
 def _work(p: Process) -> Work:
     layout, micro = p.recipe.layout, p.micro
-    whole = micro - 1 if p.tail else micro
+    whole = p.given.count - 1 if p.tail else micro
     ops, sent = compose.operations(p.stages, whole, p.fresh)
     parts = whole if p.tail else p.given.parts + micro - p.given.count
     if p.tail:
-        for found, more in zip((ops, sent), compose.operations(p.tail, 1, p.fresh, first=False)):
+        for found, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.fresh, first=False)):
             for key, count in more.items():
                 found[key] = found.get(key, 0) + count
     for key, count in compose.holding(p).items():

@@ -300,6 +300,8 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
     buffers[N:] = 0  # small
     buffers = buffers - given
     given = given + ready.net / 2
+    made = INDEX["transient"]  # where the last step's images are there still, they go as this one's come
+    buffers[made] -= max(0.0, min(start[made], ready.net[made])) / 2
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, part.stacks) if own}
     return Profile(first, later, {key: count / 2 for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, given, buffers, traced.pure, stacks)

@@ -797,7 +797,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
         return
     if computes and not parallel.pipeline:
         _computed = True
-        stepper.step(batches[:2], counts)
+        stepper.step([batches[0], batches[-1]][: len(batches)], counts)  # also where the last one has another shape
         return
     _computed = _computed or computes
     finish, compute = parallel._finish_gradients, Stage.forward
