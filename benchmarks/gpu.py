@@ -27,9 +27,9 @@ from gradus.hardware import Cluster
 from gradus.measure.energy import Meter
 from gradus.parallel.apply import apply
 from gradus.plan import batches
-from gradus.plan.memory import plan_memory, traced_work
-from gradus.plan.prove import device_of, memory_of_step
+from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
+from gradus.proof.prove import device_of, memory_of_step
 from gradus.recipe import schema
 from gradus.recipe.presets import PRESETS
 from gradus.rows import Row, RowFile

@@ -139,8 +139,8 @@ def test_every_verb_that_takes_a_recipe_takes_training_arguments():
 @pytest.mark.parametrize(
     ("verb", "where", "samples"),
     [
-        (["check"], "plan.check.check", 4),
-        (["fit"], "plan.fit.fit", 4),
+        (["check"], "proof.check.check", 4),
+        (["fit"], "proof.fit.fit", 4),
         (["profile"], "measure.profile.profile", 4),
         (["scale", "--processes", "1,2,4"], "measure.scaling.scale", 16),  # strong scaling: one batch, that of the most
         (["scale", "--processes", "1,2,4", "--weak"], "measure.scaling.scale", 4),

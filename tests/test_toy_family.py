@@ -197,7 +197,7 @@ def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder):
 def traced(world, folder: Path) -> dict[str, int]:
     models.register(FAMILY)
     from gradus import recipe as recipes
-    from gradus.plan.memory import plan_memory
+    from gradus.plan.engine import plan_memory
 
     given = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", "model.vocab_size=32"]
     layouts = {"one": [], "tensor": ["layout.tensor=2"], "shard": ["layout.shard=2"]}

@@ -125,7 +125,7 @@ def train(
     """
     from gradus.measure.flops import for_run
     from gradus.parallel import world
-    from gradus.plan.prove import Proof
+    from gradus.proof.prove import Proof
     from gradus.train.hooks import Hook
     from gradus.train.resolve import Given
     from gradus.train.run import start

@@ -120,7 +120,7 @@ def _planning(verb: Verb) -> None:
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
-    run, text = lambda a: room("plan.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
+    run, text = lambda a: room("proof.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
     add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
@@ -128,10 +128,10 @@ def _planning(verb: Verb) -> None:
 
 def _looking(verb: Verb) -> None:
     text = "before spending: data, shapes, memory, gradients, first loss, one batch overfitted, loader"
-    add = verb("check", lambda a: room("plan.check").check(load_recipe(a), a.json), text).add_argument
+    add = verb("check", lambda a: room("proof.check").check(load_recipe(a), a.json), text).add_argument
     add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
-    add = verb("fit", lambda a: room("plan.fit").fit(load_recipe(a), a), text).add_argument
+    add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
     add("--sweep", metavar="N,...", help="measure speed and memory at these micro-batches instead, e.g. 8,16,32,64")
     add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
@@ -214,7 +214,7 @@ def _measuring(verb: Verb) -> None:
     add = verb("hardware", run, text, "name").add_argument
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
-    add = verb("calibrate", lambda a: room("plan.calibrate").run(a), text, "").add_argument
+    add = verb("calibrate", lambda a: room("proof.calibrate").run(a), text, "").add_argument
     add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about (default 180)")
     add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE", help="hardware file (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
@@ -269,7 +269,7 @@ def train(args) -> int:
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
     from gradus.measure.flops import for_run
     from gradus.parallel import status, world
-    from gradus.plan.prove import Proof
+    from gradus.proof.prove import Proof
     from gradus.train.resolve import Given
     from gradus.train.run import start
     from gradus.train.signals import Stopped
@@ -425,7 +425,7 @@ def evaluate(args) -> Iterable[str]:
 
 def scale(args) -> int:
     from gradus.measure.scaling import scale as run
-    from gradus.plan.prove import Scaled
+    from gradus.proof.prove import Scaled
 
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
     return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args, Scaled(args.force))

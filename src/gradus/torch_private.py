@@ -251,3 +251,31 @@ REPLACED: dict[str, tuple[str, ...]] = {
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
     "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
 }
+
+
+def schedule_of(
+    name: str, processes: int, stages: int, micro_batches: int, rank: int
+) -> Iterator[tuple[str, int, int]]:
+    """(pass, stage, micro-batch) in the order in which a process of a pipeline runs them: forward, backward, or of
+    schedules that split it backward (of the inputs) and weights.
+
+    name: interleaved or zero_bubble. stages: of a process.
+    """
+    from torch.distributed.pipelining import schedules
+
+    kinds = {
+        ("interleaved", stages): schedules.ScheduleInterleaved1F1B,
+        ("zero_bubble", 2): schedules.ScheduleZBVZeroBubble,
+    }
+    schedule = object.__new__(kinds.get((name, stages), schedules.ScheduleInterleavedZeroBubble))
+    rounds = max(1, micro_batches // processes)
+    schedule.__dict__.update(
+        pp_group_size=processes, n_local_stages=stages, num_stages=processes * stages, _n_microbatches=micro_batches,
+        number_of_rounds=rounds, microbatches_per_round=micro_batches // rounds,
+    )  # fmt: skip
+    passes = {
+        "FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights",
+    }  # fmt: skip
+    for action in schedule._calculate_single_rank_operations(rank):
+        if action is not None:
+            yield passes[action.computation_type.name], action.stage_index, action.microbatch_index

@@ -50,7 +50,7 @@ def test_every_precision_a_device_has_and_no_other(ranked):
 
 
 def test_each_line_adds_up(session, ranked):
-    from gradus.plan.memory import plan_memory, traced_work
+    from gradus.plan.engine import plan_memory, traced_work
     from gradus.plan.step import step_time
 
     one = next(one for one in ranked if (one["device"], one["precision"]) == ("H100-SXM", "bf16"))

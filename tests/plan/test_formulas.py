@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradus import models
+from gradus import models, torch_private
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.fake import cast, fake_world
@@ -271,7 +271,10 @@ def test_micro_batches_in_flight(how):
         pipeline = apply(models.build(config), layout, mesh).pipeline
         order = pipeline._schedule(count, *[BATCH * SEQ] * (pipeline.n_stages - 1)).pipeline_order
     per = formulas.stages_per_process(layout)
+    names = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights"}
     for rank in range(p):
+        written = [(names[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order[rank] if a and a.computation_type.name in names]
+        assert list(torch_private.schedule_of(how["schedule"], p, per, count, rank)) == written
         ends = "BACKWARD_WEIGHT" if any(a and a.computation_type.name == "BACKWARD_WEIGHT" for a in order[rank]) else "FULL_BACKWARD"
         changes = [{"FORWARD": 1, ends: -1, "FULL_BACKWARD": -1}.get(a.computation_type.name, 0) for a in order[rank] if a]
         most = max(itertools.accumulate(changes))

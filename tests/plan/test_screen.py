@@ -15,8 +15,8 @@ from gradus import cli, hardware
 from gradus.hardware import Cluster
 from gradus.plan import answer, show
 from gradus.plan.answer import Request
+from gradus.plan.engine import NAMES, Memory
 from gradus.plan.figures import figure
-from gradus.plan.memory import NAMES, Memory
 from gradus.recipe.presets import PRESETS
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256", "batch.samples=64")
@@ -57,8 +57,8 @@ def closed(monkeypatch, tmp_path):
                  "target_len": s.target_len, "selected": s.selected}  # fmt: skip
         return analytic.analytic_work(s.m, recipe.layout, n, transfers=formulas.traffic(s.m, recipe.layout, n, **known), **known)
 
-    monkeypatch.setattr("gradus.plan.memory.plan_memory", plan_memory)
-    monkeypatch.setattr("gradus.plan.memory.traced_work", traced_work)
+    monkeypatch.setattr("gradus.plan.engine.plan_memory", plan_memory)
+    monkeypatch.setattr("gradus.plan.engine.traced_work", traced_work)
     monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
     monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)
     device = dataclasses.replace(hardware.find("H100"), name="a processor of 64 cores", aliases=("this", "here", "cpu"), kind="cpu", node=1, network=None)

@@ -69,6 +69,12 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
         )
 
 
+def bounds(n_blocks: int, n_stages: int) -> list[int]:
+    """The first block of each stage, and the number of all. Rounded up, so that the last stage, which has the head, is
+    never the one with a block more."""
+    return [-(-n_blocks * s // n_stages) for s in range(n_stages + 1)]
+
+
 # ---------------------------------------------------------------- what stands in the place of other stages' parts
 
 
@@ -338,8 +344,7 @@ class Pipeline:
         self.rank_of = [self.n_stages - 1 - s if v_shaped and s >= n else s % n for s in range(self.n_stages)]
 
         self.cutter = cutter = Cutter(model)
-        # Rounded up, so that the last stage, which has the head, is never the one with a block more.
-        self.bounds = [-(-len(cutter.blocks) * s // self.n_stages) for s in range(self.n_stages + 1)]
+        self.bounds = bounds(len(cutter.blocks), self.n_stages)
         own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
         names_of = [cutter.parameters_of(model, blocks) for blocks in own]
         self.wire = next(model.parameters()).dtype  # of hidden states between stages

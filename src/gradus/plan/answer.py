@@ -328,7 +328,7 @@ def total_steps(recipe: Recipe, task=None) -> int:
 
 def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> Answer:
     from gradus.plan import counts
-    from gradus.plan.memory import plan_memory, traced_work
+    from gradus.plan.engine import plan_memory, traced_work
 
     device = cluster.device if cluster else None
     target = "cuda" if device and device.kind == "gpu" else "cpu"
@@ -354,7 +354,7 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
     """What would fit, ready to paste: the nearest other layout, found by closed forms and confirmed by a trace; and the device on which it
     would as it is. asked: the recipe's own layout."""
     from gradus import hardware
-    from gradus.plan.memory import plan_memory
+    from gradus.plan.engine import plan_memory
     from gradus.plan.search import remedies
     from gradus.plan.show import size
 
@@ -413,7 +413,7 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     rows.append(figure("memory/reserved", memory.reserved, "bytes", "allocated, as the caching allocator rounds it", given, source))
     parts, source = {}, "on a CPU it was not measured, and is left out"
     if memory.framework:
-        from gradus.plan.memory import COMMUNICATOR, CONTEXT, WORKSPACE
+        from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
 
         parts = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
         parts["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)

@@ -80,7 +80,7 @@ def rank_devices(
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
     micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name or precision.
     """
-    from gradus.plan.memory import plan_memory, traced_work
+    from gradus.plan.engine import plan_memory, traced_work
     from gradus.plan.step import step_time
 
     wanted = precisions or list(PRECISIONS)

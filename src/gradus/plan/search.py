@@ -280,7 +280,7 @@ class _Space:
     def framework(self, layout: Layout, n: int) -> float:
         if self.target == "cpu":
             return 0.0
-        from gradus.plan.memory import COMMUNICATOR, CONTEXT, WORKSPACE
+        from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
 
         axes = sum(k > 1 for k in sizes(layout, n).values())
         return CONTEXT + WORKSPACE + COMMUNICATOR * axes
@@ -454,7 +454,7 @@ def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candid
 
 def _traced(recipe: Recipe, c: Candidate, cluster: Cluster, task: Task | None) -> float:
     """Bytes that the device shows as taken."""
-    from gradus.plan.memory import plan_memory
+    from gradus.plan.engine import plan_memory
 
     target = "cpu" if cluster.device.kind == "cpu" else "cuda"
     return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device, task=task).device_total

@@ -73,6 +73,8 @@ class Traced:
     start: int  # the event with which the step begins
     ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
     transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
+    pure: bool  # whether weights are in half
+    batch: int  # bytes of the micro-batches
 
 
 # ---------------------------------------------------------------- memory
@@ -640,16 +642,6 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 # ---------------------------------------------------------------- the trace
 
 
-def notes_of(recipe: Recipe) -> list[str]:
-    """In what the traced step is not the one that runs."""
-    layout, notes = recipe.layout, []
-    if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
-    if layout.offload:
-        notes.append("layout.offload: what stays in the host's memory is counted as if on the device.")
-    return notes
-
-
 def trace_recipe(
     recipe: Recipe,
     n: int = 1,
@@ -658,6 +650,7 @@ def trace_recipe(
     target: Target = "cpu",
     task: Task | None = None,
     micro_batches: list[dict[str, Any]] | None = None,
+    watch: Callable[[Recorder, Stepper], Any] | None = None,
 ) -> Traced:
     """One optimizer step of `rank` of `n` processes. Allocates nothing and needs no other process.
 
@@ -667,7 +660,7 @@ def trace_recipe(
     recipe = recipe if task is not None else making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
-    notes = notes_of(recipe)
+    notes: list[str] = []
     if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
         raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
     given = micro_batches or making.micro_batches(recipe, n, task=task)
@@ -677,12 +670,12 @@ def trace_recipe(
         stack.enter_context(collecting())
         mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
         fake = stack.enter_context(FakeTensorMode())
-        return _trace(recipe, task, mesh, given, target, notes, fake, stack)
+        return _trace(recipe, task, mesh, given, target, notes, fake, stack, watch)
 
 
 def _trace(
     recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], fake: FakeTensorMode,
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, watch: Callable | None = None,
 ) -> Traced:
     chosen: dict[int, int] = {}
     batches = [_fake_batch(b, chosen) for b in given]
@@ -715,6 +708,8 @@ def _trace(
             timeline.phases.append((len(timeline.events), "build"))
             start = len(timeline.events)
             recorder.counting = i == 1
+            if recorder.counting and watch:
+                watch(recorder, stepper)
             if i == 0:
                 _first_step(stepper, batches, counts)
             else:
@@ -730,7 +725,7 @@ def _trace(
     work = _work(recorder, recipe, parallel, given, stepper)
     return Traced(
         memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
-        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
+        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure, batch=sum(v.nbytes for b in batches for v in b.values() if isinstance(v, Tensor)),
     )  # fmt: skip
 
 
@@ -802,7 +797,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
         return
     if computes and not parallel.pipeline:
         _computed = True
-        stepper.step(batches[:2], counts)
+        stepper.step([batches[0], batches[-1]][: len(batches)], counts)  # also where the last one has another shape
         return
     _computed = _computed or computes
     finish, compute = parallel._finish_gradients, Stage.forward
@@ -879,6 +874,7 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
     else:
         heads = [parallel.bare]
     for head in heads:
+        head.register_forward_pre_hook(lambda *_: gone(None))
         head.register_forward_hook(leaves)
 
 

@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Plan(Hook):
-    """What foresees a run and follows it; handed in from above (plan.prove.Proof). This one foresees nothing."""
+    """What foresees a run and follows it; handed in from above (proof.prove.Proof). This one foresees nothing."""
 
     def ready(self, world: World) -> contextlib.AbstractContextManager:
         """The context around a whole run, from before the processes join."""

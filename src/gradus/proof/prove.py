@@ -149,8 +149,8 @@ def predict(case: Case) -> Predicted:
     """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises UserError where the
     plan cannot be made."""
     from gradus.plan import batches
-    from gradus.plan.fit import total_need
-    from gradus.plan.memory import plan_memory
+    from gradus.plan.engine import plan_memory
+    from gradus.proof.fit import total_need
 
     r, n, rows = case.recipe, case.n, []
     largest, foreseen, of = batches.micro_batches(r, n, task=case.task), None, "largest batch"
@@ -219,21 +219,18 @@ class Foreseen:
 
 
 def foresee(case: Case) -> Foreseen:
-    """The step that will be measured: traced whole where that is quick, else extended from few layers and micro-batches."""
-    from gradus.plan import memory
+    """The step that will be measured: traced whole where that is quick, else put together from profiles."""
+    from gradus.plan import engine
     from gradus.plan.trace import trace_recipe
 
     r, given = case.recipe, case.micro_batches
     blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
-    first = memory.cases(r, case.n, case.target, case.task, given)[0]
-    if blocks * len(given) <= WHOLE or r.layout.pipeline > 1:
-        steps = memory.steps_of(trace_recipe(r, case.n, 0, target=case.target, task=case.task, micro_batches=given))
-    else:
-        steps = memory.extended(r, first, [])
-    totals = steps.levels[:, : len(memory.NAMES)].sum(1)
-    top = int(totals.argmax())
-    components = {name: round(v) for name, v in zip(memory.NAMES, steps.levels[top])}
-    return Foreseen(components, round(totals[top]), steps.held, memory.work_of(r, case.n, first, steps, given, 0.0))
+    if blocks * len(given) <= WHOLE:
+        traced = trace_recipe(r, case.n, 0, target=case.target, task=case.task, micro_batches=given)
+        return Foreseen(traced.memory, traced.peak, traced.held, traced.work)
+    first = engine.processes(r, case.n, case.target, case.task, given)[0]
+    memory = engine.memory_of([first])
+    return Foreseen(memory.components, memory.allocated, memory.held, first.work)
 
 
 def step_rows(case: Case, foreseen: Foreseen) -> list[Row]:
@@ -278,7 +275,7 @@ def refuse(case: Case, lacking: tuple[int, int, int], fix: str | None) -> str:
 
 def fix_of(case: Case, lacking: tuple[int, int, int]) -> str:
     """The settings with which it fits. Takes some traces."""
-    from gradus.plan.fit import Room, largest_micro_batch
+    from gradus.proof.fit import Room, largest_micro_batch
 
     layout, (_, share, state) = case.recipe.layout, lacking
     for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):

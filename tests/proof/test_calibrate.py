@@ -11,8 +11,9 @@ import torch
 from gradus import cli, hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.plan import calibrate, tables
+from gradus.plan import tables
 from gradus.plan.work import Op
+from gradus.proof import calibrate
 
 SIDES = (16, 64, 256)
 

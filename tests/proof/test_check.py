@@ -12,8 +12,8 @@ from torch import nn
 
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.plan import check as checking
-from gradus.plan.check import Looked, checks, is_empty, run, smoothed_floor
+from gradus.proof import check as checking
+from gradus.proof.check import Looked, checks, is_empty, run, smoothed_floor
 from gradus.train.session import open_session
 
 COPY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite():
 
 
 def test_too_little_memory(monkeypatch):
-    from gradus.plan import prove
+    from gradus.proof import prove
 
     monkeypatch.setattr(prove, "capacity", lambda device: 1_000_000)
     line = verdict(looked(), "memory")

@@ -25,8 +25,8 @@ from gradus.parallel import check
 from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.world import World
 from gradus.plan import batches
-from gradus.plan.prove import Case, capacity, device_of, memory_of_step, resident, uninterrupted
 from gradus.plan.show import size
+from gradus.proof.prove import Case, capacity, device_of, memory_of_step, resident, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
@@ -61,7 +61,7 @@ class Room:
 
     def need(self, recipe: Recipe) -> int:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
-        from gradus.plan.memory import plan_memory
+        from gradus.plan.engine import plan_memory
 
         with uninterrupted():
             return total_need(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task), self.target, self.resident)
@@ -365,7 +365,7 @@ def planned_step(recipe: Recipe, room: Room) -> float | None:
     if room.device is None:
         return None
     from gradus.hardware import Cluster
-    from gradus.plan.memory import traced_work
+    from gradus.plan.engine import traced_work
     from gradus.plan.step import step_time
 
     with uninterrupted():

@@ -11,10 +11,10 @@ from gradus import limits
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan import fit
-from gradus.plan.fit import Room, cells, largest_micro_batch, measures, parse_size, said, share_of, with_micro_batch
-from gradus.plan.prove import capacity, case_of
 from gradus.plan.show import size
+from gradus.proof import fit
+from gradus.proof.fit import Room, cells, largest_micro_batch, measures, parse_size, said, share_of, with_micro_batch
+from gradus.proof.prove import capacity, case_of
 from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 4096, "data.n_valid": 8,

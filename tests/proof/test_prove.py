@@ -19,8 +19,9 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan import prove, show
-from gradus.plan.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
+from gradus.plan import show
+from gradus.proof import prove
+from gradus.proof.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
 from gradus.rows import Row, read_rows
 from gradus.train.run import train
 from gradus.train.session import open_session

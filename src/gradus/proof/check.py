@@ -27,8 +27,8 @@ from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
-from gradus.plan.fit import loader_speed
-from gradus.plan.prove import case_of, fix_of, predict, uninterrupted
+from gradus.proof.fit import loader_speed
+from gradus.proof.prove import case_of, fix_of, predict, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer

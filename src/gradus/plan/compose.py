@@ -1,0 +1,552 @@
+"""A step put together from profiles: any number of layers, stages, micro-batches, shards and replicas, by arithmetic.
+
+The pieces of a micro-batch follow each other as they were traced, the middle block of a stack as often as there are such. What FSDP2 and
+DDP add happens at their edges: gathering before a unit's forward and backward pass, reducing after its backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradus.plan.profiles import EACH, INDEX, NAMES, MiB, N, Part, Piece, Profile, Units, Weight, pool
+from gradus.plan.work import Op
+from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from gradus.plan.engine import Process
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALAR = 64  # bytes of what is done with single numbers
+SHOWN = 8  # blocks of a stack that are gone through one by one; each of the others changes what is alive as its neighbours do
+
+
+def level(**components: float) -> np.ndarray:
+    out = np.zeros(N + 3)
+    for name, value in components.items():
+        which, taken = pool(abs(value))
+        out[INDEX[name]] = value
+        out[N + which] += math.copysign(taken, value)
+    return out
+
+
+class Alive:
+    """The bytes alive now, and when they were most."""
+
+    def __init__(self, start: np.ndarray):
+        self.now = self.most = start
+        self.pools = start[N:]  # each at its own peak
+        self.at, self.phase = "", "forward"
+        self.gradients = start[INDEX["gradients"]]  # most of them
+
+    def rise(self, by: np.ndarray) -> None:
+        then = self.now + by
+        self.pools = np.maximum(self.pools, then[N:])
+        self.gradients = max(self.gradients, then[INDEX["gradients"]])
+        if then[:N].sum() > self.most[:N].sum():
+            self.most, self.at = then, self.phase
+
+    @property
+    def bytes(self) -> int:
+        return round(self.most[:N].sum())
+
+    @property
+    def reserved(self) -> int:
+        """What PyTorch's caching allocator has taken, if free blocks of a pool are always used again."""
+        small, middle, large = (float(x) for x in self.pools)
+        return int(-(-small // (2 * MiB)) * 2 * MiB + -(-middle // (20 * MiB)) * 20 * MiB + large)
+
+    def add(self, **components: float) -> None:
+        self.now = self.now + level(**components)
+        self.rise(np.zeros(N + 3))
+
+
+# ---------------------------------------------------------------- from few blocks to many
+
+
+@dataclasses.dataclass
+class Stage:
+    """One stage of the process: its part of the model, and the profile of a small part like it."""
+
+    part: Part
+    profile: Profile
+
+    def counts(self) -> dict[str, int]:
+        own = [own for _, own, _ in self.part.stacks if own]
+        return dict(zip(self.profile.stacks, own))
+
+    def groups(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
+        """The pieces of one block, or of what is in none, after the other, and how often."""
+        counts = self.counts()
+        for (stack, number), found in itertools.groupby(pieces, lambda piece: self._place(piece.unit)):
+            group = list(found)
+            if number != 1 or counts[stack] <= EACH:
+                yield group, 1
+                continue
+            middle = min(counts[stack], SHOWN) - 2
+            for k in range(middle) if "forward" in group[0].edge else range(middle - 1, -1, -1):
+                times = counts[stack] - SHOWN + 1 if k == middle // 2 and counts[stack] > SHOWN else 1
+                yield [dataclasses.replace(p, unit=f"{p.unit}@{k}") for p in group], times
+
+    def totals(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
+        """As `groups`, the repeated ones together."""
+        counts = self.counts()
+        for piece in pieces:
+            stack, number = self._place(piece.unit)
+            yield [piece], counts[stack] - 2 if number == 1 else 1
+
+    def casts(self) -> np.ndarray:
+        """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass, since no backward
+        pass gives them back."""
+        kept = 0.0
+        for pieces in self.profile.later.values():
+            for (piece,), times in self.totals(pieces):
+                kept += (times - 1) * piece.stretch.net[INDEX["gathered"]]
+        return level(gathered=kept)
+
+    def left(self) -> np.ndarray:
+        """What a micro-batch leaves behind that is no gradient."""
+        total = -self.casts()
+        for pieces in self.profile.later.values():
+            for (piece,), times in self.totals(pieces):
+                total = total + times * piece.stretch.net
+        return total
+
+    def _place(self, unit: str) -> tuple[str, int]:
+        """(stack, which of its traced blocks) of a unit; ("", -1) where blocks are not repeated."""
+        for stack, (first, traced) in self.profile.stacks.items():
+            if unit.startswith(f"{stack}.") and traced == EACH:
+                return stack, int(unit[len(stack) + 1 :].split(".")[0]) - first
+        return "", -1
+
+    def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
+        """(name, shapes, how often)."""
+        counts = self.counts()
+        for unit, weights in self.profile.units.items():
+            stack, number = self._place(unit)
+            yield unit, weights, counts[stack] - 2 if number == 1 else 1
+
+
+def size_of(weights: dict[str, Weight]) -> int:
+    return sum(w.size for w in weights.values())
+
+
+def padded(shape: tuple[int, ...], k: int) -> int:
+    """Elements of a parameter that FSDP2 cuts into k parts along its first dimension."""
+    return -(-shape[0] // k) * k * math.prod(shape[1:]) if shape else k
+
+
+def stages_of(rank: int, layout: Layout) -> list[int]:
+    """The stages of a process of the pipeline, as `parallel.pipeline.Pipeline` deals them out."""
+    n, v = layout.pipeline, stages_per_process(layout)
+    if layout.schedule == "zero_bubble" and v == 2 and n > 1:  # down the processes and up again
+        return [rank, 2 * n - 1 - rank]
+    return [rank + i * n for i in range(v)]
+
+
+def holders_of(layout: Layout) -> dict[int, int]:
+    """Stage → process of the pipeline."""
+    return {s: rank for rank in range(layout.pipeline) for s in stages_of(rank, layout)}
+
+
+def tied(p: Process) -> Iterator[tuple[float, int]]:
+    """(bytes, sends) of gradients of parameters that several processes of the pipeline have: the first adds up and gives back."""
+    layout, where = p.recipe.layout, holders_of(p.recipe.layout)
+    holders: dict[str, set[int]] = {}
+    for s, stage in enumerate(p.every):
+        for name in stage.profile.units.get("", {}):
+            holders.setdefault(name, set()).add(where[s])
+    for name, w in {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}.items():
+        if len(holders[name]) > 1:
+            size = padded(w.shape, layout.shard) // layout.shard if layout.shard > 1 else w.size
+            yield float(size * p.width), len(holders[name]) - 1 if p.rank == min(holders[name]) else 1
+
+
+# ---------------------------------------------------------------- what holds the parameters
+
+
+def widths(layout: Layout, width: int) -> tuple[int, int]:
+    """Bytes of an element as FSDP2 computes with it, and as it sums its gradient."""
+    computed = WIDTH[layout.param_dtype] if layout.param_dtype else width
+    return computed, WIDTH[layout.reduce_dtype or "fp32"] if layout.reduce_dtype or layout.param_dtype else computed
+
+
+class Whole:
+    """Parameters and gradients as the profile has them: one process, or one whose gradients are summed after the backward pass."""
+
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int):
+        self.layout, self.shapes, self.alive, self.width = layout, shapes, alive, width
+
+    def of(self, unit: str) -> str:
+        """The unit as the profile knows it."""
+        return unit.partition("@")[0]
+
+    def changed(self, v: np.ndarray) -> np.ndarray:
+        return v
+
+    def edge(self, unit: str, edge: str, last: bool) -> None:
+        pass
+
+    def end_micro(self, last: bool) -> None:
+        pass
+
+
+class Replicated(Whole):
+    """DDP: gradients are views of its buckets, which are there all the time."""
+
+    def changed(self, v: np.ndarray) -> np.ndarray:
+        out = v.copy()
+        out[INDEX["transient"]] += out[INDEX["gradients"]]
+        out[INDEX["gradients"]] = 0
+        return out
+
+
+class Sharded(Whole):
+    """FSDP2 (torch.distributed.fsdp.fully_shard)."""
+
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, on_host: bool):
+        super().__init__(layout, shapes, alive, width)
+        self.on_host = on_host
+        self.computed, self.reduced = widths(layout, width)
+        self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
+        self.order: list[str] = []  # of the forward passes
+        self.open: set[str] = set()
+        self.arriving: dict[str, float] = {}  # gathered, not yet copied out
+        self.input = 0.0  # of the last reduce-scatter
+        self.kept: set[str] = set()  # units whose gradients are there, in the type that they are summed in
+        self.summed: set[str] = set()  # units whose sharded gradients are there
+
+    def ranks(self, unit: str) -> int:
+        """Over which the unit is sharded."""
+        layout, weights = self.layout, self.shapes.get(self.of(unit), {})
+        experts = any(w.expert for w in weights.values())
+        return layout.shard if experts else layout.shard * layout.expert * layout.context
+
+    def full(self, unit: str) -> int:
+        return sum(padded(w.shape, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
+
+    def gather(self, unit: str) -> None:
+        nbytes = self.full(unit) * self.computed
+        if unit in self.open or unit in self.arriving or not nbytes:
+            return
+        self.alive.add(transient=nbytes + (nbytes / self.ranks(unit) if self.computed != self.width else 0))
+        if self.computed != self.width:
+            self.alive.add(transient=-nbytes / self.ranks(unit))
+        self.arriving[unit] = nbytes
+
+    def wait(self, unit: str, forward: bool) -> None:
+        if unit not in self.arriving:
+            return
+        nbytes = self.arriving.pop(unit)
+        if forward:
+            self._forget()
+        self.alive.add(gathered=nbytes)
+        self.open.add(unit)
+        if forward:
+            self.buffer = nbytes
+        else:
+            self.alive.add(transient=-nbytes)
+
+    def _forget(self) -> None:
+        self.alive.add(transient=-self.buffer)
+        self.buffer = 0.0
+
+    def close(self, unit: str) -> None:
+        if unit in self.open:
+            self.open.discard(unit)
+            self.alive.add(gathered=-self.full(unit) * self.computed)
+
+    def edge(self, unit: str, edge: str, last: bool) -> None:
+        if edge == "pre_forward":
+            self.gather(unit)
+            self.wait(unit, True)
+        elif edge == "post_forward":
+            if unit == "":
+                self._forget()
+            if self.layout.reshard:
+                self.close(unit)
+            self.order.append(unit)
+        elif edge == "pre_backward":
+            self.gather(unit)
+            self.wait(unit, False)
+            before = self.order[: self.order.index(unit)] if unit in self.order else []
+            if before:
+                self.gather(before[-1])
+        elif edge == "post_backward":
+            self.after(unit, last)
+
+    def after(self, unit: str, last: bool) -> None:
+        """The unit's backward pass has ended."""
+        self.close(unit)
+        elements = size_of(self.shapes.get(self.of(unit), {}))
+        if self.reduced != self.computed and (not last or unit in self.kept):
+            if unit not in self.kept:
+                self.alive.add(gradients=elements * self.reduced)
+            self.alive.add(gradients=-elements * self.computed)
+            self.kept.add(unit)
+        if not last:
+            return
+        self.alive.add(transient=-self.input)
+        self.input = float(self.full(unit) * self.reduced)
+        if not self.input:
+            return
+        part = self.input / self.ranks(unit)
+        self.alive.add(transient=self.input)
+        self.alive.add(gradients=-elements * (self.reduced if unit in self.kept else self.computed))
+        self.alive.add(gradients=part)
+        if self.reduced != self.width:
+            self.alive.add(gradients=part * self.width / self.reduced)
+            self.alive.add(gradients=-part)
+        if unit in self.summed or self.on_host:
+            self.alive.add(gradients=-part * self.width / self.reduced)
+        self.summed.add(unit)
+
+    def end_micro(self, last: bool) -> None:
+        for unit in dict.fromkeys(u for u in reversed(self.order) if u in self.open):
+            self.after(unit, last)
+        self.order = []
+        self.alive.add(transient=-self.input)
+        self.input = 0.0
+
+
+# ---------------------------------------------------------------- the step
+
+
+def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """(pass, stage of the process, micro-batch) in the order in which a process of the pipeline runs them."""
+    if layout.pipeline == 1 or layout.schedule == "gpipe":
+        if layout.pipeline == 1:
+            for i in range(micro):
+                yield "forward", 0, i
+                yield "backward", 0, i
+            return
+        yield from (("forward", 0, i) for i in range(micro))
+        yield from (("backward", 0, i) for i in range(micro))
+        return
+    if layout.schedule == "1f1b":
+        warm = min(micro, layout.pipeline - rank)
+        yield from (("forward", 0, i) for i in range(warm))
+        for i in range(micro):
+            yield "backward", 0, i
+            if warm + i < micro:
+                yield "forward", 0, warm + i
+        return
+    from gradus.torch_private import schedule_of
+
+    order = list(schedule_of(layout.schedule, layout.pipeline, stages_per_process(layout), micro, rank))
+    own = sorted({stage for _, stage, _ in order})
+    split = any(kind == "weights" for kind, _, _ in order)
+    late = {(stage, i) for kind, stage, i in order if kind == "weights"}
+    for kind, stage, i in order:
+        yield kind, own.index(stage), i
+        if split and kind == "backward" and (stage, i) not in late:
+            yield "weights", own.index(stage), i
+
+
+def peak(p: Process) -> Alive:
+    """What a process has alive at most, and when."""
+    layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
+    sharded, ddp = layout.shard > 1, p.replicated
+    own = width * sum(size * times for size, times in p.elements)
+    start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
+    handed = stages_of(p.rank, layout)
+    for s, stage in zip(handed, stages):  # from stage to stage of the process nothing is received
+        if s + 1 in handed:
+            start = start - micro * level(**{NAMES[int(stage.profile.buffers[:N].argmax())]: 2 * stage.profile.sent["forward"]})
+    on_host = layout.offload and p.target == "cuda"
+    if not on_host:
+        start = start + level(weights=own, optimizer=p.state)
+    alive = Alive(start + level(gradients=own) if ddp else start)
+    known = layout, stages[0].profile.units, alive, width
+    holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
+    _run(p, alive, holder, ddp)
+    alive.phase = "optimizer"
+    for flat, gradients in _flat(p):
+        alive.rise(level(transient=flat) if gradients or ddp else level(transient=flat, gradients=-own))
+    return alive
+
+
+def _summed(p: Process) -> list[float]:
+    """Bytes of gradients that are put together, summed over processes and copied back after the backward pass, by group of processes."""
+    layout, shape = p.recipe.layout, sizes(p.recipe.layout, p.n)
+    if layout.shard > 1 or p.replicated or layout.replicate in ("manual", "parameter_server") or layout.local_sgd or layout.diloco:
+        return []
+    found = [(w, times) for stage in p.stages for _, weights, times in stage.units() for w in weights.values()]
+    over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
+    return [float(p.width * sum(w.size * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
+
+
+def _flat(p: Process) -> Iterator[tuple[float, bool]]:
+    """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
+    layout, own = p.recipe.layout, p.width * sum(size * times for size, times in p.elements)
+    replicas = sizes(layout, p.n)["replicate"]
+    bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
+    yield from ((min(bucket, summed), True) for summed in _summed(p))
+    if replicas > 1 and layout.replicate == "parameter_server":
+        yield min(replicas, 3) * own, True  # the server's own, one that comes, and the one before
+    if replicas > 1 and (layout.local_sgd or layout.diloco):
+        yield min(bucket, own) + (own if layout.diloco else 0), False
+    if replicas > 1 and layout.shard_optimizer:
+        yield min(2 * p.width * p.stepped, own), True
+
+
+def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
+    layout, stages = p.recipe.layout, p.stages
+    micro = p.micro
+    if layout.pipeline == 1 or layout.schedule == "1f1b":  # more leave nothing new
+        micro = min(micro, 3 if layout.pipeline == 1 else layout.pipeline + 2)
+    small = micro - 1 if layout.pipeline == 1 else p.given.count - 1  # from here on they are as long as the last; idle ones too
+    order = list(actions(layout, micro, p.rank))
+    split = any(kind == "weights" for kind, _, _ in order)
+    left, shared = [stage.left() for stage in stages], _shared(stages)
+    due = np.zeros(N + 3)
+    sends = layout.pipeline > 1 and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
+    own = stages_of(p.rank, layout)
+    nearer = {i for i, s in enumerate(own) if s - 1 in own}  # what these send stays in the process
+    done: set[tuple[str, int]] = set()
+    for kind, s, i in order:
+        last = i == micro - 1 or layout.pipeline > 1
+        again = kind == "forward" or (not p.fresh and ((kind, s) in done or (ddp and last)))
+        twice = shared[s] if kind == ("weights" if split else "backward") and (kind, s) not in done else 0
+        done.add((kind, s))
+        stage = p.tail[s] if p.tail and i >= small else stages[s]
+        for group, times in stage.groups((stage.profile.later if again else stage.profile.first)[kind]):
+            before = alive.now
+            for piece in group:
+                alive.phase = "loss" if piece.unit == "" and piece.edge == "post_forward" else "forward" if kind == "forward" else "backward"
+                holder.edge(piece.unit, piece.edge, last)
+                alive.rise(holder.changed(piece.stretch.rise))
+                alive.now = alive.now + holder.changed(piece.stretch.net)
+            if times > 1:
+                alive.now = alive.now + (times - 1) * (alive.now - before)
+        if kind == "forward":
+            alive.now = alive.now - stages[s].casts()
+        alive.now = alive.now - level(gradients=twice * p.width)
+        if kind == "backward":
+            holder.end_micro(last)
+            if sends:
+                alive.now, due = alive.now - due, left[s]  # what was sent meanwhile
+            elif s in nearer:
+                alive.now = alive.now - left[s]
+
+
+def _shared(stages: list[Stage]) -> list[int]:
+    """Elements of each stage's parameters that an earlier stage of the process has too."""
+    seen: set[str] = set()
+    out = []
+    for stage in stages:
+        ends = stage.profile.units.get("", {})
+        out.append(sum(w.size for name, w in ends.items() if name in seen))
+        seen |= set(ends)
+    return out
+
+
+# ---------------------------------------------------------------- operations
+
+
+def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool = True) -> tuple[dict[tuple, float], dict[tuple, float]]:
+    """(operations, transfers) of all micro-batches, as Traced.ops and Traced.transfers, of what the pieces do themselves.
+    fresh: each makes its gradients anew. first: one of them is the first."""
+    ops: dict[tuple, float] = {}
+    sent: dict[tuple, float] = {}
+    for stage in stages:
+        new = micro if fresh else int(first)  # micro-batches that add to no gradients
+        for runs, many in ((stage.profile.first, new), (stage.profile.later, micro - new)):
+            for pieces in runs.values() if many else ():
+                for group, times in stage.totals(pieces):
+                    for piece in group:
+                        for key, count in piece.stretch.ops.items():
+                            ops[key] = ops.get(key, 0) + count * times * many
+                        for key, count in piece.stretch.transfers.items():
+                            sent[key] = sent.get(key, 0) + count * times * many
+    return ops, sent
+
+
+def holding(p: Process) -> dict[tuple, float]:
+    """The copies that FSDP2 and DDP make, as Traced.ops."""
+    layout, out = p.recipe.layout, {}
+
+    def add(name: str, size: int, phase: str, nbytes: float, count: float) -> None:
+        key = ("micro", "memory", name, "bf16" if size == 2 else "fp32", phase, 0.0, nbytes, ())
+        out[key] = out.get(key, 0) + count
+
+    if layout.shard > 1:
+        computed, reduced = widths(layout, p.width)
+        scatters = p.micro if layout.pipeline > 1 else 1
+        for stage in p.stages:
+            for _, weights, times in stage.units():
+                for expert in (False, True):
+                    chosen = [w for w in weights.values() if w.expert == expert]
+                    k = layout.shard if expert else layout.shard * layout.expert * layout.context
+                    full, elements = sum(padded(w.shape, k) for w in chosen), sum(w.size for w in chosen)
+                    for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
+                        add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
+                        if computed != p.width:
+                            add("foreach_copy", computed, phase, full / k * (computed + p.width), times * p.micro)
+                    added = p.micro > 1 and layout.pipeline == 1 and reduced != computed  # gradients in the type that they are summed in
+                    if added:
+                        add("to_copy", computed, "backward", elements * (computed + reduced), times)
+                        add("add", reduced, "backward", elements * (2 * reduced + computed), times * (p.micro - 1))
+                    if scatters > 1:
+                        add("add", reduced, "backward", 3 * full / k * p.width, times * (scatters - 1))
+                    if full:
+                        add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
+    elif p.replicated:
+        own = p.width * sum(size * times for size, times in p.elements)
+        half = layout.compress in ("bf16", "fp16") and p.width == 4
+        add("copy", p.width, "backward", (5.5 if half else 6) * own, 1)
+        if half:
+            add("to_copy", p.width, "backward", 1.5 * own, 1)
+        add("div", p.width, "backward", 2 * own, 1)
+    return out
+
+
+def optimizer(p: Process) -> list[Op]:
+    """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of tensors; and the copies
+    of sums after the backward pass."""
+    layout = p.recipe.layout
+    profile = p.stages[0].profile
+    traced = [w for weights in profile.units.values() for w in weights.values()]
+    own = p.width * sum(size * times for size, times in p.elements)
+    scale = own / (sum(w.size for w in traced) * (2 if profile.pure else 4))
+    tensors = sum(times for _, times in p.elements) / len(traced)
+    replicas = sizes(layout, p.n)["replicate"]
+    share = replicas if layout.shard_optimizer else 1
+    dtype = "fp32" if p.width == 4 else "bf16"
+    out = []
+    for (_, kind, name, _, _, flops, moved, shape), count in profile.optimizer.ops.items():
+        if name in ("cat", "copy"):
+            continue
+        if name.startswith(("fused", "foreach", "stack")):
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / (share if name.startswith("fused") else 1), shape, count))
+        elif name == "mul" and moved > SCALAR:
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / tensors, shape, count * tensors / share))
+        elif moved <= SCALAR:
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved, shape, count))
+        else:
+            out.append(Op(kind, name, dtype, "optimizer", flops, moved * scale / tensors, shape, count * tensors))
+    partial = p.width * sum(w.size * times for stage in p.stages for _, weights, times in stage.units() for w in weights.values() if w.partial)
+    local = layout.local_sgd or layout.diloco
+    every = local.every if local else 1
+    copied = [partial if layout.shard == 1 else 0, *_summed(p), own if share > 1 else 0, own / every if local and replicas > 1 else 0]
+    copied += [own, own] * (layout.replicate == "parameter_server" and replicas > 1)
+    for nbytes in copied:
+        if nbytes:
+            out += [Op("memory", "cat", dtype, "optimizer", 0.0, 2 * nbytes), Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes)]
+    if layout.replicate == "parameter_server":
+        out.append(Op("memory", "add", dtype, "optimizer", 0.0, 3 * own, (), replicas - 1))
+    if local and replicas > 1:  # the mean of the weights; or the change of the weights, an outer step, and back
+        out.append(Op("memory", "div", dtype, "optimizer", 0.0, (19 if layout.diloco else 2) * own / every))
+    for nbytes, sends in tied(p):
+        out.append(Op("memory", "copy", dtype, "optimizer", 0.0, 3 * nbytes))
+        if p.rank == 0:
+            out.append(Op("memory", "add", dtype, "optimizer", 0.0, 3 * nbytes, (), sends))
+    for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
+        out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.given.parts))
+    return out

@@ -1,0 +1,387 @@
+"""The one engine: a recipe and its layout → the memory and the work of a step on the processes that need most.
+
+Each kind of part (the blocks and ends that a process holds) is traced once for what changes it (`plan.profiles`), kept on disk, and put
+together for the layout (`plan.compose`, `plan.traffic`). What is printed, what ranks layouts and what a run is refused for is this.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradus import __version__, files, models
+from gradus.errors import UserError
+from gradus.hardware import Device
+from gradus.parallel import check
+from gradus.parallel import pipeline as pipelines
+from gradus.plan import batches as making
+from gradus.plan import compose, profiles, traffic
+from gradus.plan.compose import Stage
+from gradus.plan.profiles import NAMES, MiB, Part, Profile
+from gradus.plan.trace import Target
+from gradus.plan.work import Op, Transfer, Work
+from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.schema import Layout, Recipe
+from gradus.tasks.base import Task
+
+# What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL about 0.5 GB a
+# communicator, 1 GB and more seen).
+CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
+
+
+@dataclasses.dataclass
+class Memory:
+    """Of the rank that needs most, in bytes."""
+
+    components: dict[str, int]  # as work.COMPONENTS, at the peak; they sum to `allocated`
+    allocated: int  # the peak of live tensors
+    reserved: int  # what the caching allocator has taken for them
+    framework: int  # CUDA context, libraries' workspaces, communicators; 0 on a CPU, whose processes were not measured
+    capacity: float | None  # what a program can have of the device
+    rank: int
+    at: str  # what was going on at the peak
+    held: dict[str, int]  # weights, gradients and optimizer state that the rank holds, live at the peak or not
+    parameters: int
+    notes: list[str]
+
+    @property
+    def device_total(self) -> int:
+        """What the device shows as taken."""
+        return self.reserved + self.framework
+
+
+# ---------------------------------------------------------------- profiles, kept
+
+_kept: dict[str, Profile] = {}
+KEPT = 2000  # in memory
+
+
+@functools.cache
+def _code() -> str:
+    """Of all that a profile depends on: the model, the layout, the step, and how they are traced."""
+    root = Path(__file__).parents[1]
+    rooms = [path for room in ("models", "layers", "parallel", "tasks", "train") for path in sorted((root / room).glob("*.py"))]
+    own = [root / "plan" / f"{name}.py" for name in ("trace", "profiles", "batches")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
+
+
+def _family_code(family: str) -> str:
+    """Of a family that is registered from elsewhere."""
+    model = models.lookup(family).model
+    return "" if model.__module__.startswith("gradus.") else inspect.getsource(sys.modules[model.__module__])
+
+
+def profile_of(recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False) -> Profile:
+    """Of a small part: from memory or from disk where the same was traced before, by this code and this PyTorch."""
+    small = profiles.small_recipe(recipe, part, split)
+    known = "select", "labels"
+    what = [
+        small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"), small.optimizer.name,
+        getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, _family_code(small.model.family),
+        [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
+         if isinstance(v, torch.Tensor)], __version__, torch.__version__, _code(),
+    ]  # fmt: skip
+    key = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
+    if key in _kept:
+        return _kept[key]
+    path = files.cache_dir() / "profiles" / f"{key}.json"
+    try:
+        found = profiles.from_plain(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn
+        found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split)
+        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(path, json.dumps(profiles.to_plain(found)))
+    if len(_kept) >= KEPT:
+        _kept.clear()
+    _kept[key] = found
+    return found
+
+
+# ---------------------------------------------------------------- one process
+
+
+def blocks_of(recipe: Recipe) -> tuple[int, ...]:
+    """Of each stack."""
+    model = recipe.model
+    decoder = getattr(model, "n_decoder_layers", None) or model.n_layers
+    return (model.n_layers, decoder)[: len(models.lookup(model.family).stacks)]
+
+
+def micro_batches(layout: Layout, count: int) -> int:
+    """That the schedule runs: it may need some that count nothing."""
+    n, v = layout.pipeline, stages_per_process(layout)
+    if n == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and v == 2):
+        return count
+    return max(count, n) if layout.schedule == "1f1b" else -(-count // n) * n
+
+
+@dataclasses.dataclass
+class Given:
+    """The micro-batches of a process."""
+
+    full: dict[str, Any]  # the largest
+    tail: dict[str, Any] | None  # the last, where it alone is smaller
+    count: int
+    parts: float  # all of them, in units of the largest
+    samples: int
+    places: int  # padding counted; of images the patches
+    nbytes: int
+
+    @classmethod
+    def of(cls, batches: list[dict]) -> Given:
+        full = max(batches, key=making.size_of)
+        sizes_of = [making.size_of(b) for b in batches]
+        uneven = sizes_of[-1] < sizes_of[0] and len(set(sizes_of[:-1])) == 1
+        return cls(
+            full, batches[-1] if uneven else None, len(batches), sum(making.size_of(b) for b in batches) / making.size_of(full), sum(map(_samples, batches)), sum(map(places, batches)),
+            sum(_bytes(b) for b in batches),
+        )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Process:
+    """A process of the pipeline, composed. Ask for `alive`, `held` and `work`."""
+
+    recipe: Recipe
+    n: int
+    rank: int  # along the pipeline
+    given: Given
+    target: Target
+    task: Task | None
+    every: list[Stage]  # of all processes of the pipeline
+    last: list[Stage]  # the same for a smaller last micro-batch; [] where there is none
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [self.every[s] for s in compose.stages_of(self.rank, self.recipe.layout)]
+
+    @property
+    def tail(self) -> list[Stage]:
+        return [self.last[s] for s in compose.stages_of(self.rank, self.recipe.layout)] if self.last else []
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.recipe.layout.precision.startswith("pure_") else 4
+
+    @property
+    def replicated(self) -> bool:
+        """Whether DDP sums its gradients."""
+        layout = self.recipe.layout
+        several = sizes(layout, self.n)["replicate"] * layout.context > 1
+        split = max(layout.shard, layout.tensor, layout.expert, layout.pipeline) > 1
+        return several and not split and layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another type."""
+        layout = self.recipe.layout
+        computed, reduced = compose.widths(layout, self.width)
+        return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
+
+    @property
+    def micro(self) -> int:
+        return micro_batches(self.recipe.layout, self.given.count)
+
+    @functools.cached_property
+    def elements(self) -> list[tuple[int, int]]:
+        """(elements that this process holds of a parameter, how many such)."""
+        layout = self.recipe.layout
+        wide = layout.shard * layout.expert * layout.context if layout.shard > 1 else 1
+        found = []
+        for w, times in traffic.in_order(self.stages):
+            k = layout.shard if w.expert and layout.shard > 1 else wide
+            found.append((compose.padded(w.shape, k) // k if k > 1 else w.size, times))
+        return found
+
+    @functools.cached_property
+    def state(self) -> float:
+        """Bytes of the optimizer's state."""
+        layout, optimizer = self.recipe.layout, self.recipe.optimizer
+        each = {"adamw": 2, "adam": 2, "sgd": 1 if getattr(optimizer, "momentum", 0) else 0}[optimizer.name] * self.width
+        replicas = sizes(layout, self.n)["replicate"]
+        tensors = sum(times for _, times in self.elements)
+        if optimizer.name != "sgd":
+            each += 4 * tensors / replicas / self.stepped if layout.shard_optimizer else 4 * tensors / self.stepped  # counts of steps
+        outer = 2 * self.width * sum(size * times for size, times in self.elements) if layout.diloco else 0
+        return self.stepped * each + outer
+
+    @functools.cached_property
+    def stepped(self) -> int:
+        """Elements that this process steps."""
+        replicas = sizes(self.recipe.layout, self.n)["replicate"]
+        found = [size for size, times in self.elements for _ in range(times)]
+        return traffic.dealt(found, replicas)[0] if self.recipe.layout.shard_optimizer and replicas > 1 else sum(found)
+
+    @functools.cached_property
+    def alive(self) -> compose.Alive:
+        return compose.peak(self)
+
+    @property
+    def held(self) -> dict[str, int]:
+        weights = self.width * sum(size * times for size, times in self.elements)
+        fixed = self.stages[0].profile.fixed[compose.INDEX["weights"]]
+        return {"weights": int(weights + fixed), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
+
+    @functools.cached_property
+    def work(self) -> Work:
+        return _work(self)
+
+
+def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None) -> list[Process]:
+    """The processes that may need most: of a pipeline the first and the last, and where the decoder begins. Raises UserError."""
+    recipe = recipe if task is not None else making.complete(recipe)
+    check.validate(recipe, n)
+    layout = recipe.layout
+    if layout.replicate == "data_parallel" or layout.transport == "mpi":
+        raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
+    given = Given.of(batches or making.micro_batches(recipe, n, task=task))
+    blocks = blocks_of(recipe)
+    bounds = pipelines.bounds(sum(blocks), layout.pipeline * stages_per_process(layout))
+    split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
+    parts = [Part.of(blocks, begin, end) for begin, end in itertools.pairwise(bounds)]
+    every, last = (
+        [Stage(part, profile_of(recipe, part.small, batch, target, task, split)) for part in parts] if batch is not None else []
+        for batch in (given.full, given.tail)
+    )
+    ranks = {0, layout.pipeline - 1}
+    if len(blocks) > 1:
+        decoder = bisect.bisect_right(bounds, blocks[0]) - 1
+        ranks.add(next(r for r in range(layout.pipeline) if decoder in compose.stages_of(r, layout)))
+    return [Process(recipe, n, rank, given, target, task, every, last) for rank in sorted(ranks)]
+
+
+# ---------------------------------------------------------------- work
+
+
+def _work(p: Process) -> Work:
+    layout, micro = p.recipe.layout, p.micro
+    whole = p.given.count - 1 if p.tail else micro
+    ops, sent = compose.operations(p.stages, whole, p.fresh)
+    parts = whole if p.tail else p.given.parts + micro - p.given.count
+    if p.tail:
+        for found, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.fresh, first=False)):
+            for key, count in more.items():
+                found[key] = found.get(key, 0) + count
+    for key, count in compose.holding(p).items():
+        ops[key] = ops.get(key, 0) + count
+    dtypes = {"fp32": "tf32"} if layout.tf32 else {}
+    found = []
+    for (_, kind, name, dtype, phase, flops, moved, shape), count in ops.items():
+        dtype = dtypes.get(dtype, dtype) if kind == "matmul" else dtype
+        found.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, flops, moved, shape, count * parts / whole / micro))
+    size = sizes(layout, p.n)
+    transfers = [Transfer(axis, kind, payload, calls, group, stride, phase, hidden) for (axis, kind, payload, group, stride, phase, hidden), calls in sent.items()]
+    transfers += traffic.holding(p)
+    ranks = size["replicate"] * size["expert"] * size["shard"]
+    return Work(
+        micro=found, step=compose.optimizer(p), transfers=transfers, micro_batches=micro, stages=layout.pipeline, virtual=stages_per_process(layout),
+        schedule=layout.schedule, samples=p.given.samples * ranks, tokens=p.given.places * ranks, model_flops=model_flops(p) * ranks,
+        data_bytes=p.given.nbytes,
+    )  # fmt: skip
+
+
+def model_flops(p: Process) -> float:
+    """Of the process's micro-batches through the whole model, forward and backward: no recomputation, attention's full matrix (Chowdhery et
+    al. 2022, appendix B)."""
+    plain = p.recipe.model_copy(update={"layout": Layout(device="cpu")})
+    part = Part.of(blocks_of(p.recipe), 0, sum(blocks_of(p.recipe)))
+    ops, _ = compose.operations([Stage(part, profile_of(plain, part.small, p.given.full, p.target, p.task))], 1)
+    return p.given.parts * sum(_model_operations(key) * count for key, count in ops.items())
+
+
+def _model_operations(key: tuple) -> float:
+    _, kind, name, _, phase, flops, _, shape = key
+    if phase == "recompute" or kind == "memory":
+        return 0.0
+    if kind == "attention":  # backwards four products; that fused kernels compute the scores again is no work of the model
+        batch, heads, queries, keys, dim = shape
+        return 2 * batch * heads * queries * keys * dim * (4 if name.endswith("backward") else 2)
+    return flops
+
+
+def _samples(batch: dict) -> int:
+    return len(next(v for v in batch.values() if hasattr(v, "nbytes")))
+
+
+def _bytes(batch: dict) -> int:
+    return sum(v.nbytes for v in batch.values() if hasattr(v, "nbytes"))
+
+
+def places(batch: dict) -> int:
+    """Tokens with padding; of images the patches."""
+    return batch["n_tokens"] if "image" in batch or "images" in batch else making.size_of(batch)
+
+
+# ---------------------------------------------------------------- answers
+
+
+_planned: dict[tuple, tuple[list[Process], Any]] = {}  # the last: memory and work are asked for one after the other
+
+
+def _once(recipe: Recipe, n: int, target: Target, task: Task | None) -> list[Process]:
+    key = (recipe.model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, target, id(task))
+    if key not in _planned:
+        while len(_planned) >= 8:
+            _planned.pop(next(iter(_planned)))
+        _planned[key] = processes(recipe, n, target, task), task
+    return _planned[key][0]
+
+
+def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
+    """The memory of one optimizer step of the rank that needs most. Raises UserError for what does not fit together."""
+    return memory_of(_once(recipe, n, target, task), device)
+
+
+def memory_of(found: list[Process], device: Device | None = None) -> Memory:
+    """Of the process that needs most.
+
+    reserved: each pool of PyTorch's caching allocator at its own peak, as if free blocks of a pool were always used again; what
+    fragmentation adds is not in it. On a CPU it is what is allocated.
+    """
+    p = max(found, key=lambda p: p.alive.bytes)
+    layout, alive = p.recipe.layout, p.alive
+    components = {name: round(v) for name, v in zip(NAMES, alive.most)}
+    notes = []
+    if layout.compile != "none":
+        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+    if layout.offload and p.target == "cpu":
+        notes.append("layout.offload: a CPU's own memory is the host's, and what stays there is counted.")
+    if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
+        notes.append(
+            f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "
+            "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
+        )
+    reserved, framework = alive.bytes, 0
+    if p.target == "cuda":
+        reserved = alive.reserved
+        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * sum(k > 1 for k in sizes(layout, p.n).values()))
+    rank = p.rank * (p.n // layout.pipeline)
+    return Memory(
+        components, sum(components.values()), reserved, framework, device.capacity if device else None, rank, alive.at, p.held,
+        parameters(p.recipe), notes,
+    )  # fmt: skip
+
+
+def parameters(recipe: Recipe) -> int:
+    return models.count(making.complete(recipe).model)["total"]
+
+
+def traced_work(
+    recipe: Recipe, n: int = 1, *, target: Target = "cuda", task: Task | None = None, micro_batches: list[dict] | None = None
+) -> Work:
+    """The work of one optimizer step of the stage that computes most. Raises UserError as `plan_memory`."""
+    found = _once(recipe, n, target, task) if micro_batches is None else processes(recipe, n, target, task, micro_batches)
+    return max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))
