@@ -31,7 +31,7 @@ from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
 from gradus.plan.trace import Target
 from gradus.plan.work import Op, Transfer, Work
-from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 
@@ -87,7 +87,8 @@ def profile_of(recipe: Recipe, part: Part, batch: dict, target: Target, task: Ta
     small = profiles.small_recipe(recipe, part, split)
     known = "select", "labels"
     what = [
-        small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"), small.optimizer.name,
+        small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"),
+        small.data.model_dump(mode="json", exclude={"path"}), small.optimizer.name,
         getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, _family_code(small.model.family),
         [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
          if isinstance(v, torch.Tensor)], __version__, torch.__version__, _code(),
@@ -183,6 +184,13 @@ class Process:
         several = sizes(layout, self.n)["replicate"] * layout.context > 1
         split = max(layout.shard, layout.tensor, layout.expert, layout.pipeline) > 1
         return several and not split and layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
+
+    @property
+    def groups(self) -> set[tuple[int, int]]:
+        """(size, distance between neighbours) of the groups of processes that it sends to: each has a communicator."""
+        shape, stride = sizes(self.recipe.layout, self.n), strides(self.recipe.layout, self.n)
+        inner = {(shape[axis], stride[axis]) for axis in ("tensor", "context", "expert") if shape[axis] > 1}
+        return inner | {(t.group, t.stride) for t in traffic.holding(self)}
 
     @property
     def fresh(self) -> bool:
@@ -367,7 +375,7 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
     reserved, framework = alive.bytes, 0
     if p.target == "cuda":
         reserved = alive.reserved
-        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * sum(k > 1 for k in sizes(layout, p.n).values()))
+        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
     rank = p.rank * (p.n // layout.pipeline)
     return Memory(
         components, sum(components.values()), reserved, framework, device.capacity if device else None, rank, alive.at, p.held,
