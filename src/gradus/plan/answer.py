@@ -345,8 +345,6 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, work, notes)
-    if recipe.model.preset == "gpt3-175b" and request.tokens == 300e9:
-        rows += _lecture(notes)
     return Answer(recipe, cluster, n, rows, [], notes, fits, layout_keys(recipe.layout))
 
 
@@ -378,19 +376,6 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
         least = min(larger, key=lambda d: d.capacity)
         out.append(f"--on {cluster.n}x{least.name} {made.layout_keys}".rstrip() + f": it fits as it is ({now / least.capacity:.0%})")
     return out
-
-
-def _lecture(notes: list[str]) -> list[Row]:
-    """The two answers to the lecture's question: 300e9 tokens in 30 days at 160 TFLOP/s."""
-    from gradus.plan.examples import gpt3_devices
-
-    six, eight = gpt3_devices()
-    notes.append(
-        f"rule of thumb for 30 days at 160 TFLOP/s: {six.value:,} GPUs by 6ND, {eight.value:,} by 8ND: that rate was reached with recomputation "
-        "(the lecture: 800; docs/errata.md; --explain rule/devices_8nd)"
-    )
-    six.name, eight.name = "rule/devices_6nd", "rule/devices_8nd"
-    return [six, eight]
 
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
