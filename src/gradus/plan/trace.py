@@ -68,7 +68,6 @@ class Traced:
     held: dict[str, int]  # weights, gradients, optimizer: all that this rank holds of them, live at the peak or not
     work: Work
     parameters: int  # of the whole model
-    notes: list[str]
     timeline: Timeline
     start: int  # the event with which the step begins
     ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
@@ -660,7 +659,6 @@ def trace_recipe(
     recipe = recipe if task is not None else making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
-    notes: list[str] = []
     if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
         raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
     given = micro_batches or making.micro_batches(recipe, n, task=task)
@@ -670,11 +668,11 @@ def trace_recipe(
         stack.enter_context(collecting())
         mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
         fake = stack.enter_context(FakeTensorMode())
-        return _trace(recipe, task, mesh, given, target, notes, fake, stack, watch)
+        return _trace(recipe, task, mesh, given, target, fake, stack, watch)
 
 
 def _trace(
-    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, notes: list[str], fake: FakeTensorMode,
+    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, fake: FakeTensorMode,
     stack: contextlib.ExitStack, watch: Callable | None = None,
 ) -> Traced:
     chosen: dict[int, int] = {}
@@ -725,7 +723,8 @@ def _trace(
     work = _work(recorder, recipe, parallel, given, stepper)
     return Traced(
         memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
-        notes=notes, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure, batch=sum(v.nbytes for b in batches for v in b.values() if isinstance(v, Tensor)),
+        timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure,
+        batch=sum(v.nbytes for b in batches for v in b.values() if isinstance(v, Tensor)),
     )  # fmt: skip
 
 
