@@ -137,9 +137,13 @@ def size_of(weights: dict[str, Weight]) -> int:
     return sum(w.size for w in weights.values())
 
 
-def padded(shape: tuple[int, ...], k: int) -> int:
-    """Elements of a parameter that FSDP2 cuts into k parts along its first dimension."""
-    return -(-shape[0] // k) * k * math.prod(shape[1:]) if shape else k
+def padded(w: Weight, k: int) -> int:
+    """Elements of a parameter that FSDP2 cuts into k parts: along its first dimension, filled up; of experts along any that k divides."""
+    if not w.shape:
+        return k
+    if w.across and any(size % k == 0 for size in w.shape):
+        return w.size
+    return -(-w.shape[0] // k) * k * math.prod(w.shape[1:])
 
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
@@ -164,7 +168,7 @@ def tied(p: Process) -> Iterator[tuple[float, int]]:
             holders.setdefault(name, set()).add(where[s])
     for name, w in {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}.items():
         if len(holders[name]) > 1:
-            size = padded(w.shape, layout.shard) // layout.shard if layout.shard > 1 else w.size
+            size = padded(w, layout.shard) // layout.shard if layout.shard > 1 else w.size
             yield float(size * p.width), len(holders[name]) - 1 if p.rank == min(holders[name]) else 1
 
 
@@ -229,7 +233,7 @@ class Sharded(Whole):
         return layout.shard if experts else layout.shard * layout.expert * layout.context
 
     def full(self, unit: str) -> int:
-        return sum(padded(w.shape, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
+        return sum(padded(w, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
 
     def gather(self, unit: str) -> None:
         nbytes = self.full(unit) * self.computed
@@ -263,10 +267,11 @@ class Sharded(Whole):
             self.alive.add(gathered=-self.full(unit) * self.computed)
 
     def edge(self, unit: str, edge: str, last: bool) -> None:
+        again = self.alive.phase == "backward"  # experts, in a block that is computed again: they stay for their backward pass
         if edge == "pre_forward":
             self.gather(unit)
             self.wait(unit, True)
-        elif edge == "post_forward":
+        elif edge == "post_forward" and not again:
             if unit == "":
                 self._forget()
             if self.layout.reshard:
@@ -484,7 +489,7 @@ def holding(p: Process) -> dict[tuple, float]:
                 for expert in (False, True):
                     chosen = [w for w in weights.values() if w.expert == expert]
                     k = layout.shard if expert else layout.shard * layout.expert * layout.context
-                    full, elements = sum(padded(w.shape, k) for w in chosen), sum(w.size for w in chosen)
+                    full, elements = sum(padded(w, k) for w in chosen), sum(w.size for w in chosen)
                     for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
                         add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
                         if computed != p.width:

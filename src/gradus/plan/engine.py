@@ -211,7 +211,7 @@ class Process:
         found = []
         for w, times in traffic.in_order(self.stages):
             k = layout.shard if w.expert and layout.shard > 1 else wide
-            found.append((compose.padded(w.shape, k) // k if k > 1 else w.size, times))
+            found.append((compose.padded(w, k) // k if k > 1 else w.size, times))
         return found
 
     @functools.cached_property
@@ -374,7 +374,7 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
         )
     reserved, framework = alive.bytes, 0
     if p.target == "cuda":
-        reserved = alive.reserved
+        reserved = max(alive.reserved, alive.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
     rank = p.rank * (p.n // layout.pipeline)
     return Memory(

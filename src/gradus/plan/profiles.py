@@ -46,6 +46,7 @@ class Weight:
     expert: bool  # one of experts that are split over processes
     cut: bool  # along layout.tensor or layout.expert
     partial: bool  # its gradient is still to be summed along layout.tensor
+    across: bool  # FSDP2 may cut it along any dimension: see parallel.shard
 
     @property
     def size(self) -> int:
@@ -192,13 +193,14 @@ def weights_of(modules: dict[str, nn.Module], parallel: Parallel) -> Units:
     """After a backward pass, so that it can be told which gradients are parts of sums."""
     inner = [("", modules[""]), *((unit, module) for unit, module in modules.items() if unit)]
     where = {id(p): unit for unit, module in inner for p in module.parameters()}  # the innermost
+    across = {id(p) for module in parallel.part.modules() if isinstance(module, Experts) for p in module.parameters()}
     out: Units = {}
     for name, p in parallel.part.named_parameters():
         if p.requires_grad:
             placed = p.grad.placements if isinstance(p.grad, DTensor) else ()
             local = p.to_local() if isinstance(p, DTensor) else p
             expert, cut = parallel.is_expert(p), isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
-            weight = Weight(tuple(local.shape), expert, cut, any(x.is_partial() for x in placed))
+            weight = Weight(tuple(local.shape), expert, cut, any(x.is_partial() for x in placed), id(p) in across)
             out.setdefault(where[id(p)], {})[name] = weight
     return out
 
@@ -297,8 +299,8 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
     given[INDEX["activations"]] = traced.batch / 2
     for name in ("weights", "gradients", "optimizer"):
         buffers[INDEX[name]] = 0
-    buffers[N:] = 0  # small
     buffers = buffers - given
+    buffers[N:] = 0, 0, buffers[:N].sum()  # tensors of hidden states
     given = given + ready.net / 2
     made = INDEX["transient"]  # where the last step's images are there still, they go as this one's come
     buffers[made] -= max(0.0, min(start[made], ready.net[made])) / 2

@@ -62,7 +62,7 @@ def _shards(p: Process, shape, stride) -> Iterator[Transfer]:
         for _, weights, times in stage.units():
             for expert in (False, True):  # split experts are a unit of their own
                 k, apart = (layout.shard, stride["shard"]) if expert else (wide, _nearest(layout, stride))
-                elements = sum(padded(w.shape, k) for w in weights.values() if w.expert == expert)
+                elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
                 yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "forward", "forward")
                 if layout.reshard:
                     yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "backward", "backward")
