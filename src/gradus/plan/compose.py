@@ -372,6 +372,8 @@ def peak(p: Process) -> Alive:
     holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
     alive.phase = "optimizer"
+    if ddp and micro > 1:  # what the earlier micro-batches' gradients were is in the buckets now
+        alive.now = alive.now - level(transient=own)
     for flat, gradients in _flat(p):
         alive.rise(level(transient=flat) if gradients or ddp else level(transient=flat, gradients=-own))
     return alive
