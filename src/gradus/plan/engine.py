@@ -250,7 +250,7 @@ class Process:
 
 def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None) -> list[Process]:
     """The processes that may need most: of a pipeline the first and the last, and where the decoder begins. Raises UserError."""
-    recipe = recipe if task is not None else making.complete(recipe)
+    recipe = making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
     if layout.replicate == "data_parallel" or layout.transport == "mpi":
