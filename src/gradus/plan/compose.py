@@ -94,19 +94,19 @@ class Stage:
                 times = counts[stack] - SHOWN + 1 if k == middle // 2 and counts[stack] > SHOWN else 1
                 yield [dataclasses.replace(p, unit=f"{p.unit}@{k}") for p in group], times
 
-    def totals(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
-        """As `groups`, the repeated ones together."""
+    def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
+        """Each piece, and how often."""
         counts = self.counts()
         for piece in pieces:
             stack, number = self._place(piece.unit)
-            yield [piece], counts[stack] - 2 if number == 1 else 1
+            yield piece, counts[stack] - 2 if number == 1 else 1
 
     def casts(self) -> np.ndarray:
         """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass, since no backward
         pass gives them back."""
         kept = 0.0
         for pieces in self.profile.later.values():
-            for (piece,), times in self.totals(pieces):
+            for piece, times in self.totals(pieces):
                 kept += (times - 1) * piece.stretch.net[INDEX["gathered"]]
         return level(gathered=kept)
 
@@ -114,7 +114,7 @@ class Stage:
         """What a micro-batch leaves behind that is no gradient."""
         total = -self.casts()
         for pieces in self.profile.later.values():
-            for (piece,), times in self.totals(pieces):
+            for piece, times in self.totals(pieces):
                 total = total + times * piece.stretch.net
         return total
 
@@ -131,6 +131,13 @@ class Stage:
         for unit, weights in self.profile.units.items():
             stack, number = self._place(unit)
             yield unit, weights, counts[stack] - 2 if number == 1 else 1
+
+
+def sharded_over(layout: Layout, expert: bool) -> int:
+    """Processes over which FSDP2 shards a parameter. expert: of experts that are split, each group of processes has its own."""
+    if layout.shard == 1:
+        return 1
+    return layout.shard if expert else layout.shard * layout.expert * layout.context
 
 
 def size_of(weights: dict[str, Weight]) -> int:
@@ -228,9 +235,7 @@ class Sharded(Whole):
 
     def ranks(self, unit: str) -> int:
         """Over which the unit is sharded."""
-        layout, weights = self.layout, self.shapes.get(self.of(unit), {})
-        experts = any(w.expert for w in weights.values())
-        return layout.shard if experts else layout.shard * layout.expert * layout.context
+        return sharded_over(self.layout, any(w.expert for w in self.shapes.get(self.of(unit), {}).values()))
 
     def full(self, unit: str) -> int:
         return sum(padded(w, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
@@ -358,7 +363,7 @@ def peak(p: Process) -> Alive:
     """What a process has alive at most, and when."""
     layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
     sharded, ddp = layout.shard > 1, p.replicated
-    own = width * sum(size * times for size, times in p.elements)
+    own = p.own
     start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
     handed = stages_of(p.rank, layout)
     for s, stage in zip(handed, stages):  # from stage to stage of the process nothing is received
@@ -391,7 +396,7 @@ def _summed(p: Process) -> list[float]:
 
 def _flat(p: Process) -> Iterator[tuple[float, bool]]:
     """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
-    layout, own = p.recipe.layout, p.width * sum(size * times for size, times in p.elements)
+    layout, own = p.recipe.layout, p.own
     replicas = sizes(layout, p.n)["replicate"]
     bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
     yield from ((min(bucket, summed), True) for summed in _summed(p))
@@ -411,7 +416,7 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
     small = micro - 1 if layout.pipeline == 1 else p.given.count - 1  # from here on they are as long as the last; idle ones too
     order = list(actions(layout, micro, p.rank))
     split = any(kind == "weights" for kind, _, _ in order)
-    left, shared = [stage.left() for stage in stages], _shared(stages)
+    left, casts, shared = [stage.left() for stage in stages], [stage.casts() for stage in stages], _shared(stages)
     due = np.zeros(N + 3)
     sends = layout.pipeline > 1 and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
     own = stages_of(p.rank, layout)
@@ -433,7 +438,7 @@ def _run(p: Process, alive: Alive, holder: Whole, ddp: bool) -> None:
             if times > 1:
                 alive.now = alive.now + (times - 1) * (alive.now - before)
         if kind == "forward":
-            alive.now = alive.now - stages[s].casts()
+            alive.now = alive.now - casts[s]
         alive.now = alive.now - level(gradients=twice * p.width)
         if kind == "backward":
             holder.end_micro(last)
@@ -466,12 +471,10 @@ def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool
         new = micro if fresh else int(first)  # micro-batches that add to no gradients
         for runs, many in ((stage.profile.first, new), (stage.profile.later, micro - new)):
             for pieces in runs.values() if many else ():
-                for group, times in stage.totals(pieces):
-                    for piece in group:
-                        for key, count in piece.stretch.ops.items():
-                            ops[key] = ops.get(key, 0) + count * times * many
-                        for key, count in piece.stretch.transfers.items():
-                            sent[key] = sent.get(key, 0) + count * times * many
+                for piece, times in stage.totals(pieces):
+                    for total, counted in ((ops, piece.stretch.ops), (sent, piece.stretch.transfers)):
+                        for key, count in counted.items():
+                            total[key] = total.get(key, 0) + count * times * many
     return ops, sent
 
 
@@ -490,7 +493,7 @@ def holding(p: Process) -> dict[tuple, float]:
             for _, weights, times in stage.units():
                 for expert in (False, True):
                     chosen = [w for w in weights.values() if w.expert == expert]
-                    k = layout.shard if expert else layout.shard * layout.expert * layout.context
+                    k = sharded_over(layout, expert)
                     full, elements = sum(padded(w, k) for w in chosen), sum(w.size for w in chosen)
                     for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
                         add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
@@ -505,7 +508,7 @@ def holding(p: Process) -> dict[tuple, float]:
                     if full:
                         add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
-        own = p.width * sum(size * times for size, times in p.elements)
+        own = p.own
         half = layout.compress in ("bf16", "fp16") and p.width == 4
         add("copy", p.width, "backward", (5.5 if half else 6) * own, 1)
         if half:
@@ -520,7 +523,7 @@ def optimizer(p: Process) -> list[Op]:
     layout = p.recipe.layout
     profile = p.stages[0].profile
     traced = [w for weights in profile.units.values() for w in weights.values()]
-    own = p.width * sum(size * times for size, times in p.elements)
+    own = p.own
     scale = own / (sum(w.size for w in traced) * (2 if profile.pure else 4))
     tensors = sum(times for _, times in p.elements) / len(traced)
     replicas = sizes(layout, p.n)["replicate"]

@@ -206,13 +206,16 @@ class Process:
     @functools.cached_property
     def elements(self) -> list[tuple[int, int]]:
         """(elements that this process holds of a parameter, how many such)."""
-        layout = self.recipe.layout
-        wide = layout.shard * layout.expert * layout.context if layout.shard > 1 else 1
         found = []
         for w, times in traffic.in_order(self.stages):
-            k = layout.shard if w.expert and layout.shard > 1 else wide
+            k = compose.sharded_over(self.recipe.layout, w.expert)
             found.append((compose.padded(w, k) // k if k > 1 else w.size, times))
         return found
+
+    @functools.cached_property
+    def own(self) -> int:
+        """Bytes of the parameters that this process holds."""
+        return self.width * sum(size * times for size, times in self.elements)
 
     @functools.cached_property
     def state(self) -> float:
@@ -223,7 +226,7 @@ class Process:
         tensors = sum(times for _, times in self.elements)
         if optimizer.name != "sgd":
             each += 4 * tensors / replicas / self.stepped if layout.shard_optimizer else 4 * tensors / self.stepped  # counts of steps
-        outer = 2 * self.width * sum(size * times for size, times in self.elements) if layout.diloco else 0
+        outer = 2 * self.own if layout.diloco else 0
         return self.stepped * each + outer
 
     @functools.cached_property
@@ -239,9 +242,8 @@ class Process:
 
     @property
     def held(self) -> dict[str, int]:
-        weights = self.width * sum(size * times for size, times in self.elements)
         fixed = self.stages[0].profile.fixed[compose.INDEX["weights"]]
-        return {"weights": int(weights + fixed), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
+        return {"weights": int(self.own + fixed), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
 
     @functools.cached_property
     def work(self) -> Work:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradus.plan.compose import Stage, holders_of, padded, stages_of, tied, widths
+from gradus.plan.compose import Stage, holders_of, padded, sharded_over, stages_of, tied, widths
 from gradus.plan.profiles import Weight
 from gradus.plan.work import Transfer
 from gradus.recipe.axes import DATA, sizes, strides
@@ -57,11 +58,10 @@ def _shards(p: Process, shape, stride) -> Iterator[Transfer]:
         return
     computed, reduced = widths(layout, p.width)
     scatters = micro if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
-    wide = layout.shard * layout.expert * layout.context
     for stage in p.stages:
         for _, weights, times in stage.units():
             for expert in (False, True):  # split experts are a unit of their own
-                k, apart = (layout.shard, stride["shard"]) if expert else (wide, _nearest(layout, stride))
+                k, apart = sharded_over(layout, expert), stride["shard"] if expert else _nearest(layout, stride)
                 elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
                 yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "forward", "forward")
                 if layout.reshard:
@@ -155,9 +155,7 @@ def _control(p: Process, shape, stride) -> Iterator[Transfer]:
 
     def over(*axes: str) -> Transfer:
         wide = [axis for axis in axes if shape[axis] > 1]
-        k = 1
-        for axis in wide:
-            k *= shape[axis]
+        k = math.prod(shape[axis] for axis in wide)
         return Transfer("control", "all_reduce", 4.0, 1, k, min((stride[axis] for axis in wide), default=1), "optimizer")
 
     if layout.replicate == "parameter_server":
