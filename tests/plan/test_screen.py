@@ -11,12 +11,13 @@ import shlex
 
 import pytest
 
-from gradus import cli, hardware
-from gradus.hardware import Cluster
+from gradus import cli, hardware, models
 from gradus.plan import answer, show
 from gradus.plan.answer import Request
 from gradus.plan.engine import NAMES, Memory
 from gradus.plan.figures import figure
+from gradus.plan.work import Op, Work
+from gradus.recipe.axes import needed
 from gradus.recipe.presets import PRESETS
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256", "batch.samples=64")
@@ -38,27 +39,26 @@ ADVICE = ["--on 1024xA100-PCIe-40GB layout.precision=fp32 layout.micro_batch=1 l
 
 @pytest.fixture
 def closed(monkeypatch, tmp_path):
-    """What is traced, in closed form; and a calibrated machine."""
-    from gradus.plan import analytic, formulas, search
-
-    def space_of(recipe, n):
-        return search._Space(recipe, Cluster(hardware.find("H100"), n))
+    """What is traced, by rules of thumb; and a calibrated machine."""
 
     def plan_memory(recipe, n=1, *, target="cpu", device=None, task=None):
-        c = space_of(recipe, n).price_memory(recipe.layout, n)
-        parts = {name: int(c.memory.get(name, 0)) for name in NAMES}
-        total = sum(parts.values())
+        each = 4 * models.count(recipe.model)["total"] // needed(recipe.layout)
+        parts = dict.fromkeys(NAMES, 0) | {"weights": each, "gradients": each, "optimizer": 2 * each, "activations": 10**9}
         held = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
+        total = sum(parts.values())
         return Memory(parts, total, int(total * 1.03), 10**9, None, 0, "backward", held, 10**9, [])
 
     def traced_work(recipe, n=1, *, target="cuda", task=None, micro_batches=None):
-        s = space_of(recipe, n)
-        known = {"micro_batch": recipe.layout.micro_batch or s.share(recipe.layout, n), "seq_len": s.seq_len, "samples": s.samples,
-                 "target_len": s.target_len, "selected": s.selected}  # fmt: skip
-        return analytic.analytic_work(s.m, recipe.layout, n, transfers=formulas.traffic(s.m, recipe.layout, n, **known), **known)
+        samples = recipe.batch.samples or 1
+        flops = 6.0 * models.count(recipe.model)["total"] * 512 * samples / n
+        side = round((flops / 2) ** (1 / 3))
+        dtype = recipe.layout.precision.removeprefix("pure_")
+        ops = [Op("matmul", "mm", dtype, "forward", flops, 6.0 * side**2, (1, side, side, side)), Op("memory", "add", dtype, "backward", 0.0, flops / 1e3)]
+        return Work(ops, [Op("memory", "adamw", "fp32", "optimizer", 0.0, 1e9)], [], 1, 1, 1, "1f1b", samples, samples * 512, flops * n, 1e6)
 
     monkeypatch.setattr("gradus.plan.engine.plan_memory", plan_memory)
     monkeypatch.setattr("gradus.plan.engine.traced_work", traced_work)
+    monkeypatch.setattr("gradus.plan.search.best_layout", lambda recipe, cluster, task=None: recipe.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))
     monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
     monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)
     device = dataclasses.replace(hardware.find("H100"), name="a processor of 64 cores", aliases=("this", "here", "cpu"), kind="cpu", node=1, network=None)

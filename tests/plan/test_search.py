@@ -1,9 +1,8 @@
-"""The search over layouts: what wins fits, is allowed and is the same every time; what loses says why."""
+"""The search over layouts: what wins fits, is allowed, is what the plan chooses and prints; what loses says why."""
 
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 
@@ -11,15 +10,32 @@ from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
-from gradus.plan import hf
-from gradus.plan.search import Found, best_candidates, quick_time, search
+from gradus.plan import hf, sketch
+from gradus.plan.answer import Request, answer
+from gradus.plan.search import (
+    DAY,
+    HEADROOM,
+    Candidate,
+    Found,
+    Space,
+    best_layout,
+    fewest_in_time,
+    ranked,
+    remedy,
+    search,
+)
 from gradus.recipe.schema import Layout, Recipe
 
 SMALL = {"model.n_layers": 4}
+WORDS = ("model.n_layers=4", "model.seq_len=256", "batch.samples=64")
 
 
 def recipe_of(name: str, samples: int = 64, **overrides) -> Recipe:
     return hf.recipe_for(name, tokens=1e9, samples=samples, **overrides)
+
+
+def best_of(recipe: Recipe, cluster: Cluster) -> Candidate:
+    return ranked(Space(recipe, cluster))[0][0]
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +44,12 @@ def found() -> Found:
 
 
 def test_the_winners_fit_and_are_allowed(found):
-    assert found.complete and found.fastest and found.fewest
+    assert found.fastest and found.fewest
     for c in (found.fastest, found.cheapest, found.fewest):
-        assert c.needed <= c.capacity and c.seconds > 0
+        assert c.needed <= HEADROOM * c.capacity and c.seconds > 0
         check.validate(found.recipe.model_copy(update={"layout": c.layout}), c.n)
     assert found.fewest.n == 1
-    assert all(found.fastest.seconds <= c.seconds for c in found.table if c.seconds)
+    assert all(found.fastest.seconds <= c.seconds for c in found.table)
     assert all(found.cheapest.money <= c.money for c in found.table if c.money)
 
 
@@ -54,50 +70,88 @@ def test_the_same_question_has_the_same_answer(found):
     assert [(c.keys, c.n, c.seconds, c.reason) for c in again.table] == [(c.keys, c.n, c.seconds, c.reason) for c in found.table]
 
 
+@pytest.mark.parametrize("on", ["H100", "4xA100-40GB"])
+def test_the_plan_chooses_and_prints_the_searchs_first(on):
+    """And any other layout of the table is planned as it was ranked, to the last digit."""
+    made = answer(Request("gpt2-small", WORDS, on))
+    found = search(made.recipe.model_copy(update={"layout": hf.recipe_for("gpt2-small").layout}), made.cluster)
+    assert (made.value("time/step"), made.value("memory/device")) == (found.fastest.seconds, found.fastest.needed)
+    assert made.recipe.layout == found.fastest.layout
+    for c in found.table[1:3]:
+        other = answer(Request("gpt2-small", (*WORDS, *found.keys(c).split()), f"{c.n}x{found.cluster.device.name}"))
+        assert (other.value("time/step"), other.value("memory/device")) == (c.seconds, c.needed)
+
+
 def test_nothing_fits():
-    found = search(recipe_of("gpt3-175b", samples=8), hardware.cluster("2xA100-40GB"), limit_s=20)
+    found = search(recipe_of("gpt3-175b", samples=8), hardware.cluster("2xA100-40GB"))
     assert found.fastest is None and found.cheapest is None and not any(c.fits for c in found.table)
     assert "does not fit" in found.table[0].reason and "optimizer" in " ".join(c.reason for c in found.table)
     text = "\n".join(found.lines())
     assert "nothing fits" in text
     on = hardware.cluster(text.partition("--on ")[2].split()[0])  # where the batch as it is can be split so
-    assert on.n > 2 and best_candidates(found.recipe, on)[0].fits
+    assert on.n > 2 and best_of(found.recipe, on).fits
 
 
-def test_time_falls_with_devices_until_traffic_rules():
+def test_what_does_not_fit_has_a_remedy():
+    recipe = recipe_of("gpt2-medium", **{"layout.micro_batch": 64})
+    c = remedy(recipe, hardware.cluster("RTX-3090"))
+    assert c.fits and c.n == 1 and c.layout.micro_batch <= 64 and c.layout.tensor == 1
+
+
+def test_time_falls_with_devices():
     recipe = recipe_of("gpt2-small", samples=512, **SMALL)
-    device = hardware.find("H100")
-    seconds = [best_candidates(recipe, Cluster(device, n))[0].seconds for n in (1, 2, 4, 8)]
+    seconds = [best_of(recipe, Cluster(hardware.find("H100"), n)).seconds for n in (1, 2, 4, 8)]
     assert all(more < less for less, more in itertools.pairwise(seconds))
-    slow = recipe.model_copy(update={"layout": Layout(precision="bf16", micro_batch=1), "batch": recipe.batch.model_copy(update={"samples": 64})})
-    alone = quick_time(slow, Cluster(device, 1))
-    many = [quick_time(slow, Cluster(device, n)) * n for n in (8, 64)]
-    assert alone < many[0] < many[1]  # devices are wasted: the same traffic for less work each
+
+
+def test_a_deadline_takes_the_fewest_in_whole_nodes():
+    recipe, h100 = recipe_of("gpt2-small", samples=512, **SMALL), hardware.cluster("H100")
+    alone = best_of(recipe, h100).seconds
+    days = 1000 * alone / DAY
+    assert fewest_in_time(recipe, h100, 1000, 1.01 * days).n == 1
+    several = fewest_in_time(recipe, h100, 1000, days / 10)
+    assert several.n % 8 == 0 and 1000 * several.seconds / 0.89 <= days / 10 * DAY
+    fewer = several.n - 8
+    assert 1000 * best_of(recipe, Cluster(h100.device, fewer)).seconds / (0.89 if fewer > 8 else 1) > days / 10 * DAY
+    with pytest.raises(UserError, match="no number of H100"):
+        fewest_in_time(recipe, h100, 1000, days / 1e6)
 
 
 def test_a_stated_precision_stays():
     for precision in ("fp32", "bf16"):
-        layout = best_candidates(recipe_of("gpt2-small", **SMALL, **{"layout.precision": precision}), hardware.cluster("2xH100"))[0].layout
+        layout = best_layout(recipe_of("gpt2-small", **SMALL, **{"layout.precision": precision}), hardware.cluster("2xH100"))
         assert layout.precision == precision or (precision == "bf16" and layout.param_dtype == "bf16")
 
 
-def test_the_best_is_found_quickly_at_175b_on_1024():
-    recipe, cluster = hf.recipe_for("gpt3-175b", tokens=3e11), hardware.cluster("1024xA100-80GB")
-    started = time.process_time()
-    layout = best_candidates(recipe, cluster)[0].layout
-    assert time.process_time() - started < 6  # two seconds of a processor
-    check.validate(recipe.model_copy(update={"layout": layout}), 1024)
-    assert layout.shard > 1 or layout.tensor * layout.pipeline > 1
+def test_nodes_have_their_own_size():
+    tensors = {split.tensor for split in Space(recipe_of("gpt3-175b", samples=72), hardware.cluster("64xGB200")).splits()}
+    assert 32 in tensors and max(s.tensor for s in Space(recipe_of("gpt3-175b"), hardware.cluster("64xH100")).splits()) == 8
 
 
+@pytest.mark.slow
 def test_all_families():
     for name in ("seq2seq-base", "bert-base-uncased", "t5-small", "vit-b16", "llama3.2-1b", "gpt2-small"):
         more = {"model.n_experts": 4} if name == "gpt2-small" else {}
         recipe = recipe_of(name, samples=32, **SMALL, **more)
-        layout = best_candidates(recipe, hardware.cluster("8xA100-80GB"))[0].layout
-        check.validate(recipe.model_copy(update={"layout": layout}), 8)
+        check.validate(recipe.model_copy(update={"layout": best_layout(recipe, hardware.cluster("8xA100-80GB"))}), 8)
 
 
 def test_an_impossible_number_of_devices():
     with pytest.raises(UserError, match=r"batch\.samples"):
         search(recipe_of("gpt2-small", samples=1, **SMALL), hardware.cluster("7xH100"), fewer=False)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"precision": "bf16", "micro_batch": 2}, {"shard": 8, "param_dtype": "bf16", "micro_batch": 1, "checkpointing": "full"},
+     {"precision": "bf16", "tensor": 2, "pipeline": 2, "micro_batch": 2}, {"precision": "bf16", "pipeline": 4, "micro_batch": 2, "schedule": "interleaved"}],
+)  # fmt: skip
+def test_a_sketch_is_near_what_the_engine_says(keys):
+    """Within 5 % of the time and 10 % of the memory; with other samples in a micro-batch than were traced, too."""
+    space = Space(recipe_of("gpt2-medium", **{"model.n_layers": 8}), hardware.cluster("8xH100"))
+    layout = space.base.model_copy(update=keys)
+    rough, exact = space.rough(layout, 0), space.price(layout)
+    assert rough.seconds == pytest.approx(exact.seconds, rel=0.05) and rough.needed == pytest.approx(exact.needed, rel=0.1)
+    small = space.sketch(layout.model_copy(update={"micro_batch": 1}))
+    grown = sketch.Rough(space.recipe, layout, 8, space.of(layout), small.with_samples(layout.micro_batch), 0)
+    assert grown.step_time(space.cluster).total == pytest.approx(rough.seconds, rel=0.06)

@@ -75,6 +75,14 @@ def bounds(n_blocks: int, n_stages: int) -> list[int]:
     return [-(-n_blocks * s // n_stages) for s in range(n_stages + 1)]
 
 
+def ranks(layout: Layout) -> list[int]:
+    """The process of the pipeline that has each stage: round the processes, or with two zero-bubble stages down and up
+    again in a V (Qi et al. 2024)."""
+    n, per_process = layout.pipeline, stages_per_process(layout)
+    v_shaped = layout.schedule == "zero_bubble" and per_process == 2
+    return [2 * n - 1 - s if v_shaped and s >= n else s % n for s in range(n * per_process)]
+
+
 # ---------------------------------------------------------------- what stands in the place of other stages' parts
 
 
@@ -340,8 +348,7 @@ class Pipeline:
         else:
             classes = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
             self.schedule_class = classes[layout.schedule]
-        v_shaped = self.schedule_class is ScheduleZBVZeroBubble  # down the processes and up again
-        self.rank_of = [self.n_stages - 1 - s if v_shaped and s >= n else s % n for s in range(self.n_stages)]
+        self.rank_of = ranks(layout)
 
         self.cutter = cutter = Cutter(model)
         self.bounds = bounds(len(cutter.blocks), self.n_stages)
@@ -431,6 +438,7 @@ class Pipeline:
             stage, stage.index, self.n_stages, self.device,
             input_args=arriving, output_args=(leaving,), group=self.group,
         )  # fmt: skip
+        made.stage_index_to_group_rank = dict(enumerate(self.rank_of))
         if dist.get_backend(self.group) == "gloo":
             send_nothing_ahead(made)
         return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -65,17 +64,20 @@ def answer(request: Request) -> Answer:
     """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
     notes: list[str] = []
     recipe, task, cluster, counted, chosen = asked(request, notes)
-    if not (cluster and request.days and not counted):
-        return _on(request, recipe, task, cluster, chosen, notes)
-    made = None
-    for _ in range(4):  # found by closed forms: where the traced step is slower, or does not fit, the next number is taken
-        cluster = _devices_for(request, recipe, cluster, chosen, more_than=made.n if made else 0)
-        made = _on(request, recipe, task, cluster, chosen, list(notes))
-        if made.fits is not False and made.value("budget/time", case="expected") <= request.days * DAY:
-            made.notes.append(f"{made.n:,} is the fewest of 1, 2, 3, 4, 6, 8, ... (in whole nodes) that are done in {request.days:g} days")
-            break
-    made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
-    return made
+    if cluster and request.days and not counted:
+        from gradus.plan.search import fewest_in_time
+
+        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=chosen)
+        cluster = Cluster(cluster.device, found.n)
+        notes.append(f"{found.n:,} is the fewest, in whole nodes, that are done in {request.days:g} days")
+        made = _on(request, recipe, task, cluster, found.layout if chosen else None, notes)
+        made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
+        return made
+    if chosen and cluster:
+        from gradus.plan.search import best_layout
+
+        return _on(request, recipe, task, cluster, best_layout(recipe, cluster, task), notes)
+    return _on(request, recipe, task, cluster, None, notes)
 
 
 def asked(request: Request, notes: list[str]):
@@ -88,15 +90,18 @@ def asked(request: Request, notes: list[str]):
     return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS
 
 
-def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, chosen: bool, notes: list[str]) -> Answer:
+def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str]) -> Answer:
+    """layout: the plan's own choice; None: the recipe's."""
     n = cluster.n if cluster else mesh.needed(recipe.layout)
-    if chosen and n > 1:
-        made = _best(request, recipe, task, cluster, notes)
-        made.chosen = True
+    planned = recipe
+    if layout:
+        planned = recipe.model_copy(update={"layout": layout})
+        notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
     else:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
-        made = _answer(request, recipe, task, cluster, n, notes)
+    made = _answer(request, planned, task, cluster, n, notes)
+    made.chosen = layout is not None
     made.layout_keys = layout_keys(made.recipe.layout, recipe.layout, said_keys(request.overrides))
     if made.fits is False:
         made.advice = _advice(request, made, recipe.layout, task)
@@ -104,26 +109,6 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, chosen:
 
     made.headline = headline(made, request)
     return made
-
-
-def _best(request: Request, recipe: Recipe, task, cluster: Cluster, notes: list[str]) -> Answer:
-    """The fastest layout by closed forms that also fits when it is traced; of three, else the first that can be traced."""
-    from gradus.plan.search import best_candidates
-
-    notes = [*notes, "the layout is the plan's own choice: --search shows the others, layout.* keys set another"]
-    first, told = None, None
-    for c in best_candidates(recipe, cluster)[:3]:
-        try:
-            made = _answer(request, recipe.model_copy(update={"layout": c.layout}), task, cluster, cluster.n, list(notes))
-        except UserError as e:  # this one cannot be traced
-            told = told or e
-            continue
-        if made.fits or not c.fits:
-            return made
-        first = first or made
-    if first is None:
-        raise told
-    return first
 
 
 # ---------------------------------------------------------------- what is asked
@@ -268,51 +253,6 @@ def _numbers(request: Request, recipe: Recipe, cluster: Cluster, bare: bool, not
     return recipe
 
 
-def _devices_for(request: Request, recipe: Recipe, cluster: Cluster, chosen: bool, more_than: int = 0) -> Cluster:
-    """The fewest devices, in whole nodes where there are several, on which the step fits and that are done in time, by closed forms."""
-    from gradus.plan.budget import usual_goodput
-    from gradus.plan.counts import closed_form, shape_of, tokens_a_sample
-    from gradus.plan.search import best_candidates, quick_time
-
-    device, steps = cluster.device, total_steps(recipe)
-    wanted = request.days * DAY
-    per_sample = closed_form(recipe.model, shape_of(recipe))
-    samples = recipe.batch.samples or recipe.batch.tokens / tokens_a_sample(recipe)
-    at_peak = per_sample * samples * steps / (max(device.peaks.values()) * wanted)  # no fewer can do it
-    each = 1 if chosen else mesh.needed(recipe.layout)
-    most = device.node if device.network is None and device.kind != "cpu" else 2**17
-    counts = sorted({k for p in range(17) for k in (2**p, 3 * 2**p) if (k <= device.node or k % device.node == 0) and k <= most})
-    counts = [k for k in counts if k >= at_peak and k > more_than and k % each == 0]
-    found, best = None, math.inf
-    for k in counts:
-        tried = Cluster(device, k)
-        try:
-            if chosen and k > 1:
-                candidate = best_candidates(recipe, tried)[0]
-                if not candidate.fits:
-                    continue
-                now = recipe.model_copy(update={"layout": candidate.layout})
-            else:
-                now = recipe
-            check.validate(now, k)
-            seconds = quick_time(now, tried) * steps / usual_goodput(tried)
-        except UserError:
-            continue
-        if seconds <= wanted:
-            found = tried
-            break
-        if seconds > best * 1.05 and k > device.node:
-            break  # more of them are slower: traffic rules
-        best = min(best, seconds)
-    if found is None:
-        quickest = f" The quickest found takes {best / DAY:,.3g} days." if math.isfinite(best) else ""
-        raise UserError(
-            f"--days={request.days:g}: no number of {device.name} up to {most:,} is done in time, as the batch can be split.{quickest} "
-            "Give more days, a larger batch.samples, or a faster device."
-        )
-    return found
-
-
 def total_steps(recipe: Recipe, task=None) -> int:
     from gradus.train.schedule import total_steps as of_run
 
@@ -349,28 +289,16 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
 
 
 def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
-    """What would fit, ready to paste: the nearest other layout, found by closed forms and confirmed by a trace; and the device on which it
-    would as it is. asked: the recipe's own layout."""
-    from gradus import hardware
-    from gradus.plan.engine import plan_memory
-    from gradus.plan.search import remedies
+    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's own layout."""
+    from gradus.plan.search import remedy
     from gradus.plan.show import size
 
-    recipe, cluster, now, out = made.recipe, made.cluster, made.value("memory/device"), []
+    cluster, now, out = made.cluster, made.value("memory/device"), []
     device = cluster.device
-    target = "cuda" if device.kind == "gpu" else "cpu"
-    for c in itertools.islice(remedies(recipe, cluster), 4):
-        try:
-            layout = recipe.model_copy(update={"layout": c.layout})
-            needed = plan_memory(layout, c.n, target=target, device=device, task=task).device_total
-        except UserError:
-            continue
-        if needed > device.capacity:
-            continue
+    if c := remedy(made.recipe, cluster, task):
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
         keys = layout_keys(c.layout, asked, said_keys(request.overrides))
-        out.append(f"{on}{keys}: it fits, {size(needed)} a device ({needed / device.capacity:.0%})")
-        break
+        out.append(f"{on}{keys}: it fits, {size(c.needed)} a device ({c.needed / device.capacity:.0%})")
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: d.capacity)
@@ -570,7 +498,7 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    found = of_layouts(recipe, cluster, steps=steps, confirm=True, task=task)
+    found = of_layouts(recipe, cluster, steps=steps, task=task)
     found.said = said_keys(request.overrides)
     return [*found.lines(), *_notes(notes)], found.rows()
 

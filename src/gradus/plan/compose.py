@@ -7,6 +7,7 @@ DDP add happens at their edges: gathering before a unit's forward and backward p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradus.parallel import pipeline
 from gradus.plan.profiles import EACH, INDEX, NAMES, MiB, N, Part, Piece, Profile, Units, Weight, pool
 from gradus.plan.work import Op
 from gradus.recipe.axes import sizes, stages_per_process
@@ -70,13 +72,14 @@ class Alive:
 # ---------------------------------------------------------------- from few blocks to many
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Stage:
     """One stage of the process: its part of the model, and the profile of a small part like it."""
 
     part: Part
     profile: Profile
 
+    @functools.cache  # noqa: B019  (a stage lives as long as its plan)
     def counts(self) -> dict[str, int]:
         own = [own for _, own, _ in self.part.stacks if own]
         return dict(zip(self.profile.stacks, own))
@@ -96,10 +99,16 @@ class Stage:
 
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         """Each piece, and how often."""
-        counts = self.counts()
-        for piece in pieces:
-            stack, number = self._place(piece.unit)
-            yield piece, counts[stack] - 2 if number == 1 else 1
+        yield from ((piece, self._times(piece.unit, piece.edge)) for piece in pieces)
+
+    def _times(self, unit: str, edge: str = "") -> int:
+        """How many blocks a traced one stands for: the middle one of three for all but two, a single one for all; what comes after a single
+        one is the end's."""
+        stack, number = self._place(unit)
+        if not stack or (number == 0 and edge.startswith("post") and unit.count(".") == stack.count(".") + 1):
+            return 1
+        own, traced = self.counts()[stack], self.profile.stacks[stack][1]
+        return own if traced == 1 else own - 2 if number == 1 else 1
 
     def casts(self) -> np.ndarray:
         """Of the blocks that were not traced: half copies of weights that autocast forgets at the end of the forward pass, since no backward
@@ -121,16 +130,13 @@ class Stage:
     def _place(self, unit: str) -> tuple[str, int]:
         """(stack, which of its traced blocks) of a unit; ("", -1) where blocks are not repeated."""
         for stack, (first, traced) in self.profile.stacks.items():
-            if unit.startswith(f"{stack}.") and traced == EACH:
+            if unit.startswith(f"{stack}.") and traced in (1, EACH):
                 return stack, int(unit[len(stack) + 1 :].split(".")[0]) - first
         return "", -1
 
     def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
         """(name, shapes, how often)."""
-        counts = self.counts()
-        for unit, weights in self.profile.units.items():
-            stack, number = self._place(unit)
-            yield unit, weights, counts[stack] - 2 if number == 1 else 1
+        yield from ((unit, weights, self._times(unit)) for unit, weights in self.profile.units.items())
 
 
 def sharded_over(layout: Layout, expert: bool) -> int:
@@ -154,23 +160,15 @@ def padded(w: Weight, k: int) -> int:
 
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
-    """The stages of a process of the pipeline, as `parallel.pipeline.Pipeline` deals them out."""
-    n, v = layout.pipeline, stages_per_process(layout)
-    if layout.schedule == "zero_bubble" and v == 2 and n > 1:  # down the processes and up again
-        return [rank, 2 * n - 1 - rank]
-    return [rank + i * n for i in range(v)]
-
-
-def holders_of(layout: Layout) -> dict[int, int]:
-    """Stage → process of the pipeline."""
-    return {s: rank for rank in range(layout.pipeline) for s in stages_of(rank, layout)}
+    """The stages of a process of the pipeline."""
+    return [s for s, r in enumerate(pipeline.ranks(layout)) if r == rank]
 
 
 def tied(p: Process) -> Iterator[tuple[float, int]]:
     """(bytes, sends) of gradients of parameters that several processes of the pipeline have: the first adds up and gives back."""
-    layout, where = p.recipe.layout, holders_of(p.recipe.layout)
+    layout, where = p.recipe.layout, pipeline.ranks(p.recipe.layout)
     holders: dict[str, set[int]] = {}
-    for s, stage in enumerate(p.every):
+    for s, stage in p.every.items():
         for name in stage.profile.units.get("", {}):
             holders.setdefault(name, set()).add(where[s])
     for name, w in {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}.items():

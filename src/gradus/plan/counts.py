@@ -7,26 +7,24 @@ Conventions (one multiply-add is two operations; a look-up in an embedding is no
     flops/hardware         what is computed: model operations, what checkpointing computes again, and the scores that a fused
                            attention's backward pass computes again (Dao et al. 2022, section 3.1); attention's full matrix
 
-A large model is counted with one and two layers and extended, which is exact: every layer of a stack does the same.
+A large model is traced with one block of each kind, which is exact: every block of a stack does the same.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
 
 from gradus import models
 from gradus.errors import UserError, did_you_mean
-from gradus.plan.batches import complete
+from gradus.plan import engine
+from gradus.plan.batches import complete, micro_batches
 from gradus.plan.figures import figure
-from gradus.plan.formulas import Shape, closed_form, vit_tokens
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from gradus.hardware import Cluster
 
 FULL = "no recomputation, attention's full matrix"
@@ -70,7 +68,7 @@ def parameters(config: ModelConfig) -> list[Row]:
     """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts, parameters/active:
     those that a token meets. Each shared one is counted once. Allocates nothing; 405B takes a second."""
     counts = models.count(config)
-    formula, source = PARAMETERS[config.family]
+    formula, source = PARAMETERS.get(config.family, ("all parameters", "the module"))
     experts = getattr(config, "n_experts", None)
     how = {"formula": formula + (EXPERTS if experts else ""), "inputs": sizes(config), "source": source, "method": "counted from the module"}
     rows = [figure(f"parameters/{name}", n, "parameters", **how) for name, n in counts.items()]
@@ -108,32 +106,36 @@ def sizes(config: ModelConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- what a sample is
 
 
-def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
-    """A full-length sample of this recipe, as its task makes it. seq_len: tokens of a row; None: data.max_len, or model.seq_len.
+class Shape(NamedTuple):
+    """One training sample as the model sees it, in positions. Of decoders and encoders `source` is the sequence and `target` 0."""
+
+    source: int
+    target: int = 0
+    selected: int = 0  # places at which a masked-LM head computes
+
+
+def sample_of(recipe: Recipe, seq_len: int | None = None) -> dict[str, Any]:
+    """A micro-batch of one full-length sample, as the recipe's task makes it. seq_len: tokens of a row; None: data.max_len, or model.seq_len.
 
     Raises UserError for a seq_len that the model has no positions for, and for one given for images.
     """
-    model, task = recipe.model, recipe.task
-    if model.family == "vit":
-        if seq_len is not None:
-            raise UserError(
-                f"seq_len={seq_len}: an image's length is its patches. Set model.image_size={model.image_size} or model.patch_size={model.patch_size}"
-            )
-        return Shape(vit_tokens(model))
-    if task.name == "copy":
-        return Shape(task.length, task.length - (task.start == "first"))
-    n = seq_len or getattr(recipe.data, "max_len", None) or model.seq_len
-    if model.family != "t5" and n > model.seq_len:
-        raise UserError(f"seq_len={n}: the model has {model.seq_len} positions. Set seq_len={model.seq_len} or fewer, or a longer model.seq_len")
-    if task.name == "masked_lm":
-        inner = n - (3 if task.next_sentence else 2)
-        return Shape(n, selected=max(1, round(task.mask_rate * inner)))
-    if task.name == "span_corruption":  # tasks/span_corruption.py: the row ends with an end token, and so does the target
-        inside = n - 1
-        noise = min(max(1, round(inside * task.noise_rate)), inside - 1)
-        spans = min(max(1, round(noise / task.mean_span)), inside - noise)
-        return Shape(inside - noise + spans + 1, noise + spans + 1)
-    return Shape(n, n) if task.name == "translation" else Shape(n)
+    model = recipe.model
+    if model.family == "vit" and seq_len is not None:
+        raise UserError(
+            f"seq_len={seq_len}: an image's length is its patches. Set model.image_size={model.image_size} or model.patch_size={model.patch_size}"
+        )
+    alone = recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": recipe.batch.model_copy(update={"samples": 1, "tokens": None})})
+    return micro_batches(alone, samples=1, seq_len=seq_len)[0]
+
+
+def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
+    """Of a full-length sample. Raises UserError as `sample_of`."""
+    batch = sample_of(recipe, seq_len)
+    if "source" in batch:
+        return Shape(batch["source"].shape[1], batch["target"].shape[1])
+    if "ids" in batch:
+        return Shape(batch["ids"].shape[1], selected=int(batch["select"].sum()) if "select" in batch else 0)
+    return Shape(recipe.model.n_tokens)
 
 
 # ---------------------------------------------------------------- operations
@@ -156,122 +158,42 @@ class Operations(NamedTuple):
     causal: float  # of `attention`: where no query looks at a later key
 
 
-def operations(recipe: Recipe, shape: Shape, *, target: str = "cuda") -> Operations:
-    """Of one sample, forward and backward. target: "cuda", where attention is fused also with dropout and with a trained bias; "cpu", where
-    it is not then (layers/kernels.py). Raises UserError where the model's configuration is not complete."""
-    config, layout = complete(recipe).model, recipe.layout
-    base = {"n_layers": 1, **({"n_decoder_layers": 1} if shape.target else {})}
-
-    def count(**more: int) -> Operations:
-        small = config.model_copy(update={**base, **more})
-        key = type(small), small.model_dump_json(), shape
-        model, attention, causal = _as_in_papers(*key)
-        if layout.checkpointing == "none" and layout.attention == "naive":
-            return Operations(model, model, attention, causal)
-        return Operations(model, _as_computed(*key, layout.attention, layout.chunk, layout.checkpointing, target), attention, causal)
-
-    small = total = count()
-    depths = {"n_layers": config.n_layers, **({"n_decoder_layers": config.n_decoder_layers or config.n_layers} if shape.target else {})}
-    for name, depth in depths.items():
-        if depth > 1:
-            total = Operations(*(so_far + (depth - 1) * (two - one) for so_far, two, one in zip(total, count(**{name: 2}), small)))
-    return total
+def operations(recipe: Recipe, seq_len: int | None = None, *, target: str = "cuda") -> Operations:
+    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is fused
+    also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's configuration
+    is not complete."""
+    recipe, batch = complete(recipe), sample_of(recipe, seq_len)
+    own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk")})
+    model = inner = causal = hardware = 0.0
+    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda").items():
+        model += n * (full := engine.products(kind, name, flops, shape, 2, 4))
+        inner += n * full * (kind == "attention")
+        causal += n * full * (kind == "attention" and flops < 0.75 * engine.products(kind, name, flops, shape, 2, 5))
+    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, own, batch, target).items():
+        hardware += n * engine.products(kind, name, flops, shape, 2, 5)
+    return Operations(model, hardware, inner, causal)
 
 
-@functools.lru_cache(maxsize=512)
-def _as_in_papers(kind: type[ModelConfig], content: str, shape: Shape) -> tuple[int, int, int]:
-    """(operations, those of scores and values, those of causal ones) with every score written out and nothing computed again."""
-    from gradus.layers import Attention
-    from gradus.measure.flops import count_flops
-    from gradus.parallel.apply import use_kernel
-
-    config = kind.model_validate_json(content)
-    inner = {"all": 0, "causal": 0}
-
-    def watch(kernel: Callable) -> Callable:
-        def watched(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **kwargs: Any):
-            n = 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]  # scores and values, forward
-            inner["all"] += n
-            inner["causal"] += n * causal
-            return kernel(q, k, v, causal=causal, **kwargs)
-
-        return watched
-
-    model = models.build(config, device="meta")
-    use_kernel(model, "naive", 0)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.kernel = watch(module.kernel)
-    inputs = _inputs(config, shape, "meta")
-    found = count_flops(lambda: _step(model, inputs))
-    return found, 3 * inner["all"], 3 * inner["causal"]
-
-
-@functools.lru_cache(maxsize=512)
-def _as_computed(kind: type[ModelConfig], content: str, shape: Shape, attention: str, chunk: int, checkpointing: str, target: str) -> int:
-    from gradus.layers import Attention
-    from gradus.measure.flops import count_flops
-    from gradus.parallel.apply import use_checkpointing, use_kernel
-    from gradus.torch_private import FakeTensorMode
-
-    config = kind.model_validate_json(content)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # a CPU's attention is fused there, as a GPU's is: on meta it would not be
-        model = models.build(config, device="cpu")
-        if target != "cpu":
-            for module in model.modules():
-                if isinstance(module, Attention):
-                    module.dropout = 0.0
-            for name, p in model.named_parameters():
-                p.requires_grad_("relative_bias" not in name)
-        use_kernel(model, attention, chunk)
-        use_checkpointing(model, checkpointing)
-        inputs = _inputs(config, shape, "cpu")
-        return count_flops(lambda: _step(model, inputs))
-
-
-def _inputs(config: ModelConfig, shape: Shape, device: str) -> dict[str, Any]:
-    """One sample without values, under the names of the model's arguments."""
-    import torch
-
-    def ids(n: int) -> Tensor:
-        return torch.zeros(1, n, dtype=torch.long, device=device)
-
-    if config.family == "vit":
-        return {"images": torch.zeros(1, config.n_channels, config.image_size, config.image_size, device=device)}
-    if shape.target:
-        return {"source": ids(shape.source), "target": ids(shape.target)}
-    if shape.selected:
-        return {"ids": ids(shape.source), "select": (ids(shape.selected)[0], ids(shape.selected)[0])}
-    return {"ids": ids(shape.source)}
-
-
-def _step(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Forward and backward pass. A loss has no matrix product, so that any sum of the scores will do."""
-    out = model(**inputs)
-    sum(x.float().sum() for x in (out if isinstance(out, tuple) else (out,))).backward()
-
-
-def flops(recipe: Recipe, *, samples: float | None = None, seq_len: int | None = None, shape: Shape | None = None, target: str = "cuda") -> list[Row]:
+def flops(recipe: Recipe, *, samples: float | None = None, seq_len: int | None = None, target: str = "cuda") -> list[Row]:
     """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal attention),
     flops/hardware, and flops/per_token (of flops/model).
 
-    samples: of the whole step, None: the recipe's. seq_len: tokens of a row, None: the recipe's; or a `shape` of one's own. target: "cuda"
-    or "cpu", see `operations`. Every sample is full length, so that padding counts for none. Raises UserError as `shape_of` and `operations`.
+    samples: of the whole step, None: the recipe's. seq_len: tokens of a row, None: the recipe's. target: "cuda" or "cpu", see `operations`.
+    Every sample is full length, so that padding counts for none. Raises UserError as `sample_of` and `operations`.
     """
-    shape = shape or shape_of(recipe, seq_len)
+    shape = shape_of(recipe, seq_len)
     config, layout = complete(recipe).model, recipe.layout
-    tokens = _tokens(config, shape)
+    tokens = tokens_a_sample(recipe, seq_len)
     samples = samples or recipe.batch.samples or recipe.batch.tokens / tokens
-    found = operations(recipe, shape, target=target)
+    found = operations(recipe, seq_len, target=target)
     model, hardware = samples * found.model, samples * found.hardware
-    how = {"method": "counted from the module with few layers, extended by layers"}
+    how = {"method": "traced with one block of each kind, and multiplied"}
 
     lengths = {"samples": samples, "s": shape.source, "t": shape.target or None, "m": shape.selected or None}
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
-    if config.family in ("gpt", "llama"):
-        inputs["N_mm"] = matmul_weights(config)
-    inputs["closed form"] = samples * closed_form(config, shape)
-    rows = [figure("flops/model", model, "FLOP/step", FORMULAS[config.family], inputs, PALM, convention=FULL, **how)]
+    if not shape.target and not shape.selected:
+        inputs["N_mm"] = round((found.model - found.attention) / (6 * shape.source))
+    rows = [figure("flops/model", model, "FLOP/step", FORMULAS.get(config.family, "6 · weights that multiply, a token, and attention's scores and values"), inputs, PALM, convention=FULL, **how)]
     if found.causal:
         text, source = "flops/model - half of causal attention's 12·L·a·d·s²", "Dao 2023 (FlashAttention-2), section 3.1; Megatron-LM counts so"
         inputs = {"flops/model": model, "causal attention": samples * found.causal}
@@ -286,19 +208,18 @@ def flops(recipe: Recipe, *, samples: float | None = None, seq_len: int | None =
 
 
 def tokens_a_sample(recipe: Recipe, seq_len: int | None = None) -> int:
-    """Tokens of a full-length sample, those of both sides of an encoder-decoder; of an image its patches. Raises UserError as `shape_of`."""
-    return _tokens(recipe.model, shape_of(recipe, seq_len))
-
-
-def _tokens(config: ModelConfig, shape: Shape) -> int:
-    return shape.source + shape.target - (config.family == "vit" and config.pool == "class_token")
+    """Tokens of a full-length sample, those of both sides of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
+    return sample_of(recipe, seq_len)["n_tokens"]
 
 
 def matmul_weights(config: ModelConfig) -> int:
-    """N_mm of a decoder or encoder: the weights a token is multiplied by, the output projection included, look-ups, norms and biases not."""
-    one = Shape(1)
-    per_pair = 12 * config.n_layers * config.n_heads * config.head_dim
-    return (closed_form(config, one) - per_pair) // 6
+    """N_mm of a decoder: the weights a token is multiplied by, of experts those that it meets, the output projection included; look-ups, norms
+    and biases not."""
+    model = models.build(config, device="meta")
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up)
+    spared = models.count(config)["total"] - active(config)  # of experts
+    return weights - spared + (config.vocab_size * config.d_model if config.tie_output else 0)
 
 
 # ---------------------------------------------------------------- utilisation

@@ -82,14 +82,16 @@ def _family_code(family: str) -> str:
     return "" if model.__module__.startswith("gradus.") else inspect.getsource(sys.modules[model.__module__])
 
 
-def profile_of(recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False) -> Profile:
+def profile_of(
+    recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False, micro: int = 2
+) -> Profile:
     """Of a small part: from memory or from disk where the same was traced before, by this code and this PyTorch."""
     small = profiles.small_recipe(recipe, part, split)
     known = "select", "labels"
     what = [
         small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"),
         small.data.model_dump(mode="json", exclude={"path"}), small.optimizer.name,
-        getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, _family_code(small.model.family),
+        getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, micro, _family_code(small.model.family),
         [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
          if isinstance(v, torch.Tensor)], __version__, torch.__version__, _code(),
     ]  # fmt: skip
@@ -100,7 +102,7 @@ def profile_of(recipe: Recipe, part: Part, batch: dict, target: Target, task: Ta
     try:
         found = profiles.from_plain(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):  # absent, or torn
-        found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split)
+        found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(path, json.dumps(profiles.to_plain(found)))
@@ -161,8 +163,8 @@ class Process:
     given: Given
     target: Target
     task: Task | None
-    every: list[Stage]  # of all processes of the pipeline
-    last: list[Stage]  # the same for a smaller last micro-batch; [] where there is none
+    every: dict[int, Stage]  # of the pipeline: those that are looked at, by number
+    last: dict[int, Stage]  # the same for a smaller last micro-batch; {} where there is none
 
     @property
     def stages(self) -> list[Stage]:
@@ -262,14 +264,15 @@ def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches
     bounds = pipelines.bounds(sum(blocks), layout.pipeline * stages_per_process(layout))
     split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
     parts = [Part.of(blocks, begin, end) for begin, end in itertools.pairwise(bounds)]
-    every, last = (
-        [Stage(part, profile_of(recipe, part.small, batch, target, task, split)) for part in parts] if batch is not None else []
-        for batch in (given.full, given.tail)
-    )
     ranks = {0, layout.pipeline - 1}
     if len(blocks) > 1:
         decoder = bisect.bisect_right(bounds, blocks[0]) - 1
         ranks.add(next(r for r in range(layout.pipeline) if decoder in compose.stages_of(r, layout)))
+    own = {s for rank in ranks for s in compose.stages_of(rank, layout)} if len(blocks) == 1 else range(len(parts))  # others may share ends
+    every, last = (
+        {s: Stage(parts[s], profile_of(recipe, parts[s].small, batch, target, task, split)) for s in sorted(own)} if batch is not None else {}
+        for batch in (given.full, given.tail)
+    )
     return [Process(recipe, n, rank, given, target, task, every, last) for rank in sorted(ranks)]
 
 
@@ -306,19 +309,25 @@ def _work(p: Process) -> Work:
 def model_flops(p: Process) -> float:
     """Of the process's micro-batches through the whole model, forward and backward: no recomputation, attention's full matrix (Chowdhery et
     al. 2022, appendix B)."""
-    plain = p.recipe.model_copy(update={"layout": Layout(device="cpu")})
-    part = Part.of(blocks_of(p.recipe), 0, sum(blocks_of(p.recipe)))
-    ops, _ = compose.operations([Stage(part, profile_of(plain, part.small, p.given.full, p.target, p.task))], 1)
-    return p.given.parts * sum(_model_operations(key) * count for key, count in ops.items())
+    ops = operations_of(p.recipe, Layout(device="cpu"), p.given.full, "cuda", p.task)
+    return p.given.parts * sum(count * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), count in ops.items())
 
 
-def _model_operations(key: tuple) -> float:
-    _, kind, name, _, phase, flops, _, shape = key
-    if phase == "recompute" or kind == "memory":
+def operations_of(recipe: Recipe, layout: Layout, batch: dict, target: Target, task: Task | None = None) -> dict[tuple, float]:
+    """Of a micro-batch through the whole model on one process, as Traced.ops: one block a stack is traced."""
+    blocks = blocks_of(recipe)
+    one = Part(tuple((0, 1, 0) for _ in blocks))
+    profile = profile_of(recipe.model_copy(update={"layout": layout}), one, batch, target, task, micro=1)
+    return compose.operations([Stage(Part(tuple((0, n, 0) for n in blocks)), profile)], 1)[0]
+
+
+def products(kind: str, name: str, flops: float, shape: tuple[int, ...], forward: int, backward: int) -> float:
+    """Operations of an operation: of attention's full matrix, so many products a pass; a fused kernel's own two and five."""
+    if kind == "memory":
         return 0.0
-    if kind == "attention":  # backwards four products; that fused kernels compute the scores again is no work of the model
+    if kind == "attention":
         batch, heads, queries, keys, dim = shape
-        return 2 * batch * heads * queries * keys * dim * (4 if name.endswith("backward") else 2)
+        return 2 * batch * heads * queries * keys * dim * (backward if name.endswith("backward") else forward)
     return flops
 
 
@@ -338,10 +347,11 @@ def places(batch: dict) -> int:
 # ---------------------------------------------------------------- answers
 
 
-_planned: dict[tuple, tuple[list[Process], Any]] = {}  # the last: memory and work are asked for one after the other
+_planned: dict[tuple, tuple[list[Process], Any]] = {}
 
 
-def _once(recipe: Recipe, n: int, target: Target, task: Task | None) -> list[Process]:
+def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) -> list[Process]:
+    """`processes`, the last few kept: memory and work are asked for one after the other."""
     key = (recipe.model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, target, id(task))
     if key not in _planned:
         while len(_planned) >= 8:
@@ -352,7 +362,7 @@ def _once(recipe: Recipe, n: int, target: Target, task: Task | None) -> list[Pro
 
 def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
     """The memory of one optimizer step of the rank that needs most. Raises UserError for what does not fit together."""
-    return memory_of(_once(recipe, n, target, task), device)
+    return memory_of(planned(recipe, n, target, task), device)
 
 
 def memory_of(found: list[Process], device: Device | None = None) -> Memory:
@@ -393,5 +403,10 @@ def traced_work(
     recipe: Recipe, n: int = 1, *, target: Target = "cuda", task: Task | None = None, micro_batches: list[dict] | None = None
 ) -> Work:
     """The work of one optimizer step of the stage that computes most. Raises UserError as `plan_memory`."""
-    found = _once(recipe, n, target, task) if micro_batches is None else processes(recipe, n, target, task, micro_batches)
+    found = planned(recipe, n, target, task) if micro_batches is None else processes(recipe, n, target, task, micro_batches)
+    return work_of(found)
+
+
+def work_of(found: list[Process]) -> Work:
+    """Of the process that computes most."""
     return max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))

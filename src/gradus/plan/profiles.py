@@ -223,9 +223,10 @@ def small_recipe(recipe: Recipe, part: Part, split_backward: bool = False) -> Re
 
 
 def profile(
-    recipe: Recipe, part: Part, batch: dict, *, target: trace.Target = "cuda", task: Task | None = None, split_backward: bool = False
+    recipe: Recipe, part: Part, batch: dict, *, target: trace.Target = "cuda", task: Task | None = None, split_backward: bool = False, micro: int = 2
 ) -> Profile:
-    """The pieces of this part (a small one) of the recipe's model, under what of its layout splits a block. batch: a micro-batch."""
+    """The pieces of this part (a small one) of the recipe's model, under what of its layout splits a block. batch: a micro-batch. micro: how
+    many are traced; of one alone the later ones are taken to be like it, for a sketch."""
     small = small_recipe(recipe, part, split_backward)
     layout = small.layout
     within = layout.tensor * layout.context * layout.expert
@@ -255,14 +256,18 @@ def profile(
         stack.enter_context(replaced(engine, "sum_in_buckets", lambda gradients, group, nbytes: [None for _ in gradients]))
         stack.enter_context(replaced(pipeline.Pipeline, "reduce_tied", lambda pipeline: None))
         stack.enter_context(replaced(pipeline, "bounds", lambda n_blocks, n_stages: part.bounds))
+        place = part.index
+        if not split_backward:  # the first process has this stage: so that one world, and what DTensor knows in it, serves for all
+            stack.enter_context(replaced(pipeline, "ranks", lambda layout: [(s - part.index) % layout.pipeline for s in range(layout.pipeline)]))
+            place = 0
         traced = trace.trace_recipe(
-            small, within * layout.pipeline, within * part.index, target=target, task=task, micro_batches=[batch] * 2,
+            small, within * layout.pipeline, within * place, target=target, task=task, micro_batches=[batch] * micro,
             watch=lambda recorder, stepper: watch(recorder, stepper, stack),
         )  # fmt: skip
-    return _cut(recipe, part, traced, marks[0].found, units)
+    return _cut(recipe, part, traced, marks[0].found, units, micro)
 
 
-def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], units: Units) -> Profile:
+def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], units: Units, micro: int) -> Profile:
     levels = _levels(traced)
     stops = [at for at, *_ in found[1:]] + [len(levels)]
     pieces = [Piece(unit, edge, _stretch(levels, at, stop, ops, sent)) for (at, unit, edge, ops, sent), stop in zip(found, stops)]
@@ -288,25 +293,25 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
             last = piece if piece.edge == "end" else last
         elif now is not None:
             now.append(piece)
-    first, later = ({kind: runs[i] for kind, runs in passes.items() if runs} for i in (0, 1))
+    first, later = ({kind: runs[i] for kind, runs in passes.items() if runs} for i in (0, micro - 1))
     start = levels[traced.start - 1]
     weights = sum(w.size for unit in units.values() for w in unit.values())
     width = 2 if traced.pure else 4
     fixed = np.zeros(N + 3)
     fixed[INDEX["weights"]] = start[INDEX["weights"]] - weights * width
     ready = pieces[0].stretch  # images become numbers before the first micro-batch
-    given, buffers = np.zeros(N + 3), start / 2
-    given[INDEX["activations"]] = traced.batch / 2
+    given, buffers = np.zeros(N + 3), start / micro
+    given[INDEX["activations"]] = traced.batch / micro
     for name in ("weights", "gradients", "optimizer"):
         buffers[INDEX[name]] = 0
     buffers = buffers - given
     buffers[N:] = 0, 0, buffers[:N].sum()  # tensors of hidden states
-    given = given + ready.net / 2
+    given = given + ready.net / micro
     made = INDEX["transient"]  # where the last step's images are there still, they go as this one's come
-    buffers[made] -= max(0.0, min(start[made], ready.net[made])) / 2
+    buffers[made] -= max(0.0, min(start[made], ready.net[made])) / micro
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, part.stacks) if own}
-    return Profile(first, later, {key: count / 2 for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, given, buffers, traced.pure, stacks)
+    return Profile(first, later, {key: count / micro for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, given, buffers, traced.pure, stacks)
 
 
 def _stretch(levels: np.ndarray, at: int, stop: int, ops: dict, transfers: dict) -> Stretch:

@@ -1,23 +1,30 @@
-"""The search over layouts: every way to split a step over the devices that parallel.check allows, priced in closed form.
+"""The search over layouts: every way to split a step over the devices that parallel.check allows.
 
-Memory first (plan.formulas.memory), for most layouts fall there; then time (plan.analytic and plan.step, with the exact traffic of
-plan.formulas.traffic). Nothing is traced unless it is asked for: `confirm=True` traces the memory of the fastest.
+All are priced roughly (`plan.sketch`), the best of them by the engine, as `gradus plan` prices a layout that it is given: these are ranked
+and printed. The same question has the same answer; the plan's own choice of a layout is the search's first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import math
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradus.errors import UserError
-from gradus.hardware import Cluster
+from gradus.hardware import Cluster, price
 from gradus.parallel import check
-from gradus.plan import formulas
+from gradus.plan import batches as making
+from gradus.plan import engine, sketch
+from gradus.plan.budget import DAY, SIGNS, usual_goodput
+from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
-from gradus.recipe.axes import DATA, sizes, strides
+from gradus.plan.profiles import Part
+from gradus.plan.step import StepTime, step_time
+from gradus.plan.trace import collecting
+from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 
@@ -29,30 +36,51 @@ SPLIT = {  # what the search decides; all else of the layout stays as the recipe
     "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages", "context", "context_method", "expert", "local_sgd", "diloco",
     "bucket_mb", "compress", "transport",
 }  # fmt: skip
-ROUNDING = 1.03  # of what tensors take: segments of the caching allocator that are not full (512 bytes, 2 and 20 MiB)
-THIN = 512  # tokens of a device's part of a sequence below which layout.context is not tried
+THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
+HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: fragmentation and longer samples come in weeks of running
+SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
+MOST = 10  # ways to split that the engine prices
+WAYS = ("none", "selective", "full")  # of checkpointing: the first that fits, for to compute more again is never faster
+SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
+COARSE = 0.85  # of what a coarse sketch says: a layout is looked at before its time may have come
+TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
+MOST_DEVICES = 2**17
+NEAR = 0.9  # of the devices that the best so far would need
+GIVEN_UP = 40  # numbers of devices without any gain
+FRAMEWORK = engine.CONTEXT + engine.WORKSPACE
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A layout on n devices. memory: bytes by component; needed: with rounding and what the framework takes; seconds: of a step, None where
-    it was not priced, since it does not fit."""
+    """A layout on n devices, priced by the engine. memory: bytes by component; needed: all that the device shows as taken; time: of a step,
+    None of what does not fit."""
 
     layout: Layout
     n: int
-    memory: dict[str, float]
+    memory: dict[str, int]
     needed: float
     capacity: float
-    seconds: float | None = None
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    time: StepTime | None = None
     money: float | None = None  # of a step
     run: float | None = None  # seconds of the whole run, where its length is known
     reason: str = ""  # why it loses
-    traced: float | None = None  # bytes of the traced step at its peak, where that was asked for
+    rough: float = 0.0  # seconds, by its sketch
 
     @property
     def fits(self) -> bool:
         return self.needed <= self.capacity
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total if self.time else math.inf
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return self.time.parts if self.time else {}
+
+    @property
+    def order(self) -> tuple:
+        return self.seconds, self.n, self.keys
 
     @property
     def keys(self) -> str:
@@ -62,6 +90,244 @@ class Candidate:
     def describe(self) -> str:
         axes = [f"{axis} {k}" for axis, k in sizes(self.layout, self.n).items() if k > 1]
         return " × ".join(axes) or "one device"
+
+
+# ---------------------------------------------------------------- all layouts, roughly
+
+
+@dataclasses.dataclass
+class Rough:
+    """A layout and what a sketch says of it. way: of splitting the devices."""
+
+    layout: Layout
+    way: int
+    seconds: float  # of a step
+    least: float  # without the pipeline's bubble
+    needed: float  # bytes
+    state: float  # bytes of it that are there whatever the micro-batch
+
+
+class Space:
+    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. like: of the same recipe on others."""
+
+    def __init__(self, recipe: Recipe, cluster: Cluster, task: Task | None = None, like: Space | None = None):
+        self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
+        self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
+        self.limit = HEADROOM * cluster.device.capacity
+        default = Layout()
+        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT})
+        self.blocks = engine.blocks_of(recipe)
+        self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // making.size_of(making.micro_batches(self._with(self.base, 1), task=task)[0]))
+        self.optimizer = {"sgd": 1 if getattr(recipe.optimizer, "momentum", 0) else 0}.get(recipe.optimizer.name, 2)
+        self.given: dict[tuple, engine.Given] = like.given if like else {}
+        self.sketches: dict[tuple, tuple[sketch.Sketch, int]] = like.sketches if like else {}
+
+    def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
+        return self.recipe.model_copy(update={"layout": layout.model_copy(update={"micro_batch": micro}) if micro else layout})
+
+    def splits(self) -> Iterator[Layout]:
+        """Ways to split over the devices, simple ones first. Every number along an axis divides n."""
+        n, m, node = self.n, self.recipe.model, self.cluster.device.node
+        divisors = [k for k in range(1, n + 1) if n % k == 0]
+        experts = [k for k in divisors if k == 1 or (getattr(m, "n_experts", None) or 1) % k == 0]
+        length = max(getattr(m, "seq_len", 0) or 0, getattr(self.recipe.data, "max_len", 0) or 0)
+        contexts = [k for k in divisors if k == 1 or (length // k >= THIN and k & (k - 1) == 0 and k <= 64)]
+        for tensor in (k for k in divisors if k <= node and k & (k - 1) == 0):
+            for pipeline in (k for k in divisors if k <= sum(self.blocks) and n % (k * tensor) == 0):
+                for context in (k for k in contexts if n % (k * tensor * pipeline) == 0):
+                    for expert in (k for k in experts if n % (k * tensor * pipeline * context) == 0):
+                        left = n // (tensor * pipeline * context * expert)
+                        inner = max(1, node // (tensor * context))
+                        some = {1, left, inner, *(4**i for i in range(1, 6))}  # none, all, a node's, and others between (HSDP)
+                        for method in ("ring", "ulysses") if context > 1 else ("ring",):
+                            for shard in sorted(k for k in some if left % k == 0):
+                                axes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert, "shard": shard, "context_method": method}
+                                layout = self.base.model_copy(update=axes | self._numbers(shard > 1))
+                                if self.allowed(layout.model_copy(update={"micro_batch": 1})):
+                                    yield layout
+
+    def _numbers(self, sharded: bool) -> dict[str, Any]:
+        """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in half instead of
+        cast: the same numbers, without copies that autocast keeps."""
+        own = self.recipe.layout
+        if own.precision == "fp32" and own.param_dtype:
+            return {"precision": "fp32", "param_dtype": own.param_dtype if sharded else None}
+        free = own.precision == "fp32" and "precision" not in own.model_fields_set and "bf16" in self.cluster.device.peaks
+        half = own.precision == "bf16" or free
+        return {"precision": "fp32", "param_dtype": "bf16"} if half and sharded else {"precision": "bf16" if half else own.precision}
+
+    def allowed(self, layout: Layout) -> bool:
+        """parallel.check's rules, asked one after the other until one says no."""
+        rules = (check.processes(layout, self.n), check.batch(self._with(layout), self.n), check.fits(self.recipe.model, layout))
+        return not any(next(rule, None) for rule in rules)
+
+    def micro_batches(self, layout: Layout) -> list[int]:
+        shape = sizes(layout, self.n)
+        share = math.ceil(self.samples / math.prod(shape[axis] for axis in DATA))
+        return sorted({min(share, 2**i) for i in range(11)})
+
+    def variants(self, layout: Layout) -> Iterator[Layout]:
+        """Of a split, with its micro-batch: how it is run."""
+        if layout.pipeline > 1:
+            found = ({"schedule": schedule, "stages": stages} for schedule, stages in SCHEDULES)
+        elif layout.shard > 1:
+            found = ({"reshard": reshard} for reshard in (True, False))
+        else:
+            found = ({"shard_optimizer": some} for some in (False, True))
+        yield from (v for v in (layout.model_copy(update=more) for more in found) if self.allowed(v))
+
+    # ------------------------------------------------------------ sketches
+
+    def at_peak(self) -> float:
+        """Seconds of a step on one device whose products reach its peak, recomputation left out."""
+        one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
+        rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
+        flops = sum(op.flops * op.count for section, many in rough.held for op in section.times(many))
+        return flops * self.samples / max(self.cluster.device.peaks.values())
+
+    def of(self, layout: Layout) -> engine.Given:
+        """The micro-batches of a process."""
+        shape = sizes(layout, self.n)
+        key = (self.n, *(shape[axis] for axis in DATA), layout.micro_batch) if self.task else making.shares(self._with(layout), self.n, self.samples)
+        if key not in self.given:
+            self.given[key] = engine.Given.of(making.micro_batches(self._with(layout), self.n, task=self.task))
+        return self.given[key]
+
+    def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
+        """Traced with 1, 8, 64, ... samples in a micro-batch, and taken for others. coarse: of one sample, as one process's weights are."""
+        base = 1 if coarse else 8 ** int(math.log(layout.micro_batch, 8) + 1e-9)
+        half = layout.shard > 1 and layout.param_dtype
+        if coarse and half:
+            layout, half = layout.model_copy(update=self._numbers(sharded=False)), None
+        key = (layout.tensor, layout.context, layout.context_method, layout.expert, layout.precision, half, layout.checkpointing, base)
+        if key not in self.sketches:
+            small = self._with(layout.model_copy(update={"shard": 1, "param_dtype": None}) if not half else layout, base)
+            given = self.of(small.layout)
+            part = Part(tuple((0, 1, 0) for _ in self.blocks))
+            profile = engine.profile_of(small, part, given.full, self.target, self.task, micro=1)
+            self.sketches[key] = sketch.Sketch(self.recipe.model.family, profile, layout.tf32), making.size_of(given.full)
+        found, places = self.sketches[key]
+        return found.with_samples(making.size_of(self.of(layout).full) / places)
+
+    def rough(self, layout: Layout, way: int, coarse: bool = False) -> Rough:
+        given, found = self.of(layout), self.sketch(layout, coarse)
+        ends = [sketch.Rough(self.recipe, layout, self.n, given, found, rank) for rank in {0, layout.pipeline - 1}]
+        axes = sum(k > 1 for k in sizes(layout, self.n).values())
+        framework = FRAMEWORK + engine.COMMUNICATOR * axes if self.target == "cuda" else 0
+        time = max((end.step_time(self.cluster) for end in ends), key=lambda time: time.total)
+        needed, state = max((end.memory(self.optimizer), end.state(self.optimizer)) for end in ends)
+        return Rough(layout, way, time.total, time.total - time.parts["bubble"], needed + framework, state + framework)
+
+    def walk(self) -> Iterator[Rough]:
+        """Those that fit, fastest first. How a split is run, and what of it is computed again, is looked at when it is its turn."""
+        self.queue, self.count, self.nearest, self.tried = [], itertools.count(), None, 0
+        for way, split in enumerate(self.splits()):
+            before = math.inf
+            for micro in self.micro_batches(split):
+                found = self.rough(split.model_copy(update={"micro_batch": micro}), way if self.n > 1 else micro, coarse=True)
+                if found.state > self.limit:
+                    self._miss(found)
+                if found.state > self.limit or found.least > 0.995 * before:
+                    break
+                self._push(found, COARSE * found.least)
+                before = found.least
+        while self.queue:
+            *_, state, found = heapq.heappop(self.queue)
+            if state == "fits":
+                yield found
+            elif state == "split":
+                for layout in self.variants(found.layout):
+                    self._push(other := self.rough(layout, found.way), other.seconds, "variant")
+            else:
+                self.harder(found, WAYS[0])
+
+    def harder(self, found: Rough, first: str = "") -> None:
+        """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
+        at = WAYS.index(first) if first else WAYS.index(found.layout.checkpointing) + 1
+        ways = WAYS[at:] if found.layout.schedule != "zero_bubble" or found.layout.pipeline == 1 else WAYS[at:1]
+        for checkpointing in ways:
+            c = self.rough(found.layout.model_copy(update={"checkpointing": checkpointing}), found.way)
+            if c.needed <= self.limit:
+                return self._push(c, c.seconds, "fits")
+            self._miss(c)
+
+    def quickest(self, chosen: bool) -> Rough | None:
+        """The first that fits; of the recipe's own, whether it does or not."""
+        if chosen:
+            for share in (HEADROOM, 1.0):
+                self.limit = share * self.cluster.device.capacity
+                if found := next(self.walk(), None):
+                    return found
+            return None
+        own = self.recipe.layout
+        if not self.allowed(own):
+            return None
+        return self.rough(own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batches(own))}), 0)
+
+    def _push(self, found: Rough, seconds: float, state: str = "split") -> None:
+        self.tried += 1
+        heapq.heappush(self.queue, (seconds, next(self.count), state, found))
+
+    def _miss(self, found: Rough) -> None:
+        if self.nearest is None or found.needed < self.nearest.needed:
+            self.nearest = found
+
+    # ------------------------------------------------------------ exactly
+
+    def price(self, layout: Layout) -> Candidate:
+        """By the engine. Raises UserError for what cannot be traced."""
+        made = engine.planned(self._with(layout), self.n, self.target, self.task)
+        memory = engine.memory_of(made, self.cluster.device)
+        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.device.capacity)
+        if c.fits:
+            c.time = step_time(engine.work_of(made), self.cluster)
+        return c
+
+
+def contest(space: Space) -> Iterator[Candidate]:
+    """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order; those that the engine
+    finds too large come between. Where nothing leaves the head room, what fits."""
+    capacity = space.cluster.device.capacity
+    for limit in (HEADROOM * capacity, capacity):
+        space.limit, taken = limit, set()
+        for found in space.walk():
+            if found.way in taken:
+                continue
+            try:
+                c = space.price(found.layout)
+            except UserError:  # it cannot be traced
+                continue
+            c.rough = found.seconds
+            if c.needed <= limit:
+                taken.add(found.way)
+            else:
+                c.time = None
+                space.harder(found)
+            yield c
+        if taken:
+            return
+    if space.nearest:
+        yield space.price(space.nearest.layout)
+
+
+def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
+    """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for, the first is the same:
+    what is roughly within SURE of the fastest is priced."""
+    good: list[Candidate] = []
+    large: list[Candidate] = []
+    with collecting():
+        for c in contest(space):
+            if (len(good) >= most and c.rough > SURE * good[0].seconds) or len(good) == MOST:
+                break
+            (good if c.time else large).append(c)
+            good.sort(key=lambda c: c.order)
+    if not good and not large:
+        check.validate(space._with(space.base), space.n)  # says what is wrong
+        raise UserError(f"{space.recipe.name}: no layout is allowed on {space.n} devices. Take another number of devices, or another batch.samples.")
+    return good, large
+
+
+# ---------------------------------------------------------------- what is asked
 
 
 @dataclasses.dataclass
@@ -75,12 +341,9 @@ class Found:
     fewest: Candidate | None
     table: list[Candidate]
     tried: int
-    seconds: float
-    complete: bool  # False: the time was up before all were tried
     currency: str = ""
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
     steps: float | None = None  # of the whole run
-    confirmed: str = ""  # what the trace of the fastest says
     said: frozenset[str] = frozenset()  # keys of the layout that the command line names
 
     def keys(self, c: Candidate) -> str:
@@ -95,8 +358,7 @@ class Found:
         from gradus.plan.show import size
 
         on = f"{self.cluster.n:,} × {self.cluster.device.name}"
-        cut = "" if self.complete else "; the time was up before all were tried"
-        out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts in {self.seconds:.1f} s{cut}"]
+        out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts priced roughly, these exactly (gradus plan with a layout's keys says the same)"]
         if self.fastest is None:
             return [*out, "nothing fits", *self.advice, "", *self._table()]
         seen: dict[int, str] = {}
@@ -114,8 +376,6 @@ class Found:
                 f"{size(best.needed)} of {size(best.capacity)} a device"
             )
             out.append(f"{'':15} {self.words(best)}")
-        if self.confirmed:
-            out.append(f"{'traced':15} {self.confirmed}")
         return [*out, "", *self._table()]
 
     def _cost(self, c: Candidate) -> str:
@@ -128,8 +388,6 @@ class Found:
 
     def charge(self, c: Candidate, steps: float) -> float:
         """Money of so many steps, and of the time that is lost beside them (`budget.goodput`)."""
-        from gradus.plan.budget import usual_goodput
-
         return c.money * steps / usual_goodput(Cluster(self.cluster.device, c.n))
 
     def _table(self) -> list[str]:
@@ -138,7 +396,7 @@ class Found:
             more = [c.layout.schedule] if c.layout.pipeline > 1 else []
             more += [c.layout.param_dtype + " shards"] if c.layout.param_dtype else []
             more += ["zero-1"] if c.layout.shard_optimizer else []
-            step = _time(c.seconds) if c.seconds else "-"
+            step = _time(c.seconds) if c.time else "-"
             rows.append((str(i), str(c.n), ", ".join([c.describe(), *more]), str(c.layout.micro_batch or ""), c.layout.checkpointing, step,
                          f"{c.needed / 1e9:.1f}", c.reason))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(7)]
@@ -146,17 +404,13 @@ class Found:
         return [lines[0], *(line for i, c in enumerate(self.table, 1) for line in (lines[i], f"{'':{widths[0]}}  {self.words(c)}"))]
 
     def rows(self) -> list[Row]:
-        from gradus.plan.budget import SIGNS
-        from gradus.plan.figures import figure
-
         out = []
         for rank, c in enumerate(self.table, 1):
             names = [name for name in ("fastest", "cheapest", "fewest") if getattr(self, name) is c]
             conditions = {"rank": rank, "devices": c.n, "layout": self.keys(c), "fits": c.fits, "reason": c.reason or None, "best": names or None}
-            source = "closed forms of plan/formulas.py" + ("" if c.traced is None else f"; traced: {c.traced:,.0f} bytes")
-            out.append(figure("search/memory", c.needed, "bytes", "components × rounding + framework", c.memory, source, **conditions))
-            if c.seconds is not None:
-                out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, "plan.step of plan.analytic", **conditions))
+            out.append(figure("search/memory", c.needed, "bytes", "reserved + framework", c.memory, TRACED, **conditions))
+            if c.time:
+                out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
             if c.money is not None:
                 given = {"devices": c.n, "seconds a step": c.seconds, f"{self.currency} a device-hour": c.money / c.n / c.seconds * 3600}
                 source = "the price file (gradus hardware NAME), the usual goodput (plan/budget.py)"
@@ -170,303 +424,56 @@ class Found:
         return out
 
 
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-CONFIRM_S = 15.0  # no further trace is begun after so long
-
-
-# ---------------------------------------------------------------- one recipe on one kind of device
-
-
-class _Space:
-    """All layouts of a recipe on n devices of a cluster."""
-
-    def __init__(self, recipe: Recipe, cluster: Cluster, quick: bool = False):
-        from gradus.plan.counts import shape_of
-
-        shape = shape_of(recipe)
-        self.recipe, self.cluster, self.m, self.quick = recipe, cluster, recipe.model, quick
-        self.seq_len, self.target_len = shape.source, shape.target or None
-        self.selected = shape.selected / shape.source if shape.selected else None
-        self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // (shape.source + shape.target))
-        device = cluster.device
-        self.target = "cpu" if device.kind == "cpu" else "cuda"
-        self.capacity = device.capacity
-        default = Layout()
-        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT})
-        self.precisions = list(self._precisions())
-        self.tried = 0
-
-    def _precisions(self) -> Iterator[dict[str, Any]]:
-        """The recipe's own; where it says nothing also bf16, if the device has it. Sharded weights may be gathered in half instead of
-        cast: the same numbers, without copies that autocast keeps."""
-        own, device = self.recipe.layout.precision, self.cluster.device
-        has_bf16 = "bf16" in device.peaks or device.kind == "cpu"
-        if own == "fp32" and self.recipe.layout.param_dtype:
-            yield {"precision": "fp32", "param_dtype": self.recipe.layout.param_dtype}
-            return
-        yield {"precision": own}
-        free = own == "fp32" and "precision" not in self.recipe.layout.model_fields_set and "bf16" in device.peaks
-        if free:
-            yield {"precision": "bf16"}
-        if (own == "bf16" and has_bf16) or free:
-            yield {"precision": "fp32", "param_dtype": "bf16"}
-
-    def splits(self, n: int) -> Iterator[dict[str, Any]]:
-        """Ways to split over n devices, simple ones first. Every number along an axis divides n."""
-        m, node = self.m, self.cluster.device.node
-        divisors = [k for k in range(1, n + 1) if n % k == 0]
-        experts = [k for k in divisors if k == 1 or (m_experts(m) and m_experts(m) % k == 0)]
-        length = self.seq_len
-        methods = ("ulysses",) if self.quick else ("ring", "ulysses")
-        contexts = [k for k in divisors if k == 1 or (length // k >= THIN and k & (k - 1) == 0 and k <= 64)]
-        n_blocks = formulas.anatomy(m).n_blocks
-        for tensor in (k for k in divisors if k <= node and (k == 1 or k & (k - 1) == 0)):
-            for pipeline in (k for k in divisors if k <= n_blocks and n % (k * tensor) == 0):
-                for context in (k for k in contexts if n % (k * tensor * pipeline) == 0):
-                    for expert in (k for k in experts if n % (k * tensor * pipeline * context) == 0):
-                        left = n // (tensor * pipeline * context * expert)
-                        axes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-                        for method in methods if context > 1 else ("ring",):
-                            for shard in self._shards(left, tensor * context):
-                                yield {**axes, "shard": shard, "context_method": method}
-
-    def _shards(self, left: int, inner: int) -> list[int]:
-        """All, none, a node's, and powers of four in between (HSDP)."""
-        node = max(1, self.cluster.device.node // inner)
-        some = [k for k in (1, left, node, *([] if self.quick else [4**i for i in range(1, 6)])) if k <= left and left % k == 0]
-        return sorted(set(some))
-
-    def layouts(self, split: dict[str, Any]) -> Iterator[Layout]:
-        """Layouts of a split but for micro-batch and checkpointing."""
-        for precision in self.precisions:
-            plain = {**split, **precision}
-            if split["pipeline"] > 1:
-                yield self.base.model_copy(update=plain)
-                for schedule, stages in () if self.quick else (("interleaved", 2), ("interleaved", 4), ("zero_bubble", 2), ("zero_bubble", 1)):
-                    yield self.base.model_copy(update={**plain, "schedule": schedule, "stages": stages if stages != 2 else None})
-            else:
-                yield self.base.model_copy(update=plain)
-                if split["shard"] > 1:
-                    yield self.base.model_copy(update={**plain, "reshard": False})
-                else:
-                    yield self.base.model_copy(update={**plain, "shard_optimizer": True})
-
-    def allowed(self, layout: Layout, n: int) -> bool:
-        """parallel.check's rules, asked one after the other until one says no."""
-        recipe = self.recipe.model_copy(update={"layout": layout})
-        rules = (check.processes(layout, n), check.fits(self.m, layout), check.batch(recipe, n))
-        return not any(next(rule, None) for rule in rules)
-
-    def share(self, layout: Layout, n: int) -> int:
-        shape = sizes(layout, n)
-        return math.ceil(self.samples / math.prod(shape[axis] for axis in DATA))
-
-    def micro_batches(self, share: int) -> list[int]:
-        return sorted({min(share, 2**i) for i in range(0, 8 if self.quick else 11)})
-
-    def price_memory(self, layout: Layout, n: int) -> Candidate:
-        self.tried += 1
-        recipe = self.recipe
-        parts = formulas.memory(
-            self.m, layout, n, micro_batch=layout.micro_batch, seq_len=self.seq_len, samples=self.samples, optimizer=recipe.optimizer.name,
-            momentum=getattr(recipe.optimizer, "momentum", 0.0), target_len=self.target_len, selected=self.selected,
-            label_smoothing=getattr(recipe.task, "label_smoothing", 0.0), target=self.target,
-        )  # fmt: skip
-        return Candidate(layout, n, parts, sum(parts.values()) * ROUNDING + self.framework(layout, n), self.capacity)
-
-    def framework(self, layout: Layout, n: int) -> float:
-        if self.target == "cpu":
-            return 0.0
-        from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
-
-        axes = sum(k > 1 for k in sizes(layout, n).values())
-        return CONTEXT + WORKSPACE + COMMUNICATOR * axes
-
-    def price_time(self, c: Candidate) -> None:
-        cluster = Cluster(self.cluster.device, c.n)
-        c.seconds, c.parts = _seconds(self, c.layout, cluster)
-
-    def best(self, split: dict[str, Any], n: int, until: float) -> tuple[list[Candidate], Candidate | None]:
-        """Of one split: those that fit, priced; and the nearest that does not."""
-        fit: list[Candidate] = []
-        nearest: Candidate | None = None
-        for layout in self.layouts(split):
-            share = self.share(layout, n)
-            first = layout.model_copy(update={"micro_batch": 1, "checkpointing": "full" if layout.schedule != "zero_bubble" else "none"})
-            if not self.allowed(first, n):
-                continue
-            least = self.price_memory(first, n)
-            if not least.fits:
-                nearest = least if nearest is None or least.needed < nearest.needed else nearest
-                continue
-            ways = ("none", "selective", "full") if layout.schedule != "zero_bubble" else ("none",)
-            for micro in self.micro_batches(share):
-                for checkpointing in ways:  # the first that fits: to compute more again is never faster
-                    c = self.price_memory(layout.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing}), n)
-                    if c.fits:
-                        self.price_time(c)
-                        fit.append(c)
-                        break
-                else:
-                    break  # a larger micro-batch needs more
-                ways = ways[ways.index(checkpointing) :]
-                if time.perf_counter() > until:
-                    return fit, nearest
-        return fit, nearest
-
-
-def m_experts(m) -> int | None:
-    return getattr(m, "n_experts", None)
-
-
-def _seconds(space: _Space, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float]]:
-    from gradus.plan.analytic import analytic_work
-    from gradus.plan.step import step_time
-
-    known = {"micro_batch": layout.micro_batch or space.share(layout, cluster.n), "seq_len": space.seq_len, "samples": space.samples,
-             "target_len": space.target_len, "selected": space.selected}  # fmt: skip
-    transfers = formulas.traffic(space.m, layout, cluster.n, **known)
-    found = step_time(analytic_work(space.m, layout, cluster.n, transfers=transfers, **known), cluster)
-    if layout.context > 1 and layout.context_method == "ring":
-        found.parts["memory"] = found.parts.get("memory", 0.0) + _ring_seconds(space, layout, cluster)
-    return found.total, found.parts
-
-
-RING_BYTES = 80  # that a score of the ring's attention, which no fused kernel computes, is read and written, forwards and backwards (traced)
-
-
-def _ring_seconds(space: _Space, layout: Layout, cluster: Cluster) -> float:
-    from gradus.plan.roofline import parameters
-
-    m = space.m
-    samples = space.samples / math.prod(sizes(layout, cluster.n)[axis] for axis in DATA)
-    layers = formulas.anatomy(m).n_blocks / layout.pipeline
-    scores = samples * layers * m.n_heads / layout.tensor * space.seq_len**2 / layout.context
-    return scores * RING_BYTES / (cluster.device.bandwidth * parameters(cluster.device)[0].bandwidth)
-
-
-# ---------------------------------------------------------------- the search
-
-
-def search(
-    recipe: Recipe,
-    cluster: Cluster,
-    *,
-    steps: float | None = None,
-    limit_s: float = 30.0,
-    top: int = 10,
-    fewer: bool = True,
-    confirm: bool = False,
-    task: Task | None = None,
-) -> Found:
+def search(recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None) -> Found:
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
-    steps: of the whole run, where that is known: time and money are of it then. fewer: also on 1, 2, 4, ... devices of the kind. confirm:
-    the memory of the fastest is traced too (task: with its data opened); what then does not fit gives way to the next. The same question has the same
-    answer, unless the time (`limit_s`) is up before all layouts are tried. Raises UserError where no layout is allowed at all.
+    steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of the kind, the best of
+    each. task: with its data opened. Raises UserError where no layout is allowed at all.
     """
-    from gradus.hardware import price
-
-    started = time.perf_counter()
-    until = started + limit_s
-    space = _Space(recipe, cluster)
-    counts = [cluster.n, *([2**i for i in range(cluster.n.bit_length()) if 2**i < cluster.n][::-1] if fewer else [])]
-    groups: dict[tuple, Candidate] = {}
-    misses: dict[tuple, Candidate] = {}
-    complete = True
-    cost = price(cluster.device)
-    for n in counts:
-        space.quick = n != cluster.n
-        any_fits = False
-        for split in space.splits(n):
-            if time.perf_counter() > until:
-                complete = False
-                break
-            fit, nearest = space.best(split, n, until)
-            key = (n, *split.values())
-            if fit:
-                groups[key] = min(fit, key=_fastest_first)
-                any_fits = True
-            elif nearest is not None:
-                misses[key] = nearest
-        if not any_fits and n != cluster.n:
-            break  # fewer devices hold less still
-    if not groups and not misses:
-        check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)  # says what is wrong
-        raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
-    for c in groups.values():
-        c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
-    ranked = sorted(groups.values(), key=lambda c: (c.seconds, c.n, c.keys))
-    searched = time.perf_counter() - started
-    confirmed = _confirm(recipe, ranked, misses, cluster, task) if confirm else ""
-    if steps:
-        from gradus.plan.budget import usual_goodput
-
-        for c in ranked:
-            c.run = steps * c.seconds / usual_goodput(Cluster(cluster.device, c.n))
-    fastest = ranked[0] if ranked else None
-    cheapest = min((c for c in ranked if c.money is not None), key=lambda c: (c.money, c.seconds, c.keys), default=None)
-    fewest = min(ranked, key=lambda c: (c.n, c.seconds, c.keys), default=None)
-    nearest = sorted(misses.values(), key=lambda c: (c.needed, c.keys))
-    for c in ranked:
-        c.reason = "" if c is fastest else _reason(c, fastest)
-    for c in nearest:
-        c.reason = _too_large(c)
-    winners = [c for c in (cheapest, fewest) if c is not None]
-    table = ranked[:top] + [c for i, c in enumerate(winners) if c not in ranked[:top] and c not in winners[:i]]
-    table += nearest[: max(3, top - len(table))]
-    found = Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, searched, complete)
-    found.currency, found.steps, found.confirmed = cost.currency if cost else "", steps, confirmed
-    if fastest is None:
-        space.quick = True
-        found.advice = _advice(space, nearest[0])
-    return found
-
-
-def _confirm(recipe: Recipe, ranked: list[Candidate], misses: dict[tuple, Candidate], cluster: Cluster, task: Task | None) -> str:
-    """Traces the fastest; one that does not fit so is taken out of `ranked` into `misses`. Returns what to say."""
-    from gradus.plan.show import size
-
-    said, more, started = "", 1.0, time.perf_counter()
-    while ranked and time.perf_counter() - started < CONFIRM_S:
-        c = ranked[0]
-        if c.needed * more > c.capacity:  # by as much more as the trace of its like takes
-            ranked.pop(0)
-            c.needed, c.seconds, c.money = c.needed * more, None, None
-            misses[(c.n, c.keys)] = c
-            continue
+    space = Space(recipe, cluster, task)
+    good, large = ranked(space, top)
+    n = cluster.n
+    while fewer and n > 1 and n % 2 == 0 and good:
+        n //= 2
         try:
-            c.traced = _traced(recipe, c, cluster, task)
-        except UserError as e:
-            return f"{said}the fastest could not be traced ({str(e).rstrip('.')}); its memory is by closed forms"
-        if c.traced <= c.capacity:
-            return f"{said}the fastest takes {size(c.traced)} a device; the closed form says {size(c.needed)}"
-        said += f"{c.describe()}, micro-batch {c.layout.micro_batch}, does not fit: {size(c.traced)}, {size(c.needed)} by the closed form; "
-        more = max(more, c.traced / c.needed)
-        ranked.pop(0)
-        c.needed, c.seconds, c.money = c.traced, None, None
-        misses[(c.n, c.keys)] = c
-    return f"{said}nothing else fits" if not ranked else f"{said}the rest was not traced: gradus plan with the keys does it"
-
-
-def _traced(recipe: Recipe, c: Candidate, cluster: Cluster, task: Task | None) -> float:
-    """Bytes that the device shows as taken."""
-    from gradus.plan.engine import plan_memory
-
-    target = "cpu" if cluster.device.kind == "cpu" else "cuda"
-    return plan_memory(recipe.model_copy(update={"layout": c.layout}), c.n, target=target, device=cluster.device, task=task).device_total
+            best, miss = ranked(Space(recipe, Cluster(cluster.device, n), task, space))
+        except UserError:  # not so few: the batch
+            break
+        good += best[:1]
+        large += miss[:1] if not best else []
+        if not best:
+            break  # fewer devices hold less still
+    cost = price(cluster.device)
+    for c in good:
+        c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
+        c.run = steps * c.seconds / usual_goodput(Cluster(cluster.device, c.n)) if steps else None
+    good.sort(key=lambda c: c.order)
+    fastest = good[0] if good else None
+    cheapest = min((c for c in good if c.money is not None), key=lambda c: (c.money, *c.order), default=None)
+    fewest = min(good, key=lambda c: (c.n, *c.order), default=None)
+    for c in good:
+        c.reason = "" if c is fastest else _reason(c, fastest, cluster.device.node)
+    large = sorted(large, key=lambda c: (c.needed, c.keys))[:3]
+    for c in large:
+        c.reason = _too_large(c)
+    table = [c for c in good if c.n == n or c in good[:top] or c in (cheapest, fewest)] + large
+    advice = [] if good else _advice(space, large[0])
+    return Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, cost.currency if cost else "", advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
+    if c.fits:
+        return f"fills {c.needed / c.capacity:.0%} of the memory: more than {HEADROOM:.0%} is not suggested"
     parts = sorted(((bytes_, name) for name, bytes_ in c.memory.items()), reverse=True)[:2]
     largest = ", ".join(f"{name} {bytes_ / 1e9:.0f}" for bytes_, name in parts)
     return f"does not fit: {c.needed / 1e9:.0f} GB of {c.capacity / 1e9:.0f}, {largest}"
 
 
-def _reason(c: Candidate, best: Candidate) -> str:
+def _reason(c: Candidate, best: Candidate, node: int) -> str:
     """The part of the step that costs most more than the winner's."""
     if c.n != best.n:
         return f"{c.n} device{'s' * (c.n > 1)}: {c.seconds / best.seconds:.2f} × the time"
@@ -479,7 +486,7 @@ def _reason(c: Candidate, best: Candidate) -> str:
     if name == "bubble":
         return f"bubble {percent} of the step"
     if name.startswith("comm/"):
-        within = "between nodes" if _crosses(c, axis) else "within a node"
+        within = "between nodes" if _crosses(c, axis, node) else "within a node"
         return f"{axis} traffic {within} {percent} of the step"
     if name in ("matmul", "attention") and c.layout.checkpointing == "full" != best.layout.checkpointing:
         return f"computes the forward pass again: matrix products {percent} of the step"
@@ -491,92 +498,90 @@ def _reason(c: Candidate, best: Candidate) -> str:
     }.get(name, f"{name} {percent} of the step")
 
 
-def _crosses(c: Candidate, axis: str) -> bool:
+def _crosses(c: Candidate, axis: str, node: int) -> bool:
     stride, shape = strides(c.layout, c.n), sizes(c.layout, c.n)
     axis = {"sequence": "tensor"}.get(axis, axis)
-    return stride.get(axis, 1) * shape.get(axis, c.n) > 8
+    return stride.get(axis, 1) * shape.get(axis, c.n) > node
 
 
-def _advice(space: _Space, nearest: Candidate) -> list[str]:
+def _advice(space: Space, nearest: Candidate) -> list[str]:
     """What would make it fit."""
     out = [f"nearest: {nearest.describe()}: {_too_large(nearest)}"]
     state = sum(nearest.memory[name] for name in ("weights", "gradients", "optimizer"))
     if state < nearest.capacity:
         out.append("weights, gradients and optimizer state would fit: take shorter samples (data.max_len), or layout.offload with layout.shard")
-    more = next((space.cluster.n * 2**i for i in range(1, 11) if _fits_on(space, space.cluster.n * 2**i)), None)
-    if more:
-        out.append(f"by closed forms it fits on {more:,} of them: --on {more}x{space.cluster.device.name}")
+    if more := on_more(space):
+        out.append(f"it fits on {more.n:,} of them: --on {more.n}x{space.cluster.device.name} {more.keys}".rstrip())
     return out
 
 
-def _fits_on(space: _Space, n: int) -> bool:
-    wide = _Space(space.recipe, Cluster(space.cluster.device, n), quick=True)
-    for split in wide.splits(n):
-        for layout in wide.layouts(split):
-            layout = layout.model_copy(update={"micro_batch": 1, "checkpointing": "full"})
-            if wide.allowed(layout, n) and wide.price_memory(layout, n).fits:
-                return True
-    return False
+def on_more(space: Space) -> Candidate | None:
+    """The best layout on the fewest of twice, four times, ... as many devices on which one fits."""
+    for i in range(1, 11):
+        try:
+            good, _ = ranked(Space(space.recipe, Cluster(space.cluster.device, space.n * 2**i), space.task, space))
+        except UserError:
+            continue  # the batch cannot be split so far
+        if good:
+            return good[0]
+    return None
 
 
-def _fastest_first(c: Candidate) -> tuple:
-    return c.seconds, c.keys
+def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Layout:
+    """The search's first; where none fits the one that is nearest. Raises UserError where no layout is allowed."""
+    good, large = ranked(Space(recipe, cluster, task))
+    return good[0].layout if good else min(large, key=lambda c: (c.needed, c.keys)).layout
 
 
-def best_candidates(recipe: Recipe, cluster: Cluster, *, limit_s: float = 6.0) -> list[Candidate]:
-    """The best of each way to split that fits, of fewer kinds (schedules of a pipeline are varied for the three fastest alone), fastest
-    first, in some seconds; where none fits the one that needs least. Raises UserError as `search`."""
-    until = time.perf_counter() + limit_s
-    space = _Space(recipe, cluster, quick=True)
-    best: list[Candidate] = []
-    nearest: Candidate | None = None
-    for split in space.splits(cluster.n):
-        fit, miss = space.best(split, cluster.n, until)
-        if fit:
-            best.append(min(fit, key=_fastest_first))
-        if miss is not None and (nearest is None or miss.needed < nearest.needed):
-            nearest = miss
-        if time.perf_counter() > until and (best or nearest):
-            break
-    best.sort(key=_fastest_first)
-    for c in [c for c in best[:3] if c.layout.pipeline > 1]:
-        for stages in (None, 4):
-            layout = c.layout.model_copy(update={"schedule": "interleaved", "stages": stages})
-            if space.allowed(layout, cluster.n) and (other := space.price_memory(layout, cluster.n)).fits:
-                space.price_time(other)
-                best.append(other)
-    found = sorted(best, key=_fastest_first) or ([nearest] if nearest else [])
-    if not found:
-        check.validate(recipe.model_copy(update={"layout": space.base}), cluster.n)
-        raise UserError(f"{recipe.name}: no layout is allowed on {cluster.n} devices. Take another number of devices, or another batch.samples.")
-    return found
-
-
-def remedies(recipe: Recipe, cluster: Cluster) -> Iterator[Candidate]:
-    """What would fit instead of the recipe's layout, by closed form, nearest first: other checkpointing, a smaller micro-batch, both; the
-    best of all layouts on as many devices; then the fewest more of them."""
-    own, n = recipe.layout, cluster.n
-    space = _Space(recipe, cluster, quick=True)
-    share = space.share(own, n)
-    now = min(own.micro_batch or share, share)
-    stronger = ("none", "selective", "full")
-    ways = stronger[stronger.index(own.checkpointing) :] if own.schedule != "zero_bubble" else (own.checkpointing,)
+def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
+    """What fits instead of the recipe's layout, the nearest: other checkpointing, a smaller micro-batch, both; the best of all layouts on as
+    many devices; then on the fewest more of them."""
+    space, own = Space(recipe, cluster, task), recipe.layout
+    now = min(own.micro_batch or math.inf, max(space.micro_batches(own)))
+    ways = WAYS[WAYS.index(own.checkpointing) :] if own.checkpointing in WAYS and own.schedule != "zero_bubble" else (own.checkpointing,)
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(now, way) for way in ways[1:]] + [(micro, way) for way in ways for micro in smaller[1:]]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-        if space.allowed(layout, n) and (c := space.price_memory(layout, n)).fits:
-            yield c
-    for more in (n, *(n * 2**i for i in range(1, 11))):
-        try:
-            c = best_candidates(recipe, Cluster(cluster.device, more))[0]
-        except UserError:
-            continue  # the batch cannot be split so far
-        if c.fits:
-            yield c
-            return
+        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.device.capacity and (c := space.price(layout)).fits:
+            return c
+    try:
+        good, _ = ranked(space)
+    except UserError:
+        good = []
+    return good[0] if good else on_more(space)
 
 
-def quick_time(recipe: Recipe, cluster: Cluster) -> float:
-    """Seconds of one step of the recipe's own layout, in closed form."""
-    space = _Space(recipe, cluster)
-    return _seconds(space, recipe.layout, cluster)[0]
+def fewest_in_time(recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True) -> Candidate:
+    """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many days, the usual goodput
+    counted. chosen: of all layouts; else the recipe's own, which need not fit. Raises UserError where no number of devices is enough."""
+    device = cluster.device
+    each, quickest, since = 1 if chosen else needed(recipe.layout), math.inf, 0
+
+    def days_with(seconds: float, n: int) -> float:
+        return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
+
+    space = Space(recipe, Cluster(device, 1), task)
+    work = days_with(space.at_peak(), 1)  # device-days
+    most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
+    for n in itertools.chain((k for k in range(1, device.node) if device.node % k == 0), range(device.node, most + 1, device.node)):
+        if n % each or n < work / days:
+            continue
+        space = Space(recipe, Cluster(device, n), task, space)
+        found = space.quickest(chosen)
+        if found is None:
+            continue
+        took = days_with(found.seconds, n)
+        since = 0 if took < 0.99 * quickest else since + 1
+        work = n * took * NEAR if not math.isfinite(quickest) else min(work, n * took * NEAR)  # more devices do hardly more each
+        quickest = min(quickest, took)
+        if took <= 1.02 * days:
+            good = ranked(space)[0][:1] if chosen else [space.price(found.layout)]
+            if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
+                return good[0]
+        if since > GIVEN_UP:
+            break
+    said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
+    raise UserError(
+        f"--days={days:g}: no number of {device.name} up to {n:,} is done in time, as the batch can be split.{said} "
+        "Give more days, a larger batch.samples, or a faster device."
+    )

@@ -284,6 +284,7 @@ def collecting() -> Iterator[None]:
     global _at_rest
     if _at_rest:
         gc.collect()
+        gc.freeze()
         yield
         return
     was, _at_rest = gc.isenabled(), True
@@ -703,6 +704,7 @@ def _trace(
         _instrument(recorder, stepper)
         counts = _counts(batches)
         for i in range(2):
+            gc.collect()
             timeline.phases.append((len(timeline.events), "build"))
             start = len(timeline.events)
             recorder.counting = i == 1

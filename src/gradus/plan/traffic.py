@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradus.plan.compose import Stage, holders_of, padded, sharded_over, stages_of, tied, widths
+from gradus.parallel import pipeline
+from gradus.plan.compose import Stage, padded, sharded_over, stages_of, tied, widths
 from gradus.plan.profiles import Weight
 from gradus.plan.work import Transfer
 from gradus.recipe.axes import DATA, sizes, strides
@@ -31,7 +32,7 @@ def holding(p: Process) -> list[Transfer]:
 def _pipeline(p: Process, shape, stride) -> Iterator[Transfer]:
     """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds up and gives back."""
     layout = p.recipe.layout
-    where = holders_of(layout)
+    where = dict(enumerate(pipeline.ranks(layout)))
     own = stages_of(p.rank, layout)
     for s, stage in zip(own, p.stages):
         for kind, other in (("forward", s + 1), ("backward", s - 1)):
@@ -61,7 +62,7 @@ def _shards(p: Process, shape, stride) -> Iterator[Transfer]:
     for stage in p.stages:
         for _, weights, times in stage.units():
             for expert in (False, True):  # split experts are a unit of their own
-                k, apart = sharded_over(layout, expert), stride["shard"] if expert else _nearest(layout, stride)
+                k, apart = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
                 elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
                 yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "forward", "forward")
                 if layout.reshard:
@@ -70,7 +71,7 @@ def _shards(p: Process, shape, stride) -> Iterator[Transfer]:
                 yield Transfer("replicate", "all_reduce", elements // k * reduced, times * scatters, shape["replicate"], stride["replicate"], "backward", "backward")
 
 
-def _nearest(layout, stride) -> int:
+def nearest(layout, stride) -> int:
     """Between neighbours of those that shard the weights."""
     return stride["context"] if layout.context > 1 else stride["expert"] if layout.expert > 1 else stride["shard"]
 
