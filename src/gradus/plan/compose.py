@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,12 +125,12 @@ class Stage:
                 return stack, int(unit[len(stack) + 1 :].split(".")[0]) - first
         return "", -1
 
-    def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
-        """(name, shapes, how often)."""
-        counts = self.counts()
-        for unit, weights in self.profile.units.items():
+    def units(self, frozen: bool = False) -> Iterator[tuple[str, dict[str, Weight], int]]:
+        """(name, what of it is trained or else frozen, how often)."""
+        counts, profile = self.counts(), self.profile
+        for unit in {**profile.units, **profile.frozen}:
             stack, number = self._place(unit)
-            yield unit, weights, counts[stack] - 2 if number == 1 else 1
+            yield unit, (profile.frozen if frozen else profile.units).get(unit, {}), counts[stack] - 2 if number == 1 else 1
 
 
 def sharded_over(layout: Layout, expert: bool) -> int:
@@ -151,6 +151,22 @@ def padded(w: Weight, k: int) -> int:
     if w.across and any(size % k == 0 for size in w.shape):
         return w.size
     return -(-w.shape[0] // k) * k * math.prod(w.shape[1:])
+
+
+def width_of(w: Weight, layout: Layout) -> int:
+    """Bytes of an element that a process holds."""
+    return w.computed if layout.precision.startswith("pure_") else w.width
+
+
+def held(w: Weight, layout: Layout) -> int:
+    """Bytes of it that a process holds."""
+    k = 1 if w.buffer else sharded_over(layout, w.expert)
+    return (padded(w, k) // k if k > 1 else w.size) * width_of(w, layout)
+
+
+def gathered(frozen: Iterable[Weight], k: int) -> int:
+    """Bytes of those that FSDP2 puts together, of k parts."""
+    return sum(padded(w, k) * w.computed for w in frozen if not w.buffer)
 
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
@@ -221,11 +237,11 @@ class Replicated(Whole):
 class Sharded(Whole):
     """FSDP2 (torch.distributed.fsdp.fully_shard)."""
 
-    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, on_host: bool):
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, frozen: Units, on_host: bool):
         super().__init__(layout, shapes, alive, width)
-        self.on_host = on_host
+        self.frozen, self.on_host = frozen, on_host
         self.computed, self.reduced = widths(layout, width)
-        self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
+        self.buffer = 0.0  # of the last gather, which is given back when the next one has been copied out
         self.order: list[str] = []  # of the forward passes
         self.open: set[str] = set()
         self.arriving: dict[str, float] = {}  # gathered, not yet copied out
@@ -235,13 +251,18 @@ class Sharded(Whole):
 
     def ranks(self, unit: str) -> int:
         """Over which the unit is sharded."""
-        return sharded_over(self.layout, any(w.expert for w in self.shapes.get(self.of(unit), {}).values()))
+        weights = *self.shapes.get(self.of(unit), {}).values(), *self.frozen.get(self.of(unit), {}).values()
+        return sharded_over(self.layout, any(w.expert for w in weights))
 
     def full(self, unit: str) -> int:
         return sum(padded(w, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
 
+    def whole(self, unit: str) -> float:
+        """Bytes of it, gathered."""
+        return self.full(unit) * self.computed + gathered(self.frozen.get(self.of(unit), {}).values(), self.ranks(unit))
+
     def gather(self, unit: str) -> None:
-        nbytes = self.full(unit) * self.computed
+        nbytes = self.whole(unit)
         if unit in self.open or unit in self.arriving or not nbytes:
             return
         self.alive.add(transient=nbytes + (nbytes / self.ranks(unit) if self.computed != self.width else 0))
@@ -253,11 +274,10 @@ class Sharded(Whole):
         if unit not in self.arriving:
             return
         nbytes = self.arriving.pop(unit)
-        if forward:
-            self._forget()
         self.alive.add(gathered=nbytes)
         self.open.add(unit)
         if forward:
+            self._forget()
             self.buffer = nbytes
         else:
             self.alive.add(transient=-nbytes)
@@ -269,7 +289,7 @@ class Sharded(Whole):
     def close(self, unit: str) -> None:
         if unit in self.open:
             self.open.discard(unit)
-            self.alive.add(gathered=-self.full(unit) * self.computed)
+            self.alive.add(gathered=-self.whole(unit))
 
     def edge(self, unit: str, edge: str, last: bool) -> None:
         again = self.alive.phase == "backward"  # experts, in a block that is computed again: they stay for their backward pass
@@ -320,7 +340,9 @@ class Sharded(Whole):
     def end_micro(self, last: bool) -> None:
         for unit in dict.fromkeys(u for u in reversed(self.order) if u in self.open):
             self.after(unit, last)
-        self.order = []
+        for nbytes in self.arriving.values():  # of what has no backward pass
+            self.alive.add(transient=-nbytes)
+        self.order, self.arriving = [], {}
         self.alive.add(transient=-self.input)
         self.input = 0.0
 
@@ -364,7 +386,7 @@ def peak(p: Process) -> Alive:
     layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
     sharded, ddp = layout.shard > 1, p.replicated
     own = p.own
-    start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
+    start = level(weights=p.frozen) + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
     handed = stages_of(p.rank, layout)
     for s, stage in zip(handed, stages):  # from stage to stage of the process nothing is received
         if s + 1 in handed:
@@ -374,7 +396,7 @@ def peak(p: Process) -> Alive:
         start = start + level(weights=own, optimizer=p.state)
     alive = Alive(start + level(gradients=own) if ddp else start)
     known = layout, stages[0].profile.units, alive, width
-    holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
+    holder = Sharded(*known, stages[0].profile.frozen, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
     alive.phase = "optimizer"
     if ddp and micro > 1:  # what the earlier micro-batches' gradients were is in the buckets now
@@ -391,7 +413,7 @@ def _summed(p: Process) -> list[float]:
         return []
     found = [(w, times) for stage in p.stages for _, weights, times in stage.units() for w in weights.values()]
     over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
-    return [float(p.width * sum(w.size * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
+    return [float(sum(w.size * width_of(w, layout) * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
 
 
 def _flat(p: Process) -> Iterator[tuple[float, bool]]:
@@ -484,21 +506,24 @@ def holding(p: Process) -> dict[tuple, float]:
 
     def add(name: str, size: int, phase: str, nbytes: float, count: float) -> None:
         key = ("micro", "memory", name, "bf16" if size == 2 else "fp32", phase, 0.0, nbytes, ())
-        out[key] = out.get(key, 0) + count
+        if nbytes:
+            out[key] = out.get(key, 0) + count
 
     if layout.shard > 1:
         computed, reduced = widths(layout, p.width)
         scatters = p.micro if layout.pipeline > 1 else 1
         for stage in p.stages:
-            for _, weights, times in stage.units():
+            turns = {piece.unit for pieces in stage.profile.later.values() for piece in pieces if piece.edge == "pre_backward"}
+            for unit, weights, times in stage.units():
                 for expert in (False, True):
                     chosen = [w for w in weights.values() if w.expert == expert]
                     k = sharded_over(layout, expert)
                     full, elements = sum(padded(w, k) for w in chosen), sum(w.size for w in chosen)
-                    for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
-                        add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
-                        if computed != p.width:
-                            add("foreach_copy", computed, phase, full / k * (computed + p.width), times * p.micro)
+                    still = [w for w in stage.profile.frozen.get(unit, {}).values() if w.expert == expert and not w.buffer]
+                    cast = full * (computed + p.width) * (computed != p.width) + sum(padded(w, k) * (w.computed + w.width) for w in still if w.computed != w.width)
+                    for phase in ("forward", "backward") if layout.reshard and (weights or unit in turns) else ("forward",):
+                        add("split_with_sizes_copy", computed, phase, 2 * (full * computed + gathered(still, k)), times * p.micro)
+                        add("foreach_copy", computed, phase, cast / k, times * p.micro)
                     added = p.micro > 1 and layout.pipeline == 1 and reduced != computed  # gradients in the type that they are summed in
                     if added:
                         add("to_copy", computed, "backward", elements * (computed + reduced), times)
@@ -524,7 +549,7 @@ def optimizer(p: Process) -> list[Op]:
     profile = p.stages[0].profile
     traced = [w for weights in profile.units.values() for w in weights.values()]
     own = p.own
-    scale = own / (sum(w.size for w in traced) * (2 if profile.pure else 4))
+    scale = own / sum(w.size * w.computed for w in traced)
     tensors = sum(times for _, times in p.elements) / len(traced)
     replicas = sizes(layout, p.n)["replicate"]
     share = replicas if layout.shard_optimizer else 1
