@@ -317,7 +317,7 @@ def model_flops(p: Process) -> float:
 
 def _model_operations(key: tuple) -> float:
     _, kind, name, _, phase, flops, _, shape = key
-    if phase == "recompute" or kind == "memory":
+    if phase == "recompute":
         return 0.0
     if kind == "attention":  # backwards four products; that fused kernels compute the scores again is no work of the model
         batch, heads, queries, keys, dim = shape
