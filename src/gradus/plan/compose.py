@@ -302,6 +302,8 @@ class Sharded(Whole):
             if self.layout.reshard:
                 self.close(unit)
             self.order.append(unit)
+        elif edge == "post_forward":
+            self._forget()
         elif edge == "pre_backward":
             self.gather(unit)
             self.wait(unit, False)
