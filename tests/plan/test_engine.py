@@ -252,6 +252,8 @@ def bound(case: Case, what: str) -> float:
     layout = case.recipe.layout
     if what == "memory" and (layout.schedule == "zero_bubble" or (layout.param_dtype and case.recipe.model.family == "vit")):
         return 0.055
+    if what == "memory" and case.recipe.model.model_dump().get("n_experts"):
+        return 0.005
     if what == "bytes" and layout.param_dtype:
         return 0.06
     if what == "optimizer" and layout.param_dtype and case.recipe.model.family == "vit":

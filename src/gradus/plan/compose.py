@@ -522,7 +522,8 @@ def holding(p: Process) -> dict[tuple, float]:
                     k = sharded_over(layout, expert)
                     full, elements = sum(padded(w, k) for w in chosen), sum(w.size for w in chosen)
                     still = [w for w in stage.profile.frozen.get(unit, {}).values() if w.expert == expert and not w.buffer]
-                    cast = full * (computed + p.width) * (computed != p.width) + sum(padded(w, k) * (w.computed + w.width) for w in still if w.computed != w.width)
+                    cast = sum(padded(w, k) * (w.computed + w.width) for w in still if w.computed != w.width)
+                    cast += full * (computed + p.width) if computed != p.width else 0
                     for phase in ("forward", "backward") if layout.reshard and (weights or unit in turns) else ("forward",):
                         add("split_with_sizes_copy", computed, phase, 2 * (full * computed + gathered(still, k)), times * p.micro)
                         add("foreach_copy", computed, phase, cast / k, times * p.micro)

@@ -791,7 +791,8 @@ def max_gradients(timeline: Timeline, start: int) -> int:
 
 def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
     """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
-    own, which it makes ready by operators on whole tensors. What makes itself ready while it computes is given two micro-batches (the second adds to the gradients); the others none."""
+    own, which tries each operator once on whole tensors. What makes itself ready while it computes is given two micro-batches (the second
+    adds to the gradients); the others none."""
     parallel, layout = stepper.parallel, stepper.recipe.layout
     global _computed
     computes = layout.shard > 1 or (max(layout.tensor, layout.expert) > 1 and not _computed)

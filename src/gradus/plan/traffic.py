@@ -43,7 +43,8 @@ def _pipeline(p: Process, shape, stride) -> Iterator[Transfer]:
 
 def in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weight, int]]:
     """(parameter, how often) of a process, in the model's order but for the repeated blocks'."""
-    seen: set[str] = set()
+    # what stands in the place of a parameter that another stage of the process has is not there
+    seen = {name for stage in stages for name in stage.profile.units.get("", {})} if frozen else set()
     for stage in stages:
         for unit, weights, times in stage.units(frozen):
             for name, w in weights.items():
