@@ -153,6 +153,7 @@ BOTH = partly("embedding", tie=True)
 IN_BLOCKS = partly("to_q", "to_k", "feedforward_norm")
 HALF = partly("token_embedding", half=("token_embedding",))
 HALF_TRAINED = partly(half=("token_embedding",))
+EXPERTS = LlamaConfig(**SMALL, n_layers=4, n_kv_heads=2, n_experts=4)  # fewer than the processes that cut them
 MASKED = partly("position", masked=True)
 SEVERAL = {"samples": 6, "micro_batch": 2}
 
@@ -197,13 +198,15 @@ TOGETHER = {
     "in every block, pipeline": (2, IN_BLOCKS, {"pipeline": 2, **SEVERAL}),
     "in every block, pipeline and shard": (4, partly("to_q", "token_embedding", layers=6), {"pipeline": 2, "shard": 2, "samples": 12, "micro_batch": 2}),
     "convolution, shard": (2, gated(), {"shard": 2, **SEVERAL}),
+    "experts cut within": (8, EXPERTS, {"shard": 8, "samples": 32, "micro_batch": 2}),
+    "experts in groups, checkpointing": (4, EXPERTS, {"shard": 2, "expert": 2, "checkpointing": "full", "samples": 16, "micro_batch": 2}),
     "convolution, pipeline": (2, gated(), {"pipeline": 2, **SEVERAL}),
 }
 
 
 QUICK = {"table", "table, micro-batches", "tied embeddings", "in every block, checkpointing, micro-batches", "table in half, micro-batches", "masks",
-         "convolution", "convolution, checkpointing", "convolution of all channels", "convolution of groups, checkpointing", "table, ddp, micro-batches",
-         "table, shard, kept", "in every block, shard, checkpointing", "table in half, shard, half", "in every block, pipeline", "convolution, shard"}  # fmt: skip
+         "convolution", "convolution, checkpointing", "convolution of all channels", "convolution of groups, checkpointing", "table, shard, kept",
+         "in every block, shard, checkpointing", "table in half, shard, half", "in every block, pipeline", "experts cut within"}  # fmt: skip
 COUNTED = {"in every block, checkpointing, micro-batches", *(name for name in ALONE if "convolution" in name)}  # of which operations are
 
 

@@ -153,6 +153,11 @@ def padded(w: Weight, k: int) -> int:
     return -(-w.shape[0] // k) * k * math.prod(w.shape[1:])
 
 
+def turned(weights: Iterable[Weight], k: int) -> list[Weight]:
+    """Those that FSDP2 cuts along another dimension than the first, which takes it a copy each time (`parallel.shard._across`)."""
+    return [w for w in weights if w.across and w.shape[0] % k and any(size % k == 0 for size in w.shape[1:])]
+
+
 def width_of(w: Weight, layout: Layout) -> int:
     """Bytes of an element that a process holds."""
     return w.computed if layout.precision.startswith("pure_") else w.width
@@ -254,6 +259,9 @@ class Sharded(Whole):
         weights = *self.shapes.get(self.of(unit), {}).values(), *self.frozen.get(self.of(unit), {}).values()
         return sharded_over(self.layout, any(w.expert for w in weights))
 
+    def turned(self, unit: str) -> list[Weight]:
+        return turned(self.shapes.get(self.of(unit), {}).values(), self.ranks(unit))
+
     def full(self, unit: str) -> int:
         return sum(padded(w, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
 
@@ -275,6 +283,9 @@ class Sharded(Whole):
             return
         nbytes = self.arriving.pop(unit)
         self.alive.add(gathered=nbytes)
+        aside = sum(w.size for w in self.turned(unit)) * self.computed
+        self.alive.add(transient=aside)
+        self.alive.add(transient=-aside)
         self.open.add(unit)
         if forward:
             self._forget()
@@ -329,8 +340,11 @@ class Sharded(Whole):
         if not self.input:
             return
         part = self.input / self.ranks(unit)
-        self.alive.add(transient=self.input)
-        self.alive.add(gradients=-elements * (self.reduced if unit in self.kept else self.computed))
+        width = self.reduced if unit in self.kept else self.computed
+        aside = float(sum(w.size for w in self.turned(unit)[-1:]) * width)  # its gradient is there still when the copy is
+        self.alive.add(transient=self.input + aside)
+        self.alive.add(transient=-aside)
+        self.alive.add(gradients=-elements * width)
         self.alive.add(gradients=part)
         if self.reduced != self.width:
             self.alive.add(gradients=part * self.width / self.reduced)
@@ -527,12 +541,16 @@ def holding(p: Process) -> dict[tuple, float]:
                     for phase in ("forward", "backward") if layout.reshard and (weights or unit in turns) else ("forward",):
                         add("split_with_sizes_copy", computed, phase, 2 * (full * computed + gathered(still, k)), times * p.micro)
                         add("foreach_copy", computed, phase, cast / k, times * p.micro)
+                        for w in turned(chosen, k):
+                            add("cat", computed, phase, 3 * w.size * computed, times * p.micro)
                     added = p.micro > 1 and layout.pipeline == 1 and reduced != computed  # gradients in the type that they are summed in
                     if added:
                         add("to_copy", computed, "backward", elements * (computed + reduced), times)
                         add("add", reduced, "backward", elements * (2 * reduced + computed), times * (p.micro - 1))
                     if scatters > 1:
                         add("add", reduced, "backward", 3 * full / k * p.width, times * (scatters - 1))
+                    for w in turned(chosen, k):
+                        add("cat", computed, "backward", 2 * w.size * (reduced if added else computed), times * scatters)
                     if full:
                         add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
