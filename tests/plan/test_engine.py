@@ -247,13 +247,14 @@ def off(composed: float, whole: float) -> float:
 
 
 def bound(case: Case, what: str) -> float:
-    """Wider where it is known why: experts add up some gradients in the second micro-batch alone; under FSDP2's own half weights tables of
-    positions and prepared images stay in fp32, where a model in half has them in half; zero_bubble's two stages of one process hand on tensors
-    of which a few live longer when each stage is traced by itself."""
+    """Wider where it is known why: under FSDP2's own half weights tables of positions and prepared images stay in fp32, where a model in half
+    has them in half; zero_bubble's two stages of one process hand on tensors of which a few live longer when each stage is traced by itself."""
     layout = case.recipe.layout
     if what == "memory" and (layout.schedule == "zero_bubble" or (layout.param_dtype and case.recipe.model.family == "vit")):
         return 0.055
-    if what == "bytes" and (case.recipe.model.model_dump().get("n_experts") or layout.param_dtype):
+    if what == "memory" and case.recipe.model.model_dump().get("n_experts"):
+        return 0.005
+    if what == "bytes" and layout.param_dtype:
         return 0.06
     if what == "optimizer" and layout.param_dtype and case.recipe.model.family == "vit":
         return 0.1

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,9 +134,11 @@ class Stage:
                 return stack, int(unit[len(stack) + 1 :].split(".")[0]) - first
         return "", -1
 
-    def units(self) -> Iterator[tuple[str, dict[str, Weight], int]]:
-        """(name, shapes, how often)."""
-        yield from ((unit, weights, self._times(unit)) for unit, weights in self.profile.units.items())
+    def units(self, frozen: bool = False) -> Iterator[tuple[str, dict[str, Weight], int]]:
+        """(name, what of it is trained or else frozen, how often)."""
+        profile = self.profile
+        for unit in {**profile.units, **profile.frozen}:
+            yield unit, (profile.frozen if frozen else profile.units).get(unit, {}), self._times(unit)
 
 
 def sharded_over(layout: Layout, expert: bool) -> int:
@@ -157,6 +159,27 @@ def padded(w: Weight, k: int) -> int:
     if w.across and any(size % k == 0 for size in w.shape):
         return w.size
     return -(-w.shape[0] // k) * k * math.prod(w.shape[1:])
+
+
+def turned(weights: Iterable[Weight], k: int) -> list[Weight]:
+    """Those that FSDP2 cuts along another dimension than the first, which takes it a copy each time (`parallel.shard._across`)."""
+    return [w for w in weights if w.across and w.shape[0] % k and any(size % k == 0 for size in w.shape[1:])]
+
+
+def width_of(w: Weight, layout: Layout) -> int:
+    """Bytes of an element that a process holds."""
+    return w.computed if layout.precision.startswith("pure_") else w.width
+
+
+def held(w: Weight, layout: Layout) -> int:
+    """Bytes of it that a process holds."""
+    k = 1 if w.buffer else sharded_over(layout, w.expert)
+    return (padded(w, k) // k if k > 1 else w.size) * width_of(w, layout)
+
+
+def gathered(frozen: Iterable[Weight], k: int) -> int:
+    """Bytes of those that FSDP2 puts together, of k parts."""
+    return sum(padded(w, k) * w.computed for w in frozen if not w.buffer)
 
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
@@ -219,11 +242,11 @@ class Replicated(Whole):
 class Sharded(Whole):
     """FSDP2 (torch.distributed.fsdp.fully_shard)."""
 
-    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, on_host: bool):
+    def __init__(self, layout: Layout, shapes: Units, alive: Alive, width: int, frozen: Units, on_host: bool):
         super().__init__(layout, shapes, alive, width)
-        self.on_host = on_host
+        self.frozen, self.on_host = frozen, on_host
         self.computed, self.reduced = widths(layout, width)
-        self.buffer = 0.0  # of the last gather, which is given back when the next one has arrived
+        self.buffer = 0.0  # of the last gather, which is given back when the next one has been copied out
         self.order: list[str] = []  # of the forward passes
         self.open: set[str] = set()
         self.arriving: dict[str, float] = {}  # gathered, not yet copied out
@@ -233,13 +256,21 @@ class Sharded(Whole):
 
     def ranks(self, unit: str) -> int:
         """Over which the unit is sharded."""
-        return sharded_over(self.layout, any(w.expert for w in self.shapes.get(self.of(unit), {}).values()))
+        weights = *self.shapes.get(self.of(unit), {}).values(), *self.frozen.get(self.of(unit), {}).values()
+        return sharded_over(self.layout, any(w.expert for w in weights))
+
+    def turned(self, unit: str) -> list[Weight]:
+        return turned(self.shapes.get(self.of(unit), {}).values(), self.ranks(unit))
 
     def full(self, unit: str) -> int:
         return sum(padded(w, self.ranks(unit)) for w in self.shapes.get(self.of(unit), {}).values())
 
+    def whole(self, unit: str) -> float:
+        """Bytes of it, gathered."""
+        return self.full(unit) * self.computed + gathered(self.frozen.get(self.of(unit), {}).values(), self.ranks(unit))
+
     def gather(self, unit: str) -> None:
-        nbytes = self.full(unit) * self.computed
+        nbytes = self.whole(unit)
         if unit in self.open or unit in self.arriving or not nbytes:
             return
         self.alive.add(transient=nbytes + (nbytes / self.ranks(unit) if self.computed != self.width else 0))
@@ -251,11 +282,13 @@ class Sharded(Whole):
         if unit not in self.arriving:
             return
         nbytes = self.arriving.pop(unit)
-        if forward:
-            self._forget()
         self.alive.add(gathered=nbytes)
+        aside = sum(w.size for w in self.turned(unit)) * self.computed
+        self.alive.add(transient=aside)
+        self.alive.add(transient=-aside)
         self.open.add(unit)
         if forward:
+            self._forget()
             self.buffer = nbytes
         else:
             self.alive.add(transient=-nbytes)
@@ -267,7 +300,7 @@ class Sharded(Whole):
     def close(self, unit: str) -> None:
         if unit in self.open:
             self.open.discard(unit)
-            self.alive.add(gathered=-self.full(unit) * self.computed)
+            self.alive.add(gathered=-self.whole(unit))
 
     def edge(self, unit: str, edge: str, last: bool) -> None:
         again = self.alive.phase == "backward"  # experts, in a block that is computed again: they stay for their backward pass
@@ -280,6 +313,8 @@ class Sharded(Whole):
             if self.layout.reshard:
                 self.close(unit)
             self.order.append(unit)
+        elif edge == "post_forward":
+            self._forget()
         elif edge == "pre_backward":
             self.gather(unit)
             self.wait(unit, False)
@@ -305,8 +340,11 @@ class Sharded(Whole):
         if not self.input:
             return
         part = self.input / self.ranks(unit)
-        self.alive.add(transient=self.input)
-        self.alive.add(gradients=-elements * (self.reduced if unit in self.kept else self.computed))
+        width = self.reduced if unit in self.kept else self.computed
+        aside = float(sum(w.size for w in self.turned(unit)[-1:]) * width)  # its gradient is there still when the copy is
+        self.alive.add(transient=self.input + aside)
+        self.alive.add(transient=-aside)
+        self.alive.add(gradients=-elements * width)
         self.alive.add(gradients=part)
         if self.reduced != self.width:
             self.alive.add(gradients=part * self.width / self.reduced)
@@ -318,7 +356,9 @@ class Sharded(Whole):
     def end_micro(self, last: bool) -> None:
         for unit in dict.fromkeys(u for u in reversed(self.order) if u in self.open):
             self.after(unit, last)
-        self.order = []
+        for nbytes in self.arriving.values():  # of what has no backward pass
+            self.alive.add(transient=-nbytes)
+        self.order, self.arriving = [], {}
         self.alive.add(transient=-self.input)
         self.input = 0.0
 
@@ -362,7 +402,7 @@ def peak(p: Process) -> Alive:
     layout, stages, micro, width = p.recipe.layout, p.stages, p.micro, p.width
     sharded, ddp = layout.shard > 1, p.replicated
     own = p.own
-    start = stages[0].profile.fixed + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
+    start = level(weights=p.frozen) + stages[0].profile.batch * p.given.parts + micro * sum(stage.profile.buffers for stage in stages)
     handed = stages_of(p.rank, layout)
     for s, stage in zip(handed, stages):  # from stage to stage of the process nothing is received
         if s + 1 in handed:
@@ -372,7 +412,7 @@ def peak(p: Process) -> Alive:
         start = start + level(weights=own, optimizer=p.state)
     alive = Alive(start + level(gradients=own) if ddp else start)
     known = layout, stages[0].profile.units, alive, width
-    holder = Sharded(*known, on_host) if sharded else (Replicated if ddp else Whole)(*known)
+    holder = Sharded(*known, stages[0].profile.frozen, on_host) if sharded else (Replicated if ddp else Whole)(*known)
     _run(p, alive, holder, ddp)
     alive.phase = "optimizer"
     if ddp and micro > 1:  # what the earlier micro-batches' gradients were is in the buckets now
@@ -389,7 +429,7 @@ def _summed(p: Process) -> list[float]:
         return []
     found = [(w, times) for stage in p.stages for _, weights, times in stage.units() for w in weights.values()]
     over = {expert: shape["replicate"] * layout.context * (1 if expert else layout.expert) for expert in (False, True)}
-    return [float(p.width * sum(w.size * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
+    return [float(sum(w.size * width_of(w, layout) * times for w, times in found if w.expert == expert)) for expert, k in over.items() if k > 1]
 
 
 def _flat(p: Process) -> Iterator[tuple[float, bool]]:
@@ -482,27 +522,35 @@ def holding(p: Process) -> dict[tuple, float]:
 
     def add(name: str, size: int, phase: str, nbytes: float, count: float) -> None:
         key = ("micro", "memory", name, "bf16" if size == 2 else "fp32", phase, 0.0, nbytes, ())
-        out[key] = out.get(key, 0) + count
+        if nbytes:
+            out[key] = out.get(key, 0) + count
 
     if layout.shard > 1:
         computed, reduced = widths(layout, p.width)
         scatters = p.micro if layout.pipeline > 1 else 1
         for stage in p.stages:
-            for _, weights, times in stage.units():
+            turns = {piece.unit for pieces in stage.profile.later.values() for piece in pieces if piece.edge == "pre_backward"}
+            for unit, weights, times in stage.units():
                 for expert in (False, True):
                     chosen = [w for w in weights.values() if w.expert == expert]
                     k = sharded_over(layout, expert)
                     full, elements = sum(padded(w, k) for w in chosen), sum(w.size for w in chosen)
-                    for phase in ("forward", "backward") if full and layout.reshard else ("forward",) if full else ():
-                        add("split_with_sizes_copy", computed, phase, 2 * full * computed, times * p.micro)
-                        if computed != p.width:
-                            add("foreach_copy", computed, phase, full / k * (computed + p.width), times * p.micro)
+                    still = [w for w in stage.profile.frozen.get(unit, {}).values() if w.expert == expert and not w.buffer]
+                    cast = sum(padded(w, k) * (w.computed + w.width) for w in still if w.computed != w.width)
+                    cast += full * (computed + p.width) if computed != p.width else 0
+                    for phase in ("forward", "backward") if layout.reshard and (weights or unit in turns) else ("forward",):
+                        add("split_with_sizes_copy", computed, phase, 2 * (full * computed + gathered(still, k)), times * p.micro)
+                        add("foreach_copy", computed, phase, cast / k, times * p.micro)
+                        for w in turned(chosen, k):
+                            add("cat", computed, phase, 3 * w.size * computed, times * p.micro)
                     added = p.micro > 1 and layout.pipeline == 1 and reduced != computed  # gradients in the type that they are summed in
                     if added:
                         add("to_copy", computed, "backward", elements * (computed + reduced), times)
                         add("add", reduced, "backward", elements * (2 * reduced + computed), times * (p.micro - 1))
                     if scatters > 1:
                         add("add", reduced, "backward", 3 * full / k * p.width, times * (scatters - 1))
+                    for w in turned(chosen, k):
+                        add("cat", computed, "backward", 2 * w.size * (reduced if added else computed), times * scatters)
                     if full:
                         add("chunk_cat", reduced if added else computed, "backward", elements * (reduced if added else computed) + full * reduced, times * scatters)
     elif p.replicated:
@@ -522,7 +570,7 @@ def optimizer(p: Process) -> list[Op]:
     profile = p.stages[0].profile
     traced = [w for weights in profile.units.values() for w in weights.values()]
     own = p.own
-    scale = own / (sum(w.size for w in traced) * (2 if profile.pure else 4))
+    scale = own / sum(w.size * w.computed for w in traced)
     tensors = sum(times for _, times in p.elements) / len(traced)
     replicas = sizes(layout, p.n)["replicate"]
     share = replicas if layout.shard_optimizer else 1

@@ -207,12 +207,16 @@ class Process:
 
     @functools.cached_property
     def elements(self) -> list[tuple[int, int]]:
-        """(elements that this process holds of a parameter, how many such)."""
+        """(elements of the usual width that this process holds of a parameter, how many such)."""
         found = []
         for w, times in traffic.in_order(self.stages):
-            k = compose.sharded_over(self.recipe.layout, w.expert)
-            found.append((compose.padded(w, k) // k if k > 1 else w.size, times))
+            found.append((compose.held(w, self.recipe.layout) // self.width, times))
         return found
+
+    @functools.cached_property
+    def frozen(self) -> int:
+        """Bytes of the parameters and buffers that are not trained."""
+        return sum(compose.held(w, self.recipe.layout) * times for w, times in traffic.in_order(self.stages, frozen=True))
 
     @functools.cached_property
     def own(self) -> int:
@@ -244,8 +248,7 @@ class Process:
 
     @property
     def held(self) -> dict[str, int]:
-        fixed = self.stages[0].profile.fixed[compose.INDEX["weights"]]
-        return {"weights": int(self.own + fixed), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
+        return {"weights": int(self.own + self.frozen), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
 
     @functools.cached_property
     def work(self) -> Work:
@@ -323,8 +326,6 @@ def operations_of(recipe: Recipe, layout: Layout, batch: dict, target: Target, t
 
 def products(kind: str, name: str, flops: float, shape: tuple[int, ...], forward: int, backward: int) -> float:
     """Operations of an operation: of attention's full matrix, so many products a pass; a fused kernel's own two and five."""
-    if kind == "memory":
-        return 0.0
     if kind == "attention":
         batch, heads, queries, keys, dim = shape
         return 2 * batch * heads * queries * keys * dim * (backward if name.endswith("backward") else forward)

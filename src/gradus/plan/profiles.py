@@ -40,13 +40,16 @@ N = len(NAMES)  # then come the bytes that each pool of PyTorch's caching alloca
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A trained parameter, as a process holds it before it is sharded."""
+    """A parameter, or a buffer, as a process holds it before it is sharded."""
 
     shape: tuple[int, ...]
     expert: bool  # one of experts that are split over processes
     cut: bool  # along layout.tensor or layout.expert
     partial: bool  # its gradient is still to be summed along layout.tensor
     across: bool  # FSDP2 may cut it along any dimension: see parallel.shard
+    width: int  # bytes of an element, as the model was built
+    computed: int  # the same in the trace, where weights may have been cast
+    buffer: bool = False
 
     @property
     def size(self) -> int:
@@ -131,9 +134,9 @@ class Profile:
     later: dict[str, list[Piece]]
     prepare: dict[tuple, float]  # operations on a micro-batch before the first forward pass, as Traced.ops
     optimizer: Stretch  # norm, clipping, step
-    units: Units
+    units: Units  # what is trained
+    frozen: Units  # parameters that are not, and buffers
     sent: dict[str, float]  # bytes that a stage sends after its forward and its backward pass
-    fixed: np.ndarray  # alive all the time, besides parameters and the optimizer's state
     batch: np.ndarray  # alive all the time, of every micro-batch that is given
     buffers: np.ndarray  # likewise, of every micro-batch that a pipeline runs
     pure: bool  # whether weights were in half
@@ -189,20 +192,22 @@ def modules_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if m in alone} | {"": model}
 
 
-def weights_of(modules: dict[str, nn.Module], parallel: Parallel) -> Units:
-    """After a backward pass, so that it can be told which gradients are parts of sums."""
+def weights_of(modules: dict[str, nn.Module], parallel: Parallel, built: dict[str, int]) -> tuple[Units, Units]:
+    """(trained, frozen). built: bytes of an element as the model was built. After a backward pass, so that it can be told which gradients are parts of sums."""
     inner = [("", modules[""]), *((unit, module) for unit, module in modules.items() if unit)]
-    where = {id(p): unit for unit, module in inner for p in module.parameters()}  # the innermost
+    where = {id(p): unit for unit, module in inner for p in (*module.parameters(), *module.buffers())}  # the innermost
     across = {id(p) for module in parallel.part.modules() if isinstance(module, Experts) for p in module.parameters()}
-    out: Units = {}
-    for name, p in parallel.part.named_parameters():
-        if p.requires_grad:
-            placed = p.grad.placements if isinstance(p.grad, DTensor) else ()
-            local = p.to_local() if isinstance(p, DTensor) else p
-            expert, cut = parallel.is_expert(p), isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
-            weight = Weight(tuple(local.shape), expert, cut, any(x.is_partial() for x in placed), id(p) in across)
-            out.setdefault(where[id(p)], {})[name] = weight
-    return out
+    trained: Units = {}
+    frozen: Units = {}
+    for name, p in itertools.chain(parallel.part.named_parameters(), parallel.part.named_buffers()):
+        placed = p.grad.placements if isinstance(p.grad, DTensor) else ()
+        local = p.to_local() if isinstance(p, DTensor) else p
+        weight = Weight(
+            tuple(local.shape), parallel.is_expert(p), isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements),
+            any(x.is_partial() for x in placed), id(p) in across, built.get(name, p.element_size()), p.element_size(), not isinstance(p, nn.Parameter),
+        )  # fmt: skip
+        (trained if p.requires_grad else frozen).setdefault(where[id(p)], {})[name] = weight
+    return trained, frozen
 
 
 # ---------------------------------------------------------------- the trace
@@ -231,7 +236,9 @@ def profile(
     layout = small.layout
     within = layout.tensor * layout.context * layout.expert
     marks: list[_Marks] = []
-    units: Units = {}
+    units: list[Units] = []
+    like = models.build(small.model, "meta")
+    built = {name: t.element_size() for name, t in itertools.chain(like.named_parameters(), like.named_buffers())}
 
     def watch(recorder: trace.Recorder, stepper: Any, stack: contextlib.ExitStack) -> None:
         parallel = stepper.parallel
@@ -247,7 +254,7 @@ def profile(
             sync = parallel.replicas.sync_on
             parallel.replicas.sync_on = lambda last: (sync(last), mark.note("", "forward"))
             parallel.backward = lambda loss: (mark.note("", "backward"), backward(parallel, loss))
-        parallel._finish_gradients = lambda: (units.update(weights_of(modules, parallel)), mark.note("", "end"), finish())
+        parallel._finish_gradients = lambda: (units.extend(weights_of(modules, parallel, built)), mark.note("", "end"), finish())
         marks.append(mark)
 
     with contextlib.ExitStack() as stack:
@@ -264,10 +271,10 @@ def profile(
             small, within * layout.pipeline, within * place, target=target, task=task, micro_batches=[batch] * micro,
             watch=lambda recorder, stepper: watch(recorder, stepper, stack),
         )  # fmt: skip
-    return _cut(recipe, part, traced, marks[0].found, units, micro)
+    return _cut(recipe, part, traced, marks[0].found, *units, micro)
 
 
-def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], units: Units, micro: int) -> Profile:
+def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], units: Units, frozen: Units, micro: int) -> Profile:
     levels = _levels(traced)
     stops = [at for at, *_ in found[1:]] + [len(levels)]
     pieces = [Piece(unit, edge, _stretch(levels, at, stop, ops, sent)) for (at, unit, edge, ops, sent), stop in zip(found, stops)]
@@ -295,10 +302,6 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
             now.append(piece)
     first, later = ({kind: runs[i] for kind, runs in passes.items() if runs} for i in (0, micro - 1))
     start = levels[traced.start - 1]
-    weights = sum(w.size for unit in units.values() for w in unit.values())
-    width = 2 if traced.pure else 4
-    fixed = np.zeros(N + 3)
-    fixed[INDEX["weights"]] = start[INDEX["weights"]] - weights * width
     ready = pieces[0].stretch  # images become numbers before the first micro-batch
     given, buffers = np.zeros(N + 3), start / micro
     given[INDEX["activations"]] = traced.batch / micro
@@ -311,7 +314,7 @@ def _cut(recipe: Recipe, part: Part, traced: trace.Traced, found: list[tuple], u
     buffers[made] -= max(0.0, min(start[made], ready.net[made])) / micro
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, part.stacks) if own}
-    return Profile(first, later, {key: count / micro for key, count in ready.ops.items()}, last.stretch, units, sent, fixed, given, buffers, traced.pure, stacks)
+    return Profile(first, later, {key: count / micro for key, count in ready.ops.items()}, last.stretch, units, frozen, sent, given, buffers, traced.pure, stacks)
 
 
 def _stretch(levels: np.ndarray, at: int, stop: int, ops: dict, transfers: dict) -> Stretch:
@@ -349,10 +352,12 @@ def to_plain(p: Profile) -> dict[str, Any]:
     def passes(runs: dict[str, list[Piece]]) -> dict:
         return {kind: [[x.unit, x.edge, stretch(x.stretch)] for x in pieces] for kind, pieces in runs.items()}
 
-    units = {unit: {name: dataclasses.astuple(w) for name, w in weights.items()} for unit, weights in p.units.items()}
+    def weights(units: Units) -> dict:
+        return {unit: {name: dataclasses.astuple(w) for name, w in found.items()} for unit, found in units.items()}
+
     return {
-        "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()), "optimizer": stretch(p.optimizer), "units": units, "sent": p.sent,
-        "fixed": p.fixed.tolist(), "batch": p.batch.tolist(), "buffers": p.buffers.tolist(),
+        "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()), "optimizer": stretch(p.optimizer), "units": weights(p.units),
+        "frozen": weights(p.frozen), "sent": p.sent, "batch": p.batch.tolist(), "buffers": p.buffers.tolist(),
         "pure": p.pure,
         "stacks": p.stacks,
     }  # fmt: skip
@@ -368,9 +373,11 @@ def from_plain(plain: dict[str, Any]) -> Profile:
     def passes(runs: dict) -> dict[str, list[Piece]]:
         return {kind: [Piece(unit, edge, stretch(*s)) for unit, edge, s in pieces] for kind, pieces in runs.items()}
 
-    units = {unit: {name: Weight(tuple(shape), *rest) for name, (shape, *rest) in weights.items()} for unit, weights in plain["units"].items()}
+    def weights(units: dict) -> Units:
+        return {unit: {name: Weight(tuple(shape), *rest) for name, (shape, *rest) in found.items()} for unit, found in units.items()}
+
     stacks = {name: tuple(place) for name, place in plain["stacks"].items()}
     return Profile(
-        passes(plain["first"]), passes(plain["later"]), counted(plain["prepare"]), stretch(*plain["optimizer"]), units, plain["sent"], np.array(plain["fixed"]),
-        np.array(plain["batch"]), np.array(plain["buffers"]), plain["pure"], stacks,
+        passes(plain["first"]), passes(plain["later"]), counted(plain["prepare"]), stretch(*plain["optimizer"]), weights(plain["units"]), weights(plain["frozen"]),
+        plain["sent"], np.array(plain["batch"]), np.array(plain["buffers"]), plain["pure"], stacks,
     )  # fmt: skip

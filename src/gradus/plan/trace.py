@@ -185,7 +185,7 @@ class Timeline:
 # ---------------------------------------------------------------- operations
 
 
-def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | None:
+def _shape_of(name: str, args: tuple, outputs: list[Tensor]) -> tuple[str, tuple[int, ...], float] | None:
     """(kind, shape as of work.Op, operations) of matrix products and convolutions; None for all else."""
     if name in ("mm", "addmm"):
         a, b = args[-2:] if name == "mm" else args[1:3]
@@ -204,16 +204,20 @@ def _shape_of(name: str, args: tuple) -> tuple[str, tuple[int, ...], float] | No
         rows = -(-x.shape[0] // counts.shape[0])
         return "matmul", (counts.shape[0], x.shape[1], y.shape[1], rows), 2 * x.shape[0] * x.shape[1] * y.shape[1]
     if name == "convolution":
-        x, w, stride = args[0], args[1], args[3]
-        places = x.shape[0]
-        for size, kernel, step in zip(x.shape[2:], w.shape[2:], stride):
-            places *= (size - kernel) // step + 1
-        return "matmul", (1, places, w.shape[0], w[0].numel()), 2 * places * w.numel()
+        return _convolution(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
     if name == "convolution_backward":
-        grad, x, w, mask = args[0], args[1], args[2], args[10]
-        places = grad.numel() // grad.shape[1]
-        return "matmul", (1, w.shape[0], w[0].numel(), places), 2 * places * w.numel() * (bool(mask[0]) + bool(mask[1]))
+        kind, (*batch, m, n, k), flops = _convolution(args[1], args[2], args[0], transposed=args[7], groups=args[9])
+        return kind, (*batch, n, k, m), flops * (bool(args[10][0]) + bool(args[10][1]))
     return None
+
+
+def _convolution(x: Tensor, w: Tensor, y: Tensor, transposed: bool, groups: int) -> tuple[str, tuple[int, ...], float]:
+    """As _shape_of: at every place of its output (of its input, if it is transposed) a product with the weights. Where a group has a single
+    channel it is no product of matrices, and takes as long as its memory."""
+    each = x if transposed else y
+    places, n, k = each.numel() // each.shape[1], w.shape[0] // groups, w[0].numel()
+    kind = "memory" if groups > 1 and 1 in (n, w.shape[1]) else "matmul"
+    return kind, (groups, places, *((k, n) if transposed else (n, k))), 2 * places * w.numel()
 
 
 def _attention(function: Any, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], float]:
@@ -513,11 +517,11 @@ class Recorder(TorchDispatchMode):
         if name.startswith(torch_private.ATTENTION_PREFIX):
             shape, flops = _attention(function, args, kwargs)
             return "attention", name.strip("_"), dtype, flops, moved, shape
-        found = _shape_of(name, args)
+        found = _shape_of(name, args, outputs)
         if found is None:
             return "memory", name.strip("_"), dtype, 0.0, moved, ()
         kind, shape, flops = found
-        return kind, name.strip("_"), dtype, float(flops), moved, shape
+        return kind, name.strip("_"), dtype, float(flops), moved, shape if kind == "matmul" else ()
 
     def _transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -789,10 +793,11 @@ def max_gradients(timeline: Timeline, start: int) -> int:
 
 def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
     """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
-    own. What makes itself ready while it computes is given two micro-batches (the second adds to the gradients); the others none."""
+    own, which tries each operator once on whole tensors. What makes itself ready while it computes is given two micro-batches (the second
+    adds to the gradients); the others none."""
     parallel, layout = stepper.parallel, stepper.recipe.layout
     global _computed
-    computes = layout.shard > 1 or (layout.tensor > 1 and not _computed)
+    computes = layout.shard > 1 or (max(layout.tensor, layout.expert) > 1 and not _computed)
     if parallel.pipeline and (layout.shard > 1 or layout.schedule == "zero_bubble"):
         stepper.step(batches, counts)
         return

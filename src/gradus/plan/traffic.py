@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradus.parallel import pipeline
-from gradus.plan.compose import Stage, padded, sharded_over, stages_of, tied, widths
+from gradus.plan.compose import Stage, gathered, padded, sharded_over, stages_of, tied, width_of, widths
 from gradus.plan.profiles import Weight
 from gradus.plan.work import Transfer
 from gradus.recipe.axes import DATA, sizes, strides
@@ -42,11 +42,12 @@ def _pipeline(p: Process, shape, stride) -> Iterator[Transfer]:
         yield Transfer("pipeline", "send", nbytes, calls, layout.pipeline, stride["pipeline"], "optimizer")
 
 
-def in_order(stages: list[Stage]) -> Iterator[tuple[Weight, int]]:
+def in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weight, int]]:
     """(parameter, how often) of a process, in the model's order but for the repeated blocks'."""
-    seen: set[str] = set()
+    # what stands in the place of a parameter that another stage of the process has is not there
+    seen = {name for stage in stages for name in stage.profile.units.get("", {})} if frozen else set()
     for stage in stages:
-        for unit, weights, times in stage.units():
+        for unit, weights, times in stage.units(frozen):
             for name, w in weights.items():
                 if unit or name not in seen:
                     seen.add(name)
@@ -60,13 +61,14 @@ def _shards(p: Process, shape, stride) -> Iterator[Transfer]:
     computed, reduced = widths(layout, p.width)
     scatters = micro if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
     for stage in p.stages:
-        for _, weights, times in stage.units():
+        for unit, weights, times in stage.units():
             for expert in (False, True):  # split experts are a unit of their own
                 k, apart = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
                 elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
-                yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "forward", "forward")
+                whole = elements * computed + gathered((w for w in stage.profile.frozen.get(unit, {}).values() if w.expert == expert), k)
+                yield Transfer("shard", "all_gather", whole, times * micro, k, apart, "forward", "forward")
                 if layout.reshard:
-                    yield Transfer("shard", "all_gather", elements * computed, times * micro, k, apart, "backward", "backward")
+                    yield Transfer("shard", "all_gather", whole, times * micro, k, apart, "backward", "backward")
                 yield Transfer("shard", "reduce_scatter", elements * reduced, times * scatters, k, apart, "backward", "backward")
                 yield Transfer("replicate", "all_reduce", elements // k * reduced, times * scatters, shape["replicate"], stride["replicate"], "backward", "backward")
 
@@ -81,7 +83,7 @@ def _replicas(p: Process, shape, stride) -> Iterator[Transfer]:
     if layout.shard > 1:
         return
     weights = list(in_order(p.stages))
-    bytes_of = [(w, w.size * width) for w, times in weights for _ in range(times)]
+    bytes_of = [(w, w.size * width_of(w, layout)) for w, times in weights for _ in range(times)]
     group, apart = shape["replicate"] * layout.context, stride["context"] if layout.context > 1 else stride["replicate"]
     axis = "replicate" if shape["replicate"] > 1 else "context"
     limit = layout.bucket_mb * 2**20
@@ -90,7 +92,7 @@ def _replicas(p: Process, shape, stride) -> Iterator[Transfer]:
         yield from _after([b for _, b in bytes_of], limit, "replicate", shape["replicate"], stride["replicate"], local.every)
     elif layout.replicate == "manual":
         for w, times in weights:
-            yield Transfer(axis, "all_reduce", w.size * width, times, group, apart, "optimizer")
+            yield Transfer(axis, "all_reduce", w.size * width_of(w, layout), times, group, apart, "optimizer")
     elif layout.replicate == "parameter_server":
         yield Transfer("replicate", "send", sum(b for _, b in bytes_of), group - 1, group, apart, "optimizer")
     elif layout.tensor == layout.pipeline == layout.expert == 1:
