@@ -103,7 +103,11 @@ class Sketch:
         for section in self.blocks:
             section.halves -= section.casts
             self.last.halves += section.casts  # where they are forgotten
-        before = tuple(f"{part}." for part in (models.lookup(family).stacks[0].before + models.lookup(family).stacks[0].beside))
+        known = models.lookup(family)
+        before = tuple(f"{part}." for part in (*known.stacks[0].before, *known.stacks[0].beside))
+        ends = {name: w for unit, weights in profile.units.items() for name, w in weights.items()}
+        tied = known.head and not any(name.startswith(f"{known.head}.") for name in ends)
+        self.tied = [ends[name] for name in (f"{part}.weight" for part in known.tokens[-1:]) if tied and name in ends]  # what the last end has too
         for unit, weights in profile.units.items():
             home = next((section for block, section in of.items() if f"{unit}.".startswith(f"{block}.")), None)
             for name, w in weights.items():
@@ -145,7 +149,8 @@ class Rough:
         limits = bounds(sum(counts), layout.pipeline * stages_per_process(layout))
         own = [Part.of(counts, limits[s], limits[s + 1]).stacks for s in stages_of(self.rank, layout)]
         blocks = [(section, sum(stage[i][1] for stage in own)) for i, section in enumerate(self.sketch.blocks)]
-        ends = [(self.sketch.first, any(stage[0][0] == 0 for stage in own)), (self.sketch.last, any(stage[-1][2] == 0 for stage in own))]
+        last = dataclasses.replace(self.sketch.last, weights=self.sketch.last.weights + self.sketch.tied) if layout.pipeline > 1 else self.sketch.last
+        ends = [(self.sketch.first, any(stage[0][0] == 0 for stage in own)), (last, any(stage[-1][2] == 0 for stage in own))]
         return [(section, int(many)) for section, many in (*blocks, *ends) if many]
 
     @property
@@ -199,7 +204,7 @@ class Rough:
         casts = sum(section.casts * many for section, many in self.held if section in self.sketch.blocks)
         received = 0.0  # of every micro-batch its own, from both sides
         if self.layout.pipeline > 1:
-            sides = 2 * stages_per_process(self.layout) - sum(section in (self.sketch.first, self.sketch.last) for section, _ in self.held)
+            sides = 2 * stages_per_process(self.layout) - sum(section not in self.sketch.blocks for section, _ in self.held)
             received = sides * self.hidden() * self.micro
         return self.state(momenta) + kept * self.in_flight + max(casts, *(section.rise for section, _ in self.held)) + received
 
@@ -244,8 +249,10 @@ class Rough:
             yield Transfer("replicate", "broadcast", self.own * self.width / shape["replicate"], shape["replicate"], shape["replicate"], stride["replicate"], "optimizer")
 
     def copies(self) -> float:
-        """Bytes that FSDP2, and adding up gradients, read and write in a micro-batch."""
+        """Bytes that FSDP2 or DDP, and adding up gradients, read and write in a micro-batch."""
         layout, total = self.layout, 0.0
+        if layout.shard == layout.tensor == layout.pipeline == layout.expert == 1 and self.n > 1:
+            total = 8 * self.own * self.width / self.micro
         if layout.shard > 1:
             computed, reduced = widths(layout, self.width)
             for elements, k, _ in self.wide:
