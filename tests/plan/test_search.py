@@ -12,6 +12,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
 from gradus.plan import hf
+from gradus.plan.answer import Request, open_recipe
 from gradus.plan.search import Found, best_candidates, quick_time, search
 from gradus.recipe.schema import Layout, Recipe
 
@@ -19,7 +20,8 @@ SMALL = {"model.n_layers": 4}
 
 
 def recipe_of(name: str, samples: int = 64, **overrides) -> Recipe:
-    return hf.recipe_for(name, tokens=1e9, samples=samples, **overrides)
+    words = (f"batch.samples={samples}", f"layout.micro_batch={min(8, samples)}", *(f"{k}={v}" for k, v in overrides.items()))
+    return open_recipe(Request(name, words, tokens=1e9), [])[0]
 
 
 @pytest.fixture(scope="module")
