@@ -75,7 +75,7 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
         if hf.get(field) is None:
             hf[field] = hf.get(value, value) if isinstance(value, str) else value
     first, *others = entry.get("equal", [None])
-    planned = dict.fromkeys(others, [hf.get(first, 0.1)]) | entry.get("planned", {})
+    planned = {field: [hf.get(first, 0.1)] for field in others} | entry.get("planned", {})
     if entry["family"] == "t5" and str(hf.get("feed_forward_proj")).startswith("gated-"):
         planned["feed_forward_proj"] = ["gated-gelu", "gated-gelu_new"]
     for field, known in planned.items():
