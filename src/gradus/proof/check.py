@@ -28,7 +28,8 @@ from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
 from gradus.proof.fit import loader_speed
-from gradus.proof.prove import case_of, fix_of, predict, uninterrupted
+from gradus.proof.predict import case_of, predict
+from gradus.proof.room import fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer
@@ -270,10 +271,9 @@ class Looked:
         case = dataclasses.replace(case_of(session), step=None)
         with uninterrupted():
             found = predict(case)
-        if found.lacking:
-            _, share, without_activations = found.lacking
-            self.too_large = without_activations > share
-            raise Wrong(found.refusal.partition(". ")[0], fix_of(case, found.lacking) + ".")
+        if found.refusal:
+            self.too_large = found.least > case.room.budget
+            raise Wrong(found.refusal.partition(". ")[0], fix_of(case.recipe, case.room, found.least) + ".")
         return found.line.removeprefix("plan: ")
 
     @functools.cached_property
