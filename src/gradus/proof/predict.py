@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from multiprocessing import connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradus.data.loader import Loader
+from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel.mesh import DATA
 from gradus.plan import batches, engine
@@ -29,6 +23,7 @@ from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
+from gradus.plan.workers import Fault, Worker
 from gradus.proof.room import Room, fix_of, room_of, ways
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -196,80 +191,29 @@ def refuse(case: Case, needed: int, fix: str = "") -> str:
 # ---------------------------------------------------------------- a process of its own
 
 
-class NoPlan(Exception):
-    """There is none, and why."""
-
-
-class Planner:
+class Planner(Worker):
     """A process in which a case is predicted: a trace makes a world of its own, which a process that has joined others cannot; it may be
-    interrupted and given up at any moment; and what it takes of memory is not the run's.
-
-    Begun before the others are met, where Linux lets it be a copy of this process, which has imported all that it needs. It ends with
-    this process, however that ended.
-    """
+    interrupted and given up at any moment; and what it takes of memory is not the run's. Begun before the others are met, where Linux
+    lets it be a copy of this process."""
 
     def __init__(self):
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_plan, args=(theirs, self.pipe if sys.platform == "linux" else None), daemon=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that are there: none that is needed there
-            self.process.start()
-        theirs.close()
+        super().__init__(fork=sys.platform == "linux")
 
-    def ask(self, case: Case, seconds: float = PATIENCE) -> Predicted:
-        """Raises NoPlan where there is no answer in time."""
+    def plan(self, case: Case, seconds: float = PATIENCE) -> Predicted:
+        """Raises as `ask` where there is no answer in time. Where it does not fit and there is time, the refusal says what would."""
         end = time.monotonic() + seconds
-        data = ForkingPickler.dumps(case)
-        threading.Thread(target=self._send, args=(data,), daemon=True).start()  # a pipe that nobody reads is soon full
-        try:
-            if not self.pipe.poll(max(0.0, end - time.monotonic())):
-                raise NoPlan(f"not ready within {seconds:.0f} s")
-            found = self.pipe.recv()
-            if isinstance(found, str):
-                raise NoPlan(found)
-            if found.refusal and self.pipe.poll(max(0.0, end - time.monotonic())):
-                found.refusal = self.pipe.recv()
-        except (EOFError, ConnectionError):
-            raise NoPlan("the planning process ended") from None
+        found = self.ask(_predict_there, case, seconds)
+        if found.refusal:
+            with contextlib.suppress(TimeoutError, EOFError, UserError, Fault):
+                found.refusal = self.ask(_refuse_there, (case, found), end - time.monotonic())
         return found
 
-    def _send(self, data: Any) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe.send_bytes(data)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+def _predict_there(case: Case) -> Predicted:
+    torch.set_num_threads(1)  # the threads of the process that it is a copy of are not there
+    return predict(case)
 
 
-def _plan(pipe: connection.Connection, other_end: connection.Connection | None) -> None:
-    """In that process: a case comes, the prediction goes; where it does not fit, then the refusal with the settings that would."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, whose end is this one's
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if other_end is not None:
-        other_end.close()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nowhere, number)
-    torch.set_num_threads(1)  # the threads of the process that this is a copy of are not here
-    try:
-        case = pipe.recv()
-        found = predict(case)
-        pipe.send(found)
-        if found.refusal:
-            pipe.send(refuse(case, found.needed, fix_of(case.recipe, case.room, found.least)))
-    except Exception as e:
-        with contextlib.suppress(OSError):
-            pipe.send(f"{type(e).__name__}: {first_line(e)}")
-    os._exit(0)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+def _refuse_there(asked: tuple[Case, Predicted]) -> str:
+    case, found = asked
+    return refuse(case, found.needed, fix_of(case.recipe, case.room, found.least))

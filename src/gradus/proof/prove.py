@@ -18,9 +18,10 @@ from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
+from gradus.plan.workers import Fault
 from gradus.proof.measured import memory_of_step
 from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, row_dict, table
-from gradus.proof.predict import PATIENCE, NoPlan, Planner, Predicted, case_of, first_line
+from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.clock import peaks
@@ -83,9 +84,9 @@ class Proof(Plan):
             case = case_of(session, position)
             step = case.step
             if self.planner is None:
-                raise NoPlan("no process could be started for it")
+                raise UserError("no process could be started for it")
             alone = session.mesh.world.size == 1
-            self.predicted = self.planner.ask(case, PATIENCE if alone else min(PATIENCE, WAIT * session.recipe.layout.timeout))
+            self.predicted = self.planner.plan(case, PATIENCE if alone else min(PATIENCE, WAIT * session.recipe.layout.timeout))
             print(self.predicted.line, flush=True)
             for note in self.predicted.notes[:2]:
                 print(f"note: {note}")
@@ -216,7 +217,8 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def why_not(error: Exception) -> str:
-    return str(error) if isinstance(error, NoPlan) else f"{type(error).__name__}: {first_line(error)}"
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    return text if isinstance(error, UserError | Fault | TimeoutError | EOFError) else f"{type(error).__name__}: {text}"
 
 
 class Scaled:
@@ -232,7 +234,7 @@ class Scaled:
             planner = None
             try:
                 planner = Planner()
-                found = planner.ask(case_of(open_for(recipe, n), local=n))
+                found = planner.plan(case_of(open_for(recipe, n), local=n))
             except Exception as e:
                 say(f"note: no plan for {_processes(n)} ({why_not(e)})")
                 continue
