@@ -96,7 +96,8 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None) -> Task:
         task = _blank(CausalLM, recipe, lambda i: {"ids": ids(i, length + 1), **more}, seq_len=length, label_smoothing=smoothing)
     elif config.name == "masked_lm":
         room = length - (3 if config.next_sentence else 2)
-        task = _blank(MaskedLM, recipe, lambda i: {"ids": ids(i, room), "split": "train", "at": i}, next_sentence=config.next_sentence, **around)
+        make = lambda i: {"ids": ids(i, room), "split": "train", "at": i}  # noqa: E731
+        task = _blank(MaskedLM, recipe, make, next_sentence=config.next_sentence, **around)
     elif config.name == "classification":
         classes = [str(i) for i in range(model.n_classes)]
         make = lambda i: {"ids": ids(i, length - 2), "label": i % model.n_classes}  # noqa: E731

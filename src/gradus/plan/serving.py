@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradus import hardware, models
 from gradus.errors import UserError, did_you_mean
@@ -29,9 +29,8 @@ LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
 def kv_per_token(config: ModelConfig, precision: str = "bf16") -> int:
-    """Bytes of keys and values that a token of a decoder leaves in the cache: 2 · L · k · d · bytes (layers/cache.py); encoders leave none."""
-    layers = getattr(config, "n_decoder_layers", None) or config.n_layers
-    return 0 if config.family in ENCODERS else 2 * layers * _kv_heads(config) * config.head_dim * BYTES[precision]
+    """Bytes of keys and values that a token leaves in a decoder's cache (layers/cache.py); in an encoder none."""
+    return 0 if config.family in ENCODERS else 2 * _deep(config) * _kv_heads(config) * config.head_dim * BYTES[precision]
 
 
 def cache_bytes(config: ModelConfig, batch: int, tokens: int, *, source_len: int = 0, precision: str = "bf16") -> tuple[int, int]:
@@ -45,6 +44,11 @@ def cache_bytes(config: ModelConfig, batch: int, tokens: int, *, source_len: int
 
 def _kv_heads(config: ModelConfig) -> int:
     return getattr(config, "n_kv_heads", None) or config.n_heads
+
+
+def _deep(config: ModelConfig) -> int:
+    """Layers that make tokens."""
+    return getattr(config, "n_decoder_layers", None) or config.n_layers
 
 
 def _two_sided(config: ModelConfig) -> bool:
@@ -67,8 +71,9 @@ class Use:
 
 
 def serving(
-    config: ModelConfig, *, batch: int = 1, seq_len: int | None = None, bits: int | None = None, precision: str = "bf16", on: Cluster | None = None
-) -> list[Row]:
+    config: ModelConfig, *, batch: int = 1, seq_len: int | None = None, bits: int | None = None, precision: str = "bf16",
+    on: Cluster | None = None,
+) -> list[Row]:  # fmt: skip
     """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on each device); rule and rule_tokens, the
     rule of thumb and the tokens at which its 20 % are used up; device, the single one with the least memory that holds all; and where `on`
     holds it prefill_time, decode_time (s) and tokens_per_s: of one device lower bounds, of several with what they send.
@@ -86,20 +91,25 @@ def serving(
     weights, logits = total * use.bits / 8, batch * _scores(config) * (BYTES[precision] + 4)
     own, cross = cache_bytes(config, batch, length, source_len=use.source, precision=precision)
     part = math.gcd(_kv_heads(config), t)
-    given = {**sizes(config), "batch": batch, "tokens": length, "k": _kv_heads(config), "bytes": BYTES[precision], "devices": t, "parts": part}
+    given = {**sizes(config), "batch": batch, "tokens": length, "k": _kv_heads(config), "bytes": BYTES[precision], "parts": part}
+
+    def bytes_of(name: str, value: float, formula: str, inputs: dict[str, Any], source: str = POPE, **more: str) -> Row:
+        return figure(f"serving/{name}", value, "bytes", formula, inputs, source, **more)
+
     text = "2 · L · k · d · bytes / parts"
-    rows = [figure("serving/weights", weights / t, "bytes", "P · Q / 8 / devices", {"P": total, "Q": use.bits, "devices": t}, POPE)]
+    rows = [bytes_of("weights", weights / t, "P · Q / 8 / devices", {"P": total, "Q": use.bits, "devices": t})]
     if config.family not in ENCODERS:
-        rows.append(figure("serving/kv_per_token", kv_per_token(config, precision) // part, "bytes/token", text, given, POPE))
-        rows.append(figure("serving/kv_cache", own // part, "bytes", f"{text} · tokens · batch", given, POPE))
+        rows.append(bytes_of("kv_per_token", kv_per_token(config, precision) // part, text, given))
+        rows[-1].unit = "bytes/token"
+        rows.append(bytes_of("kv_cache", own // part, f"{text} · tokens · batch", given))
     if use.source:
         text = f"{text} · source · batch: keys and values of the encoder's output"
-        rows.append(figure("serving/cross_cache", cross // part, "bytes", text, {**given, "source": length}, "Raffel et al. 2020, section 2.1"))
+        rows.append(bytes_of("cross_cache", cross // part, text, {**given, "source": length}, "Raffel et al. 2020, section 2.1"))
     text = "batch · classes · (bytes + 4): the scores of each row's last place, and their fp32 copy"
-    rows.append(figure("serving/logits", logits, "bytes", text, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}))
+    rows.append(bytes_of("logits", logits, text, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}, ""))
     parts = {row.name.partition("/")[2]: row.value for row in rows if row.unit == "bytes"}
     need = sum(parts.values())
-    rows.append(figure("serving/total", need, "bytes", "sum of the parts", parts, without=LEFT_OUT))
+    rows.append(bytes_of("total", need, "sum of the parts", parts, "", without=LEFT_OUT))
     rows += [*_rule(use, total, own + cross), _device(weights + own + cross + logits, 1.2 * weights, precision)]
     if on is not None and need <= on.device.capacity:
         rows += _times(use, (own + cross) // part)
@@ -153,7 +163,7 @@ def _rule(use: Use, total: int, cache: int) -> list[Row]:
 
 
 def least(need: float, numbers: str) -> list[Device]:
-    """The GPUs that hold `need` bytes and compute in `numbers`, that with the least memory first; of equals the cheapest, then the fastest."""
+    """The GPUs that hold `need` bytes and compute in `numbers`, the least memory first; of equals the cheapest, then the fastest."""
 
     def key(d: Device) -> tuple:
         price = hardware.price(d)
@@ -176,9 +186,8 @@ def _device(need: float, rule: float, numbers: str) -> Row:
 def decode_weights(config: ModelConfig) -> int:
     """The weights a new token is multiplied by, with experts only top_k of them; of encoder-decoders the decoder's without the projections
     of the encoder's output, which are done once."""
-    layers = getattr(config, "n_decoder_layers", None) or config.n_layers
     cross = 2 * config.d_model * config.n_heads * config.head_dim if _two_sided(config) else 0
-    return layers * (_layer(config) + cross) + _scores(config) * config.d_model
+    return _deep(config) * (_layer(config) + cross) + _scores(config) * config.d_model
 
 
 def _layer(config: ModelConfig) -> int:
@@ -193,7 +202,7 @@ def _encoder_head(config: ModelConfig, places: int) -> int:
     """Weights behind (of ViT: and before) an encoder's blocks, times the places they act on."""
     h, head = config.d_model, getattr(config, "head", None)
     if config.family == "vit":
-        return config.n_channels * config.patch_size**2 * h * (config.image_size // config.patch_size) ** 2 + h * (config.n_classes or 0)
+        return config.n_channels * config.image_size**2 * h + h * (config.n_classes or 0)  # the patches have all pixels
     classes = {"pretraining": 2, "classification": config.n_classes}.get(head)
     words = places * (h * h + h * config.vocab_size) if head in ("masked_lm", "pretraining") else 0
     return words + (h * h + h * classes if classes else 0)
@@ -232,12 +241,13 @@ def _times(use: Use, cache: int) -> list[Row]:
         found = max(seconds["bandwidth"], seconds["operations"]) + sent
         rows.append(figure(f"serving/{one.name}", found, "s/token" if decoding else "s", text, given, POPE, **more))
     name, unit = ("tokens_per_s", "tokens/s") if decoding else ("samples_per_s", "samples/s")
-    return [*rows, figure(f"serving/{name}", use.batch / found, unit, f"batch / {one.name}", {"batch": use.batch}, POPE, device=device.name)]
+    given = {"batch": use.batch, "seconds": found}
+    return [*rows, figure(f"serving/{name}", use.batch / found, unit, f"batch / {one.name}", given, POPE, device=device.name)]
 
 
 def _passes(use: Use) -> Iterator[Pass]:
     c, s = use.config, use.tokens
-    wide, layers, deep = c.n_heads * c.head_dim, c.n_layers, getattr(c, "n_decoder_layers", None) or c.n_layers
+    wide, layers, deep = c.n_heads * c.head_dim, c.n_layers, _deep(c)
     sums = 2 * layers + (c.family != "vit")  # after attention and feed-forward network; and of the words' table, cut by words
     if c.family in ENCODERS:
         operations = 2 * (layers * (_layer(c) * s + 2 * wide * s**2) + _encoder_head(c, s))
@@ -267,7 +277,8 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
     c, need = total.conditions, total.value
     named = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
     parts = ", ".join(f"{text} {size(found[k].value)}" for k, text in named.items() if k in found)
-    held = f"{c['batch']} {'image' if images else 'sequence'}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {'patches' if images else 'tokens'}"
+    of, places = ("image", "patches") if images else ("sequence", "tokens")
+    held = f"{c['batch']} {of}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {places}"
     held += f" and {c['source_len']:,} of source" if c.get("source_len") else ""
     parameters = rule.conditions["how"]["inputs"]["P"]
     answer = [f"{name}, to use it: {parameters:,} parameters of {c['bits']} bits, {held} at a time"]
@@ -296,8 +307,8 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         said = f"{prompt}, then a token{of_each} {least} {duration(decode.value)}"
         answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): {most} {rate(found['tokens_per_s'].value)} tokens/s in all")
     elif "forward_time" in found:
-        speed = rate(found["samples_per_s"].value)
-        answer.append(f"how fast  {least} {duration(found['forward_time'].value)} a batch: {most} {speed} {'images' if images else 'samples'}/s")
+        speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
+        answer.append(f"how fast  {least} {forward} a batch: {most} {speed} {'images' if images else 'samples'}/s")
     elif on is None:
         answer.append("how fast  say --on DEVICE")
     return [*answer, f"not in it {c['without']}"]
@@ -316,9 +327,9 @@ FITS = {  # E, A, B, alpha, beta of L(N, D) = E + A / N^alpha + B / D^beta
 
 
 def optimal(*, parameters: float | None = None, tokens: float | None = None) -> list[Row]:
-    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits, for
-    the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of the fits'
-    data and tokenizer."""
+    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits,
+    for the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of
+    the fits' data and tokenizer."""
     rows = []
     for fit, ((e, a, b, alpha, beta), source) in FITS.items():
         g, all_of = (alpha * a / (beta * b)) ** (1 / (alpha + beta)), alpha + beta
@@ -342,4 +353,5 @@ def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[R
     what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
     body = [[fit, *(f"{row.value:.3g}" for row in rows if row.conditions["fit"] == fit)] for fit in FITS]
     head = ["fit", "parameters", "tokens", "FLOP", "tokens a parameter", "loss, nats a token"]
-    return [f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)", "", *table(head, body, set(range(1, 6)))]
+    title = f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)"
+    return [title, "", *table(head, body, set(range(1, 6)))]

@@ -142,8 +142,8 @@ def rows(text: str, kind: str) -> list[list[str]]:
 
 @functools.lru_cache(maxsize=8)
 def _grids(text: str, kind: str) -> dict[tuple, Grid]:
-    """What names the operation → sizes → ln of the seconds an operation (of attention: a score and channel; else: a byte); variants of one
-    size are averaged in the logarithm."""
+    """What names the operation → sizes → ln of the seconds an operation (of attention: a score and channel; of memory: a byte); variants
+    of one size are averaged in the logarithm."""
     named = 2 if kind == "memory" else 3
     found: dict[tuple, dict[tuple, list[float]]] = {}
     for line in rows(text, kind):

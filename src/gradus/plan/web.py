@@ -79,7 +79,7 @@ class Asked(BaseModel):
     on: Text | None = Field(None, description="on: expected a short text")
     tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description="--tokens: must be a positive number")
     days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number")
-    overrides: list[Text] = Field([], max_length=limits.OVERRIDES, description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts")
+    overrides: list[Text] = Field([], max_length=limits.OVERRIDES, description="overrides: expected a list of at most 100 short texts")
 
 
 def request_of(body: Any, started: Request | None) -> Request:
@@ -90,8 +90,8 @@ def request_of(body: Any, started: Request | None) -> Request:
         key = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT]
         if key in Asked.model_fields:
             raise UserError(f"{Asked.model_fields[key].description}.") from None
-        why = f"{key}: unknown key of the request.{did_you_mean(key, Asked.model_fields)}" if key else "the request: expected a JSON object."
-        raise UserError(why) from None
+        unknown = f"{key}: unknown key of the request.{did_you_mean(key, Asked.model_fields)}"
+        raise UserError(unknown if key else "the request: expected a JSON object.") from None
     known = [*recipes.names(), *PRESETS, *ALIASES]
     if asked.recipe not in known and not (started and asked.recipe == started.recipe):
         own = f"Your own recipe: start gradus plan {shlex.quote(asked.recipe)} --web"
@@ -109,7 +109,8 @@ def _names_no_file(override: str) -> None:
         raise UserError(f"{key}: YAML's anchors, aliases and tags are not for the page. Write the value out.")
     text = any(str in _kinds(field.annotation) for field in fields_of(key))
     if (text and key != "model.preset") or is_section(key):
-        raise UserError(f"{key}: not from the page, since it can name files. Give it on the command line: gradus plan RECIPE {key}=... --web")
+        instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
+        raise UserError(f"{key}: not from the page, since it can name files. {instead}")
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -149,7 +150,8 @@ def options(started: Request | None) -> dict[str, Any]:
     for name, label in LAYOUT.items():
         field = Layout.model_fields[name]
         kinds = [k for k in _kinds(field.annotation) if k is not type(None)]
-        choices = [str(c) for c in get_args(kinds[0])] if get_origin(kinds[0]) is Literal else ["true", "false"] if kinds[0] is bool else None
+        named = [str(c) for c in get_args(kinds[0])] if get_origin(kinds[0]) is Literal else None
+        choices = ["true", "false"] if kinds[0] is bool else named
         keys.append({"key": f"layout.{name}", "label": label, "choices": choices, "main": len(keys) < MAIN_KEYS})
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
@@ -172,11 +174,12 @@ def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[
         c = row.conditions
         best = c.get("best") or []
         why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
-        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why, "cells": {"devices": f"{c['devices']:,}"}}
+        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why}
+        entry["cells"] = {"devices": f"{c['devices']:,}"}
         ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name].format_map(c)] = value_text(row)
     found = [ranked[rank] for rank in sorted(ranked)]
-    said = lines[:1] if any(x["best"] for x in found) else lines[: lines.index("")] if "" in lines else lines  # where nothing fits: what would
-    return {"layouts": found, "summary": said, "command": command(request, "--search")}
+    until = 1 if any(x["best"] for x in found) else lines.index("") if "" in lines else None  # where nothing fits: what would
+    return {"layouts": found, "summary": lines[:until], "command": command(request, "--search")}
 
 
 # ---------------------------------------------------------------- HTTP
@@ -293,7 +296,7 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,15}", length) or "Transfer-Encoding" in self.headers:
             return self._refuse(411, "the request: expected its Content-Length.")
-        body = self.rfile.read(min(int(length), 16 * limits.BODY))  # also a large one, so that the answer is read before the connection ends
+        body = self.rfile.read(min(int(length), 16 * limits.BODY))  # a large one too: the answer is read when all is sent
         if int(length) > limits.BODY:
             return self._refuse(413, f"the request: {int(length):,} bytes; at most {limits.BODY:,}.")
         if len(body) < int(length):
@@ -369,7 +372,7 @@ def open_server(host: str, port: int, started: Request | None, answer: Callable 
     try:
         return Server(host, port, started, answer, search)
     except socket.gaierror:
-        raise UserError(f"--host={host}: not an address of this machine. The default, 127.0.0.1, is reached from this machine only.") from None
+        raise UserError(f"--host={host}: not an address of this machine. The default is 127.0.0.1: from this machine only.") from None
     except PermissionError:
         raise UserError(f"--port={port}: ports below 1024 need root. Take --port 8000.") from None
     except OSError as e:

@@ -41,7 +41,7 @@ ROW = 512  # elements of a row of what works by rows: norms, softmax
 LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of the next smaller one holds
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
-REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as it does in a run (mallopt(3), M_MMAP_THRESHOLD)
+REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as in a run (mallopt(3), M_MMAP_THRESHOLD)
 REPEAT = 30  # steps of each tiny model
 clock: Callable[[], float] = time.perf_counter
 
@@ -321,14 +321,15 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
 
 
 def measure(device: torch.device, seconds: float, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives. At least two rounds are done."""
+    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
     start = time.perf_counter()
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
         torch.empty(REUSED, dtype=torch.uint8)
         rates = sane(pool, timer)
         whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
-        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate) if dtype in whole or p.fixed[0::2][:2] == ("mm", "nt")]
+        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate)]
+        products = [p for p in products if p.fixed[1] in whole or p.fixed[0::2][:2] == ("mm", "nt")]
         fused = [p for dtype in whole for p in attentions(pool, dtype, rates["fp32"])]
         bound = [p for dtype in whole for p in memory_bound(pool, dtype)]
         points = products + fused + bound
@@ -352,7 +353,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "spread": round(statistics.median(p.spread for p in alive), 4),
-        "peaks": {dtype: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == dtype and not p.dead) for dtype in rates},
+        "peaks": {d: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == d and not p.dead) for d in rates},
         "bandwidth": _bandwidth([(key, p) for p, key in keys if key]),
         "matmul": _text((p.fixed, p) for p in products if not p.dead),
         "attention": _text((p.fixed, p) for p in fused if not p.dead),

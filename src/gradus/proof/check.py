@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
-from gradus.errors import UserError
+from gradus.errors import UserError, some
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
@@ -64,7 +64,8 @@ class Line:
 
     def row(self, conditions: dict[str, Any]) -> Row:
         verdict = {None: "skipped", True: "pass", False: "fail"}[self.ok]
-        return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, **({"hint": self.hint} if self.hint else {}), **conditions})
+        found = {"found": self.text, **({"hint": self.hint} if self.hint else {})}
+        return Row(f"check/{self.name}", verdict, "", None, found | conditions)
 
     def __str__(self) -> str:
         word = {None: "skip", True: "pass", False: "FAIL"}[self.ok]
@@ -290,9 +291,9 @@ class Looked:
         loss = sum(sums.values())
         text = f"{given} → logits {logits}"
         if logits[-1] != self.classes():
-            raise Wrong(f"{text}, but there are {self.classes()} classes", "The head and the task do not agree: look at model.head and task.name.")
+            raise Wrong(f"{text}, but there are {self.classes()} classes", "Head and task do not agree: look at model.head and task.name.")
         if loss.dim() or not torch.isfinite(loss):
-            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Look at the data for values that are not finite, or use layout.precision=fp32.")
+            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Is a value of the data not finite? Or use layout.precision=fp32.")
         return text
 
     def start(self) -> str:
@@ -326,7 +327,7 @@ class Looked:
         }  # fmt: skip
         bad = {what: names for what, names in told.items() if names}
         if bad:
-            text = "; ".join(f"{what}: {', '.join(names[:5])}" + f" and {len(names) - 5} more" * (len(names) > 5) for what, names in bad.items())
+            text = "; ".join(f"{what}: {some(names)}" for what, names in bad.items())
             huge = bad.keys() & {"not finite", f"above {LARGE:g}"}
             hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
             raise Wrong(text + after, hint if huge else "These will not learn: is the layer used, and is requires_grad on?")
@@ -366,7 +367,8 @@ class Looked:
         finally:
             for module, own in kept.items():
                 module.kernel = own
-        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most" + f"; {nowhere:,} may look nowhere" * (nowhere > 0)
+        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most"
+        text += f"; {nowhere:,} may look nowhere" * (nowhere > 0)
         if not worst <= ONE:
             raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
         return text
@@ -417,7 +419,8 @@ class Looked:
         speed, workers = loader_speed(self.session, LOADER), r.data.workers
         data = samples / speed
         waits = data / (step + data) if workers == 0 else max(0.0, 1 - step / data)
-        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step that takes {1e3 * step:,.0f}{how}"
+        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
+        text += f" that takes {1e3 * step:,.0f}{how}"
         if waits > WAIT:
             raise Wrong(f"{text}; {waits:.0%} of the time is waiting", f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
         return text

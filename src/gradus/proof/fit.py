@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, found by the plan and confirmed by one step; and sweeps that measure speed and memory beside the plan."""
+"""The largest micro-batch that fits, found by the plan and confirmed by one step; and sweeps that measure speed and memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def parse_size(text: str) -> int:
 def measured_step(recipe: Recipe, folder: str, here: World) -> tuple[Trainer, dict[str, float]]:
     """(the trainer, bytes at the peak of one step of the largest batch), the optimizer's state there already.
 
-    need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before there is the profiler that counts its tensors.
+    need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before the profiler that counts its tensors.
     """
     session = open_session(recipe, None, here)
     before = resident()
@@ -205,7 +205,8 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     rows = Found(recipe, room, budget=room.budget)
     if found is None:
         rows.planned("micro_batch", 0, "samples")
-        return rows.rows, [f"not even one sample fits: {said(measures(known[1], None, room))} of {size(room.budget)}. {fix_of(recipe, room)}"]
+        takes = f"{said(measures(known[1], None, room))} of {size(room.budget)}"
+        return rows.rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
     chosen, needs = with_micro_batch(recipe, found, room.n, share), known[found]
     rows.planned("micro_batch", found, "samples", traces=len(known))
     rows.planned("need", needs, "bytes", micro_batch=found)
@@ -277,4 +278,5 @@ def workers(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> t
         found.measured("data_wait", told["waited"], "of the step")
         body.append((str(k), speed, f"{told['samples_per_s']:,.1f}", f"{told['waited']:.1%}"))
         rows += found.rows
-    return rows, [f"{recipe.name}: data.workers", *columns(("workers", "loader alone, samples/s", "training, samples/s", "waits for data"), body)]
+    head = ("workers", "loader alone, samples/s", "training, samples/s", "waits for data")
+    return rows, [f"{recipe.name}: data.workers", *columns(head, body)]

@@ -124,7 +124,7 @@ def with_micro_batch(recipe: Recipe, k: int, n: int, share: int) -> Recipe:
 
 
 def largest_micro_batch(recipe: Recipe, room: Room, limit: int | None = None, need: Callable[[int], int] | None = None) -> int | None:
-    """The largest layout.micro_batch whose step fits; None where not even one sample does. limit: where to stop (None: the share of the batch).
+    """The largest layout.micro_batch whose step fits; None where not even one sample does. limit: where to stop (None: the batch's share).
 
     What is needed grows nearly linearly with the micro-batch, so the next one to try lies on the line through the last two.
     """
