@@ -18,6 +18,7 @@ import yaml
 from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
+from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
 from gradus.recipe.schema import ModelConfig, Recipe
 
@@ -186,8 +187,6 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
 
 def _how_long(recipe: Recipe, run: dict[str, Any], tokens: float | None, notes: list[str]) -> dict[str, Any]:
     """Sections train and schedule: steps for the tokens asked for or published, and the warm-up in steps."""
-    from gradus.plan.counts import active, tokens_a_sample
-
     steps, a_step = run.get("steps"), recipe.batch.samples * tokens_a_sample(recipe)
     wanted = tokens or run.get("tokens")
     if wanted is None and steps is None:

@@ -79,7 +79,9 @@ class Asked(BaseModel):
     on: Text | None = Field(None, description="on: expected a short text")
     tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description="--tokens: must be a positive number")
     days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number")
-    overrides: list[Text] = Field([], max_length=limits.OVERRIDES, description="overrides: expected a list of at most 100 short texts")
+    overrides: list[Text] = Field(
+        [], max_length=limits.OVERRIDES, description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts"
+    )
 
 
 def request_of(body: Any, started: Request | None) -> Request:

@@ -25,11 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradus import hardware, limits, torch_private
+from gradus import hardware, limits, models, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
 from gradus.measure import collectives
+from gradus.parallel.apply import apply
+from gradus.parallel.mesh import Mesh
+from gradus.plan import batches, tables
+from gradus.plan.trace import Recorder, trace_recipe
+from gradus.recipe import schema
 from gradus.train import machine
+from gradus.train.precision import Precision, pick_device
+from gradus.train.step import Stepper
 
 aten = torch.ops.aten
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -292,21 +299,15 @@ class Timer:
             point.dead = str(e).splitlines()[0]
 
 
-def key_of(point: Point) -> tuple[str, str, float] | None:
-    """(name, dtype, bytes) of a memory-bound operation as the trace has them; None where the call is not one operation to it."""
-    from gradus.parallel.mesh import Mesh
-    from gradus.plan.trace import Recorder
-
+def key_of(point: Point) -> tuple[str, str, int] | tuple[()]:
+    """(name, dtype, bytes) of a memory-bound operation as the trace has them; () where the call is not one operation to it."""
     recorder = Recorder(Mesh.single(), {})
     recorder.counting, recorder.scope = True, "micro"
     operands = point.make()
     with recorder:
         point.call(*operands)
-    found = [key for key in recorder.ops if key[1] == "memory"]
-    if not found:
-        return None
-    _, _, name, dtype, _, _, n_bytes, *_ = max(found, key=lambda key: key[6])
-    return name, dtype, n_bytes
+    found = [(name, dtype, int(n_bytes)) for _, kind, name, dtype, _, _, n_bytes, *_ in recorder.ops if kind == "memory"]
+    return max(found, key=lambda key: key[2], default=())
 
 
 def sane(pool: Pool, timer: Timer) -> dict[str, float]:
@@ -345,8 +346,10 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         dead = sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead})
         if dead:
             say(f"not to be had on this device: {', '.join(dead)}")
-        keys = [(p, key_of(p)) for p in bound if not p.dead]
-    alive = [p for p in points if not p.dead]
+        alive = [p for p in points if not p.dead]
+        for p in bound:
+            p.fixed = () if p.dead else key_of(p)
+    bound = [p for p in bound if p.fixed]
     return {
         "date": datetime.date.today().isoformat(),
         "torch": str(torch.__version__),
@@ -354,22 +357,21 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         "rounds": rounds,
         "spread": round(statistics.median(p.spread for p in alive), 4),
         "peaks": {d: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == d and not p.dead) for d in rates},
-        "bandwidth": _bandwidth([(key, p) for p, key in keys if key]),
-        "matmul": _text((p.fixed, p) for p in products if not p.dead),
-        "attention": _text((p.fixed, p) for p in fused if not p.dead),
-        "memory": _text(((key[0], key[1], int(key[2])), p) for p, key in keys if key),
+        "bandwidth": _bandwidth(bound),
+        "matmul": _text(products),
+        "attention": _text(fused),
+        "memory": _text(bound),
     }
 
 
-def _bandwidth(found: list[tuple[tuple[str, str, float], Point]]) -> float:
+def _bandwidth(bound: list[Point]) -> float:
     """Bytes/s, read and written, of the fastest operation on the largest operands. Filling is none: it reads nothing."""
-    found = [(key, p) for key, p in found if key[0] != "fill"]
-    largest = max(key[2] for key, _ in found)
-    return max(key[2] / p.median for key, p in found if key[2] > largest / 4)
+    moved = [(p.fixed[2], p.median) for p in bound if p.fixed[0] != "fill"]
+    return max(n_bytes / seconds for n_bytes, seconds in moved if n_bytes > max(moved)[0] / 4)
 
 
-def _text(lines: Any) -> str:
-    return "".join(f"{' '.join(map(str, fields))} {p.median:.3e} {p.spread:.2f}\n" for fields, p in lines)
+def _text(points: list[Point]) -> str:
+    return "".join(f"{' '.join(map(str, p.fixed))} {p.median:.3e} {p.spread:.2f}\n" for p in points if not p.dead)
 
 
 # ---------------------------------------------------------------- around operations
@@ -377,13 +379,6 @@ def _text(lines: Any) -> str:
 
 def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
     """(recipe, stepper, micro-batches, counts) of models so small that nearly all of a step is the framework's."""
-    from gradus import models
-    from gradus.parallel.apply import apply
-    from gradus.plan import batches
-    from gradus.recipe import schema
-    from gradus.train.precision import Precision
-    from gradus.train.step import Stepper
-
     size = {"vocab_size": 32, "n_layers": 4, "d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32}
     rest = {"name": "tiny", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 10, "clip_norm": 1.0}}
     for model, task in (
@@ -408,9 +403,6 @@ def dispatch(device: Device, on: torch.device) -> dict[str, float]:
 
     The forward pass has modules and autograd's bookkeeping, the backward pass autograd's nodes, the optimizer its lists of parameters.
     """
-    from gradus.plan import tables
-    from gradus.plan.trace import trace_recipe
-
     over = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     launches = dict(over)
     for recipe, stepper, given, counts in tiny_steps(on):
@@ -432,7 +424,6 @@ def dispatch(device: Device, on: torch.device) -> dict[str, float]:
 
 def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str, float]:
     """Seconds of one step by phase; of the host's alone where there is a GPU, for which nothing waits."""
-    found: dict[str, float] = {}
     inner, marks = stepper.parallel.backward, []
 
     def backward(loss: Tensor) -> None:
@@ -447,8 +438,7 @@ def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str
         end = clock()
     finally:
         del stepper.parallel.backward
-    found["forward"], found["backward"], found["optimizer"] = marks[0] - start, marks[1] - marks[0], end - marks[1]
-    return found
+    return {"forward": marks[0] - start, "backward": marks[1] - marks[0], "optimizer": end - marks[1]}
 
 
 # ---------------------------------------------------------------- the device
@@ -516,8 +506,6 @@ def lines(device: Device) -> Iterator[str]:
 
 def run(args: Any) -> int:
     """The verb."""
-    from gradus.train.precision import pick_device
-
     if args.seconds < 30:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
     if args.threads:
