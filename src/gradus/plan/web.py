@@ -29,7 +29,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,7 +43,7 @@ from gradus.plan.answer import search as search_of
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
 from gradus.plan.workers import Fault, Workers
-from gradus.recipe.fields import fields_of, is_section
+from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
 
@@ -109,16 +109,10 @@ def _names_no_file(override: str) -> None:
     key, _, value = (part.strip() for part in override.partition("="))
     if value[:1] in ("[", "{") and re.search(r"[&*!]", value):
         raise UserError(f"{key}: YAML's anchors, aliases and tags are not for the page. Write the value out.")
-    text = any(str in _kinds(field.annotation) for field in fields_of(key))
+    text = any(str in alternatives(field.annotation) for field in fields_of(key))
     if (text and key != "model.preset") or is_section(key):
         instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
         raise UserError(f"{key}: not from the page, since it can name files. {instead}")
-
-
-def _kinds(annotation: Any) -> list[Any]:
-    """The alternatives of a type."""
-    parts = get_args(annotation)
-    return [annotation] if get_origin(annotation) in (Literal, list, dict) or not parts else [k for part in parts for k in _kinds(part)]
 
 
 def command(request: Request, *more: str) -> str:
@@ -150,10 +144,8 @@ def options(started: Request | None) -> dict[str, Any]:
     families = dict.fromkeys(fields["family"] for fields in PRESETS.values())
     keys = []
     for name, label in LAYOUT.items():
-        field = Layout.model_fields[name]
-        kinds = [k for k in _kinds(field.annotation) if k is not type(None)]
-        named = [str(c) for c in get_args(kinds[0])] if get_origin(kinds[0]) is Literal else None
-        choices = ["true", "false"] if kinds[0] is bool else named
+        kind = alternatives(Layout.model_fields[name].annotation)[0]
+        choices = ["true", "false"] if kind is bool else [str(c) for c in get_args(kind)] or None
         keys.append({"key": f"layout.{name}", "label": label, "choices": choices, "main": len(keys) < MAIN_KEYS})
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
@@ -247,6 +239,7 @@ class Handler(BaseHTTPRequestHandler):
         super().setup()
         # what comes in after this, however slowly, is not read: the connection looks as if it had ended
         self.late = threading.Timer(limits.RECEIVING, self._stop_reading)
+        self.late.daemon = True
         self.late.start()
 
     def finish(self) -> None:
@@ -282,15 +275,14 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(lambda: server.run(server.ways[path], request_of(asked(), server.started), self._gone))
 
     def _from_here(self) -> bool:
-        host = self.headers.get("Host", "")
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if not _own(host, self.server.host):
             self._refuse(403, f"Host {host[:limits.TEXT]}: not this machine. Open {self.server.url}")
-            return False
-        origin = self.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        elif origin is not None and origin.partition("://")[2] != host:
             self._refuse(403, f"Origin {origin[:limits.TEXT]}: another site's page.")
-            return False
-        return True
+        else:
+            return True
+        return False
 
     def _body(self) -> bytes | None:
         if self.headers.get_content_type() != "application/json":
