@@ -381,7 +381,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 def serve(started: Request | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> int:
     """Serve the page until Ctrl-C; the address is printed. `started`: the plan that the form opens with, whose recipe and settings may
-    name files. Raises UserError where it cannot listen (a taken port: the next free one is named)."""
+    name files. Raises UserError where it cannot listen (where the port is taken, a free one is named)."""
     try:
         with open_server(host, port, started) as server:
             print(f"the plan as a page: {server.url}   (Ctrl-C ends)", flush=True)
