@@ -29,7 +29,8 @@ from gradus.parallel.apply import apply
 from gradus.plan import batches
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
-from gradus.proof.prove import device_of, memory_of_step
+from gradus.proof.measured import memory_of_step
+from gradus.proof.room import device_of
 from gradus.recipe import schema
 from gradus.recipe.presets import PRESETS
 from gradus.rows import Row, RowFile

@@ -116,7 +116,6 @@ def _planning(verb: Verb) -> None:
     add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
     add("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements")
-    add("--examples", **FLAG, help="the worked examples of the sources, computed (docs/errata.md)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
@@ -294,7 +293,7 @@ def train(args) -> int:
 def plan(args) -> int | Iterable[str]:
     from gradus.plan.answer import Request
 
-    questions = ("explain", "devices", "search", "serve", "optimal", "accuracy", "examples", "web")
+    questions = ("explain", "devices", "search", "serve", "optimal", "accuracy", "web")
     modes = [m for m in questions if getattr(args, m) not in (None, False)]
     if len(modes) > 1:
         raise UserError(f"gradus plan: --{' and --'.join(modes)} are different questions. Give one of them.")
@@ -302,9 +301,6 @@ def plan(args) -> int | Iterable[str]:
     _only_with(args, mode)
     if mode == "accuracy":
         return room("plan.accuracy").lines(args.accuracy or None)
-    if mode == "examples":
-        examples = room("plan.examples")
-        return (row.json() for row in examples.rows()) if args.json else examples.lines()
     request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
         port = 8000 if args.port is None else args.port
@@ -337,7 +333,7 @@ def plan(args) -> int | Iterable[str]:
 OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
-    "all": {"plan", "serve"}, "json": {*OF_A_RECIPE, "examples"} - {"web"},
+    "all": {"plan", "serve"}, "json": OF_A_RECIPE - {"web"},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 

@@ -88,8 +88,10 @@ def test_serving_by_batch_and_length():
     found = {row.name: row.value for row in rows}
     assert found["serving/kv_cache"] == 2 * 32 * 32 * 128 * 2 * 8 * 4096 and found["serving/weights"] == 2 * 6_738_415_616
     assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
-    with pytest.raises(UserError, match="of one device"):
-        serve(Request("llama2-7b", on="2xA100-40GB"))
+    lines, _ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
+    assert "on each of 2 × A100-40GB" in lines[1] and any("about" in line for line in lines if line.startswith("how fast"))
+    with pytest.raises(UserError, match=r"^--on 16xA100-40GB: more than a node of 8: .* Say --on 8xA100-40GB"):
+        serve(Request("llama2-7b", on="16xA100-40GB"))
     with pytest.raises(UserError, match=r"--length=5000: .* Set --length=4096"):
         serve(Request("llama2-7b"), length=5000)
     none, _ = serve(Request("llama3.1-405b"))
@@ -160,7 +162,6 @@ def test_optimal_sizes_are_of_decoders():
         (["llama2-7b", "--serve", "--batch", "0"], "--batch=0: must be at least 1"),
         (["llama2-7b", "--serve", "--search"], "different questions"),
         (["--accuracy", "--json"], "--json has no effect"),
-        (["llama2-7b", "--examples"], "no effect"),
         (["llama2-7b", "--search", "--days", "3", "--on", "H100"], "--days has no effect"),
         (["llama2-7b", "--on", "8x"], "of which device"),
         (["llama2-7b", "--on", "TPU-v4"], "TPUs"),
@@ -174,11 +175,9 @@ def test_mistakes_are_one_line(capsys, words, said):
     assert said in told.err and told.err.count("\n") == 1 and not told.out
 
 
-def test_optimal_and_examples_as_rows(capsys):
+def test_optimal_as_rows(capsys):
     assert cli.run(["plan", "gpt2-small", "--optimal", "--json"]) == 0
     assert {json.loads(line)["fit"] for line in capsys.readouterr().out.splitlines()} == {"Hoffmann 2022", "Besiroglu 2024"}
-    assert cli.run(["plan", "--examples", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["value"] == 760
 
 
 def test_numbers_for_people():

@@ -33,9 +33,9 @@ def test_what_takes_too_long_is_ended_and_the_next_is_answered(one):
 
 
 def test_a_worker_is_kept_and_one_that_dies_is_replaced(one):
-    (process, _), = one.idle
-    assert one.run(operator.neg, 3) == -3 and one.idle[0][0] is process
-    with pytest.raises(UserError, match="has ended"):
+    process = one.idle[0].process
+    assert one.run(operator.neg, 3) == -3 and one.idle[0].process is process
+    with pytest.raises(UserError, match=r"ended \(exit code 3\)"):
         one.run(os._exit, 3)
     assert one.run(operator.neg, 4) == -4
 
@@ -68,6 +68,6 @@ def test_several_plan_at_a_time():
 
 
 def test_ctrl_c_is_not_for_workers(one):
-    (process, _), = one.idle
+    process = one.idle[0].process
     os.kill(process.pid, signal.SIGINT)
-    assert one.run(operator.neg, 8) == -8 and one.idle[0][0] is process
+    assert one.run(operator.neg, 8) == -8 and one.idle[0].process is process

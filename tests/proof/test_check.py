@@ -141,9 +141,9 @@ def test_a_loss_that_is_not_finite():
 
 
 def test_too_little_memory(monkeypatch):
-    from gradus.proof import prove
+    from gradus.proof import room
 
-    monkeypatch.setattr(prove, "capacity", lambda device: 1_000_000)
+    monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
     line = verdict(looked(), "memory")
     assert line.ok is False and "1 MB" in line.text
 

@@ -13,8 +13,8 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan.show import size
 from gradus.proof import fit
-from gradus.proof.fit import Room, cells, largest_micro_batch, measures, parse_size, said, share_of, with_micro_batch
-from gradus.proof.prove import capacity, case_of
+from gradus.proof.fit import cells, measures, parse_size, said
+from gradus.proof.room import Room, capacity, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
 from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 4096, "data.n_valid": 8,
@@ -26,7 +26,7 @@ WORDS = ["copy-task", *(f"{k}={v}" for k, v in TINY.items())]
 def room():
     recipe = recipes.load("copy-task", **TINY)
     session = open_session(recipe)
-    return session.recipe, Room.of(case_of(session))
+    return session.recipe, room_of(session)
 
 
 def searched(recipe, room, need, budget: float, limit: int | None = None):
@@ -81,7 +81,7 @@ def test_fit_is_confirmed_by_one_step_in_another_process(capsys, room):
 
 def test_fit_tells_tensors_and_process_planned_and_measured():
     told = {"allocated": 100e6, "need": 400e6}
-    on_cpu = Room(10e9, 1, "cpu", None, 200_000_000, None)
+    on_cpu = Room(10**10, 1, 1, "cpu", None, 200_000_000, None)
     assert said(measures(290e6, None, on_cpu)) == "tensors 90 MB, process 290 MB"
     assert said(measures(290e6, told, on_cpu)) == "tensors 100 MB (planned -10.0%), process 400 MB (planned -27.5%)"
     assert list(cells(measures(290e6, told, on_cpu))) == ["90 MB", "100 MB", "-10.0%", "290 MB", "400 MB", "-27.5%"]
@@ -134,11 +134,11 @@ def test_what_does_not_fit_says_what_would_fit(room):
     long = recipes.load("copy-task", **{**TINY, "task.length": 100, "model.seq_len": 128, "model.n_layers": 4, "batch.samples": 2})
     r = dataclasses.replace(r, task=None)
     r.budget = r.need(long.model_copy(update={"layout": long.layout.model_copy(update={"micro_batch": 1, "checkpointing": "full"})}))
-    said = fit._remedy(long, r)
-    again = long.model_copy(update={"layout": recipes.load("copy-task", [word for word in said.replace(":", "").split() if "=" in word]).layout})
-    assert r.need(again) <= r.budget < r.need(with_micro_batch(long, 1, 1, 2)) and "layout.checkpointing=full layout.micro_batch=1" in said
-    r.budget = r.resident
-    assert "layout.shard" in fit._remedy(long, r) and "=" not in fit._remedy(long, r)
+    said = fix_of(long, r)
+    again = long.model_copy(update={"layout": recipes.load("copy-task", [word for word in said.split() if "=" in word]).layout})
+    assert r.need(again) <= r.budget < r.need(with_micro_batch(long, 1, 1, 2)) and said == "Set layout.checkpointing=full layout.micro_batch=1"
+    r.budget = r.resident + 1
+    assert "layout.shard" in fix_of(long, r) and "Set " not in fix_of(long, r)
 
 
 def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):

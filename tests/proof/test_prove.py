@@ -20,8 +20,11 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan import show
-from gradus.proof import prove
-from gradus.proof.prove import NoPlan, Pair, Planner, Proof, pairs, step_seconds, table
+from gradus.proof import predict, prove, room
+from gradus.proof.pairs import Pair, pairs, table
+from gradus.proof.predict import Planner
+from gradus.proof.prove import Proof, step_seconds
+from gradus.proof.room import fix_of
 from gradus.rows import Row, read_rows
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -64,7 +67,7 @@ def test_memory_of_the_third_step_is_what_the_plan_said(run):
 
 def test_the_plan_is_of_the_largest_batch_and_of_this_machine(run):
     largest = {r["name"]: r for r in read_rows(run / "plan.jsonl") if not r.get("step")}
-    assert largest["memory/capacity"]["value"] == prove.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
+    assert largest["memory/capacity"]["value"] == room.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
     assert largest["memory/process"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
     assert all(r["kind"] == "predicted" for r in largest.values())
 
@@ -147,11 +150,11 @@ SMALL = {"model.n_layers": 1, "batch.samples": 12}
 @pytest.mark.slow
 def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
-    case = dataclasses.replace(prove.case_of(session), step=None, micro_batches=None)
+    case = dataclasses.replace(predict.case_of(session), step=None, micro_batches=None)
     needs = {k: need(case, k) for k in (7, 8, 12)}
     assert needs[7] < needs[8] < needs[12]
-    monkeypatch.setattr(prove, "capacity", lambda device: needs[8] - 1)
-    monkeypatch.setattr(prove, "resident", lambda: case.resident)
+    monkeypatch.setattr(room, "capacity", lambda device: needs[8] - 1)
+    monkeypatch.setattr(room, "resident", lambda: case.room.resident)
     folder = tmp_path / "run"
     arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
     assert main(arguments) == 2
@@ -160,14 +163,14 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
 
     assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
-    monkeypatch.setattr(prove, "refuse", lambda *_: "the plan needs more. Set something.")
+    monkeypatch.setattr(predict, "refuse", lambda *_: "the plan needs more. Set something.")
     assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
     out = capsys.readouterr().out
     assert "note: --force: the plan needs more" in out and "run folder" in out
 
 
 def need(case, k: int) -> int:
-    found = prove.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k)))
+    found = predict.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k)))
     return next(r.value for r in found.rows if r.name == "memory/process")
 
 
@@ -179,7 +182,7 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
     def fails(case):
         raise ZeroDivisionError("no such thing\nsecond line")
 
-    monkeypatch.setattr(prove, "predict", fails)
+    monkeypatch.setattr(predict, "predict", fails)
     assert main(["train", *words(**{"log.dir": tmp_path / "run"})]) == 0
     out = capsys.readouterr().out
     assert "note: no plan (ZeroDivisionError: no such thing)" in out and "predicted" not in out
@@ -193,7 +196,7 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, 2), (3, 3), (9, 3)])
 def test_the_measured_step_is_within_the_run(steps, measured):
     session = open_session(recipes.load("copy-task", **{**TINY, "train.steps": steps, "schedule.warmup_steps": 0}))
-    number, micro_batches = prove.batches_of(session, (0, 0))
+    number, micro_batches = predict.batches_of(session, (0, 0))
     assert number == measured and (micro_batches is None) == (measured is None)
 
 
@@ -202,21 +205,21 @@ def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypa
     monkeypatch.setattr(prove, "memory_of_step", lambda trainer, batches: seen.append(batches) or real(trainer, batches))
     recipe = recipes.load("copy-task", **{**TINY, "log.dir": str(tmp_path / "run")})
     train(recipe, plan=Proof())
-    expected = prove.batches_of(open_session(recipe), (0, 0))[1]
+    expected = predict.batches_of(open_session(recipe), (0, 0))[1]
     assert torch.equal(seen[0][0]["source"], expected[0]["source"])
 
 
 def test_the_third_step_may_be_in_the_next_epoch():
     session = open_session(recipes.load("copy-task", **TINY))  # four steps an epoch
-    (_, a), (_, b), (_, c) = (prove.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
+    (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
     assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
     assert not torch.equal(a[0]["source"], c[0]["source"])
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_planned_from_where_it_stands(tmp_path, monkeypatch):
-    folder, positions, real = tmp_path / "run", [], prove.batches_of
-    monkeypatch.setattr(prove, "batches_of", lambda session, position: positions.append(position) or real(session, position))
+    folder, positions, real = tmp_path / "run", [], predict.batches_of
+    monkeypatch.setattr(predict, "batches_of", lambda session, position: positions.append(position) or real(session, position))
     recipe = recipes.load("copy-task", **{**TINY, "schedule.name": "constant", "train.checkpoint_every": 5, "log.dir": str(folder)})
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(Proof, "logged", interrupt)
@@ -249,7 +252,8 @@ def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
 @pytest.fixture
 def case():
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
-    return dataclasses.replace(prove.case_of(session), n=2, local=2, capacity=1_000_000, step=None, micro_batches=None)
+    case = predict.case_of(session)
+    return dataclasses.replace(case, room=dataclasses.replace(case.room, n=2, local=2, budget=500_000), step=None, micro_batches=None)
 
 
 @pytest.fixture
@@ -261,41 +265,44 @@ def planner():
 
 
 def test_a_refusal_comes_out_of_the_planning_process(case, planner):
-    found = planner.ask(case)
+    found = planner.plan(case)
     assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
-    assert prove.fix_of(case, (2, 1, 1)).endswith("start fewer on this host")
-    assert prove.fix_of(dataclasses.replace(case, resident=0), (2, 1, 1)).startswith("Not one sample fits: take a smaller model or")
-    assert prove.fix_of(dataclasses.replace(case, target="cuda"), (2, 1, 1)).startswith("Not one sample fits: set layout.shard=N over N GPUs")
+    for change, told in (
+        ({}, "Python and its libraries alone take"),
+        ({"resident": 0}, "Not one sample fits: take a smaller model or"),
+        ({"target": "cuda"}, "Not one sample fits: set layout.shard=N over N GPUs"),
+    ):
+        assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)
 
 
 @pytest.mark.slow
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
-    monkeypatch.setattr(prove, "fix_of", lambda *_: time.sleep(60))
+    monkeypatch.setattr(predict, "fix_of", lambda *_: time.sleep(60))
     with ended(Planner()) as planner:
-        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full, or go on" in planner.ask(case, 5.0).refusal
+        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full, or go on" in planner.plan(case, 5.0).refusal
 
 
 def test_what_cannot_be_planned_says_why(case, planner):
     wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
-    with pytest.raises(NoPlan, match="it cannot be traced"):
-        planner.ask(dataclasses.replace(case, recipe=wrong))
+    with pytest.raises(UserError, match="it cannot be traced"):
+        planner.plan(dataclasses.replace(case, recipe=wrong))
 
 
 def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
-    monkeypatch.setattr(prove, "predict", lambda case: time.sleep(60))
+    monkeypatch.setattr(predict, "predict", lambda case: time.sleep(60))
     with ended(Planner()) as planner:
         began = time.monotonic()
-        with pytest.raises(NoPlan, match="not ready within 0 s"):
-            planner.ask(case, 0.2)
+        with pytest.raises(TimeoutError, match="not ready within 0 s"):
+            planner.plan(case, 0.2)
         assert time.monotonic() - began < 2.0
     with ended(Planner()) as planner:
         os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
-        with pytest.raises(NoPlan, match="not ready"):
-            planner.ask(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
+        with pytest.raises(TimeoutError, match="not ready"):
+            planner.plan(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
     with ended(Planner()) as planner:
         os.kill(planner.process.pid, signal.SIGKILL)
-        with pytest.raises(NoPlan, match="the planning process ended"):
-            planner.ask(case, 5.0)
+        with pytest.raises(EOFError, match="the planning process ended"):
+            planner.plan(case, 5.0)
 
 
 @contextlib.contextmanager
@@ -309,7 +316,7 @@ def ended(planner):
 def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
     """With several processes the wait is a part of layout.timeout; by oneself it is not."""
     asked = []
-    monkeypatch.setattr(Planner, "ask", lambda self, case, seconds: asked.append(seconds) or (_ for _ in ()).throw(NoPlan("late")))
+    monkeypatch.setattr(Planner, "plan", lambda self, case, seconds: asked.append(seconds) or (_ for _ in ()).throw(TimeoutError("late")))
     monkeypatch.setattr(prove.worlds, "from_first", lambda value: value)
     session = open_session(recipes.load("copy-task", **{**TINY, "layout.timeout": 20}))
     for size in (1, 2):
@@ -322,7 +329,7 @@ def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
 
 def test_an_interrupt_waits_for_the_end_of_a_trace():
     reached = []
-    with pytest.raises(KeyboardInterrupt), prove.uninterrupted():
+    with pytest.raises(KeyboardInterrupt), room.uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
         reached.append(True)
     assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -372,7 +379,7 @@ def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
         begun.append(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Planner, "ask", interrupted)
+    monkeypatch.setattr(Planner, "plan", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prove.Scaled().before({2: recipes.load("copy-task", **TINY)}, print)
     assert len(begun) == 1 and not begun[0].process.is_alive()
@@ -380,7 +387,7 @@ def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
 
 @pytest.mark.slow
 def test_scale_refuses_what_will_not_fit_unless_forced(monkeypatch):
-    monkeypatch.setattr(prove, "capacity", lambda device: 1_000_000)
+    monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
     with pytest.raises(UserError, match=r"^--processes 2: the plan needs .*start fewer on this host, or go on with --force"):
         prove.Scaled().before({2: recipe}, said.append)

@@ -511,17 +511,15 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
         raise UserError("--serve: --tokens and --days are of training. Leave them out.")
     recipe, _, bare = open_recipe(request, notes := [])
     cluster, _ = _cluster(request)
-    if cluster and cluster.n > 1:
-        raise UserError(f"--serve --on {request.on}: of one device. Say --on {cluster.device.name}.")
     if cluster:
         recipe = _numbers(request, recipe, cluster, bool(bare), notes)
     precision = recipe.layout.precision.removeprefix("pure_")
     try:
-        rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, device=cluster and cluster.device)
+        rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)
     except UserError as e:  # by the names of the command line
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: f"--{m[1].replace('seq_len', 'length')}=", str(e))) from None
-    text = lines(request.recipe, rows, cluster and cluster.device, images=recipe.model.family == "vit")
-    return [*text, *_notes([n for n in notes if not n.startswith("training settings") and "20 a parameter" not in n])], rows
+    text = lines(request.recipe, rows, cluster, images=recipe.model.family == "vit")
+    return [*text, *_notes([n for n in notes if not n.startswith("training settings") and "20 per active" not in n])], rows
 
 
 def optimal(request: Request) -> tuple[list[str], list[Row]]:

@@ -181,7 +181,7 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -
             chosen = found["device"]
             by_rule, fits = chosen.conditions["by_rule"], chosen.value if chosen.conditions["fits"] else "several"
             body.append([chosen.conditions["precision"], sizes[0], by_rule.replace("none", "several"), *sizes[1:], fits])
-        answer += table(["precision", "weights × 1.2 (S3)", "least device", "weights", "cache", "with logits", "least device"], body, {1, 3, 4, 5})
+        answer += table(["precision", "rule of thumb: weights × 1.2", "least device", "weights", "cache", "with logits", "least device"], body, {1, 3, 4, 5})
     return answer
 
 

@@ -8,8 +8,9 @@ from gradus.rows import Row
 
 
 def figure(
-    name: str, value: float | int | str, unit: str = "", formula: str = "", inputs: dict[str, Any] | None = None, source: str = "", **conditions: Any
-) -> Row:
+    name: str, value: float | str, unit: str = "", formula: str = "", inputs: dict[str, Any] | None = None, source: str = "",
+    **conditions: Any,
+) -> Row:  # fmt: skip
     """A predicted row. formula, inputs (name → number put in) and source are what `--explain` shows."""
     how = {"formula": formula, "inputs": inputs or {}, "source": source}
     return Row(name, value, unit, None, {"kind": "predicted", **conditions, "how": {k: v for k, v in how.items() if v}})

@@ -1,35 +1,36 @@
-"""What a model takes to use: weights, the cache of keys and values, logits; lower bounds of the time a token; and how large a model, or how
-many tokens, a budget of operations is best spent on."""
+"""What a model takes to use: weights, the cache of keys and values, logits; lower bounds of the time a token, on one device or split over
+those of a node; and how large a model, or how many tokens, a budget of operations is best spent on."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from gradus import models
+from gradus import hardware, models
 from gradus.errors import UserError, did_you_mean
-from gradus.hardware import Device
+from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
-from gradus.plan.counts import matmul_weights, sizes
+from gradus.plan.collectives import collective_seconds
+from gradus.plan.counts import sizes
 from gradus.plan.figures import figure
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-RULE = 'rule of thumb: M = P · 4 bytes / (32 / Q) · 1.2, "an overhead of 20 %"'
+RULE = "a rule of thumb: P parameters of Q bits, and 20 % for all else"
 POPE = "Pope et al. 2022, section 2 and appendix A.1"
 ENCODERS = ("bert", "vit")
+LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
 # ---------------------------------------------------------------- the cache
 
 
 def kv_per_token(config: ModelConfig, precision: str = "bf16") -> int:
-    """Bytes of keys and values that a token of a decoder leaves in the cache: 2 · L · k · d · bytes (layers/cache.py); encoders leave none."""
-    if config.family in ENCODERS:
-        return 0
-    layers = getattr(config, "n_decoder_layers", None) or config.n_layers
-    return 2 * layers * _kv_heads(config) * config.head_dim * BYTES[precision]
+    """Bytes of keys and values that a token leaves in a decoder's cache (layers/cache.py); in an encoder none."""
+    return 0 if config.family in ENCODERS else 2 * _deep(config) * _kv_heads(config) * config.head_dim * BYTES[precision]
 
 
 def cache_bytes(config: ModelConfig, batch: int, tokens: int, *, source_len: int = 0, precision: str = "bf16") -> tuple[int, int]:
@@ -38,95 +39,105 @@ def cache_bytes(config: ModelConfig, batch: int, tokens: int, *, source_len: int
     tokens: prompt and new ones, of an encoder-decoder the target's. An encoder's output is projected once for every layer and row.
     """
     each = kv_per_token(config, precision)
-    return batch * tokens * each, batch * source_len * each if config.family in ("t5", "seq2seq") else 0
+    return batch * tokens * each, batch * source_len * each if _two_sided(config) else 0
 
 
 def _kv_heads(config: ModelConfig) -> int:
     return getattr(config, "n_kv_heads", None) or config.n_heads
 
 
-# ---------------------------------------------------------------- memory, devices, time
+def _deep(config: ModelConfig) -> int:
+    """Layers that make tokens."""
+    return getattr(config, "n_decoder_layers", None) or config.n_layers
+
+
+def _two_sided(config: ModelConfig) -> bool:
+    return config.family in ("t5", "seq2seq")
+
+
+# ---------------------------------------------------------------- memory, devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    config: ModelConfig
+    batch: int  # rows decoded together
+    tokens: int  # a row, prompt and new ones
+    source: int  # of the other side, of encoder-decoders
+    bits: int  # of a stored weight
+    precision: str  # computed in, and of the cache
+    on: Cluster | None
+    split: int  # devices
 
 
 def serving(
-    config: ModelConfig,
-    *,
-    batch: int = 1,
-    seq_len: int | None = None,
-    source_len: int | None = None,
-    bits: int | None = None,
-    precision: str = "bf16",
-    cache_precision: str | None = None,
-    device: Device | str | None = None,
-    path: Any = None,
-) -> list[Row]:
-    """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on one device); rule and rule_tokens, the
-    article's rule and the tokens at which its 20 % are used up; device, the one with the least memory that holds the total; and with a
-    `device` that holds it the lower bounds prefill_time, decode_time (s) and tokens_per_s.
+    config: ModelConfig, *, batch: int = 1, seq_len: int | None = None, bits: int | None = None, precision: str = "bf16",
+    on: Cluster | None = None,
+) -> list[Row]:  # fmt: skip
+    """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on each device); rule and rule_tokens, the
+    rule of thumb and the tokens at which its 20 % are used up; device, the single one with the least memory that holds all; and where `on`
+    holds it prefill_time, decode_time (s) and tokens_per_s: of one device lower bounds, of several with what they send.
 
-    batch: rows decoded together. seq_len: tokens a row, prompt and new ones (None: all the model has positions for). source_len: the
-    source's, of encoder-decoders (None: seq_len). bits: of a stored weight, where it is not that of `precision` (8, 4: quantised, their
-    scales not counted); `precision` is then what is computed in, and of the cache unless cache_precision says another. path: the user's
-    hardware file, if not the usual one. Raises UserError for lengths the model cannot take and precisions that are not known.
+    batch: rows decoded together. seq_len: tokens a row, prompt and new ones, and of an encoder-decoder's source (None: all the model has
+    positions for). bits: of a stored weight, where it is not that of `precision` (8, 4: quantised, their scales not counted). on: several
+    devices split weights and heads among them (tensor parallelism); keys and values as far as their heads divide. Raises UserError for a
+    length the model cannot take, and devices that it cannot be split over or whose peak is not known.
     """
-    from gradus import hardware
+    length = _length(config, seq_len)
+    if on is not None and on.n > 1:
+        _can_split(config, on)
+    use = Use(config, batch, length, length * _two_sided(config), bits or 8 * BYTES[precision], precision, on, on.n if on else 1)
+    total, t = models.count(config)["total"], use.split
+    weights, logits = total * use.bits / 8, batch * _scores(config) * (BYTES[precision] + 4)
+    own, cross = cache_bytes(config, batch, length, source_len=use.source, precision=precision)
+    part = math.gcd(_kv_heads(config), t)
+    given = {**sizes(config), "batch": batch, "tokens": length, "k": _kv_heads(config), "bytes": BYTES[precision], "parts": part}
 
-    for name, value in (("batch", batch), ("seq_len", seq_len), ("source_len", source_len), ("bits", bits)):
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value}: must be 1 or more")
-    if bits is not None and bits > 32:
-        raise UserError(f"bits={bits}: of a weight, 32 or fewer. Set bits=8 or bits=4")
-    cached = cache_precision or precision
-    for name, value in (("precision", precision), ("cache_precision", cached)):
-        if value not in BYTES:
-            raise UserError(f"{name}={value}: not known.{did_you_mean(value, BYTES)}")
-    both = config.family in ("t5", "seq2seq")
-    length, source = _lengths(config, seq_len, source_len, both)
-    bits = bits or 8 * BYTES[precision]
-    if isinstance(device, str):
-        device = hardware.find(device, path)
+    def bytes_of(name: str, value: float, formula: str, inputs: dict[str, Any], source: str = POPE, **more: str) -> Row:
+        return figure(f"serving/{name}", value, "bytes", formula, inputs, source, **more)
 
-    total = models.count(config)["total"]
-    given = {**sizes(config), "batch": batch, "tokens": length, **({"source": source} if both else {})}
-    where = {"batch": batch, "seq_len": length, "bits": bits, "precision": precision, "cache": cached, **({"source_len": source} if both else {})}
-    weights = total * bits / 8
-    rows = [figure("serving/weights", weights, "bytes", "P · Q / 8", {"P": total, "Q": bits}, POPE, **where)]
-    own, cross = cache_bytes(config, batch, length, source_len=source, precision=cached)
+    text = "2 · L · k · d · bytes / parts"
+    rows = [bytes_of("weights", weights / t, "P · Q / 8 / devices", {"P": total, "Q": use.bits, "devices": t})]
     if config.family not in ENCODERS:
-        each = kv_per_token(config, cached)
-        inputs = {**given, "k": _kv_heads(config), "bytes": BYTES[cached]}
-        rows.append(figure("serving/kv_per_token", each, "bytes/token", "2 · L · k · d · bytes", inputs, POPE, **where))
-        rows.append(figure("serving/kv_cache", own, "bytes", "2 · L · k · d · bytes · tokens · batch", inputs, POPE, **where))
-        if both:
-            text = "2 · L_d · a · d · bytes · source · batch: keys and values of the encoder's output"
-            rows.append(figure("serving/cross_cache", cross, "bytes", text, inputs, "Raffel et al. 2020, section 2.1", **where))
-    scores = _scores(config)
-    logits = batch * scores * (BYTES[precision] + 4)
+        rows.append(bytes_of("kv_per_token", kv_per_token(config, precision) // part, text, given))
+        rows[-1].unit = "bytes/token"
+        rows.append(bytes_of("kv_cache", own // part, f"{text} · tokens · batch", given))
+    if use.source:
+        text = f"{text} · source · batch: keys and values of the encoder's output"
+        rows.append(bytes_of("cross_cache", cross // part, text, {**given, "source": length}, "Raffel et al. 2020, section 2.1"))
     text = "batch · classes · (bytes + 4): the scores of each row's last place, and their fp32 copy"
-    rows.append(figure("serving/logits", logits, "bytes", text, {"batch": batch, "classes": scores, "bytes": BYTES[precision]}, "", **where))
-    need = weights + own + cross + logits
-    parts = {"weights": weights, "kv_cache": own, **({"cross_cache": cross} if both else {}), "logits": logits}
-    left_out = "the prompt's activations, workspaces, the framework"
-    rows.append(figure("serving/total", need, "bytes", "sum of the parts", parts, "", without=left_out, **where))
-    rows += _rule(total, bits, own + cross, kv_per_token(config, cached), where)
-    rows.append(_device(need, 1.2 * weights, precision, path, left_out, where))
-    if device is not None and need <= device.capacity:
-        rows += _times(config, device, batch, length, source, bits, precision, own + cross, where)
+    rows.append(bytes_of("logits", logits, text, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}, ""))
+    parts = {row.name.partition("/")[2]: row.value for row in rows if row.unit == "bytes"}
+    need = sum(parts.values())
+    rows.append(bytes_of("total", need, "sum of the parts", parts, "", without=LEFT_OUT))
+    rows += [*_rule(use, total, own + cross), _device(weights + own + cross + logits, 1.2 * weights, precision)]
+    if on is not None and need <= on.device.capacity:
+        rows += _times(use, (own + cross) // part)
+    where = {"batch": batch, "seq_len": length, "bits": use.bits, "precision": precision}
+    where |= {**({"source_len": length} if use.source else {}), **({"devices": t} if t > 1 else {})}
+    for row in rows:
+        row.conditions |= where
     return rows
 
 
-def _lengths(config: ModelConfig, seq_len: int | None, source_len: int | None, both: bool) -> tuple[int, int]:
-    if source_len is not None and not both:
-        raise UserError(f"source_len={source_len}: family {config.family} has no source. It is for t5 and seq2seq")
+def _length(config: ModelConfig, seq_len: int | None) -> int:
+    if config.family == "vit" and seq_len is not None:
+        raise UserError(f"seq_len={seq_len}: an image's length is its patches. Set model.image_size or model.patch_size")
     if config.family == "vit":
-        if seq_len is not None:
-            raise UserError(f"seq_len={seq_len}: an image's length is its patches. Set model.image_size or model.patch_size")
-        return (config.image_size // config.patch_size) ** 2 + (config.pool == "class_token"), 0
-    length = seq_len or config.seq_len
-    source = (source_len or length) if both else 0
-    if config.family != "t5" and max(length, source) > config.seq_len:
-        raise UserError(f"seq_len={max(length, source)}: the model has {config.seq_len} positions. Set seq_len={config.seq_len} or fewer")
-    return length, source
+        return (config.image_size // config.patch_size) ** 2 + (config.pool == "class_token")
+    if config.family != "t5" and (seq_len or 0) > config.seq_len:
+        raise UserError(f"seq_len={seq_len}: the model has {config.seq_len} positions. Set seq_len={config.seq_len} or fewer")
+    return seq_len or config.seq_len
+
+
+def _can_split(config: ModelConfig, on: Cluster) -> None:
+    most = max(n for n in range(1, on.device.node + 1) if config.n_heads % n == 0)
+    instead = f"Say --on {f'{most}x' if most > 1 else ''}{on.device.name}"
+    if on.n > on.device.node:
+        why = f"more than a node of {on.device.node}: the all-reduces of every token would cross the network"
+        raise UserError(f"--on {on.n}x{on.device.name}: {why}. {instead}, and another copy of the model on every further node")
+    if config.n_heads % on.n:
+        raise UserError(f"--on {on.n}x{on.device.name}: n_heads={config.n_heads} is not a multiple of {on.n}. {instead}")
 
 
 def _scores(config: ModelConfig) -> int:
@@ -138,156 +149,173 @@ def _scores(config: ModelConfig) -> int:
     return getattr(config, "target_vocab_size", None) or config.vocab_size
 
 
-def _rule(total: int, bits: int, cache: int, each: int, where: dict) -> list[Row]:
-    weights = total * bits / 8
-    rule = total * 4 / (32 / bits) * 1.2
+def _rule(use: Use, total: int, cache: int) -> list[Row]:
+    weights, each = total * use.bits / 8, kv_per_token(use.config, use.precision)
     holds = cache <= 0.2 * weights
-    why = "" if holds else f"the cache alone is {cache / weights:.0%} of the weights: the rule knows neither batch nor length"
-    given = {"P": total, "Q": bits, "cache": cache, "20 % of the weights": 0.2 * weights}
-    rows = [figure("serving/rule", rule, "bytes", "P · 4 / (32 / Q) · 1.2", given, RULE, holds=holds, **({"why": why} if why else {}), **where)]
+    why = {} if holds else {"why": f"the cache alone is {cache / weights:.0%} of the weights: the rule knows neither batch nor length"}
+    given = {"P": total, "Q": use.bits, "cache": cache, "20 % of the weights": 0.2 * weights}
+    rows = [figure("serving/rule", 1.2 * weights, "bytes", "P · 4 / (32 / Q) · 1.2", given, RULE, holds=holds, **why)]
     if each:
         text = "0.2 · weights / kv_per_token: tokens, over all rows, whose keys and values take up the 20 %"
         given = {"weights": weights, "kv_per_token": each}
-        rows.append(figure("serving/rule_tokens", int(0.2 * weights / each), "tokens", text, given, RULE, **where))
+        rows.append(figure("serving/rule_tokens", int(0.2 * weights / each), "tokens", text, given, RULE))
     return rows
 
 
-def least(need: float, numbers: str, path: Any = None) -> list[Device]:
-    """The GPUs that hold `need` bytes and compute in `numbers`, that with the least memory first; of equals the cheapest, then the fastest."""
-    from gradus import hardware
+def least(need: float, numbers: str) -> list[Device]:
+    """The GPUs that hold `need` bytes and compute in `numbers`, the least memory first; of equals the cheapest, then the fastest."""
 
     def key(d: Device) -> tuple:
         price = hardware.price(d)
         return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
 
-    return sorted((d for d in hardware.devices(path).values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need), key=key)
+    return sorted((d for d in hardware.devices().values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need), key=key)
 
 
-def _device(need: float, rule: float, numbers: str, path: Any, left_out: str, where: dict) -> Row:
-    fits, by_rule = ([d.name for d in least(n, numbers, path)] for n in (need, rule))
+def _device(need: float, rule: float, numbers: str) -> Row:
+    fits, by_rule = ([d.name for d in least(n, numbers)] for n in (need, rule))
     text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; of equals the cheapest"
-    given = {"total": need, "fits": fits}
-    more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": left_out}
-    return figure("serving/device", fits[0] if fits else "none: split it over several", "", text, given, "the hardware file", **more, **where)
+    more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": LEFT_OUT}
+    name = fits[0] if fits else "none: split it over several"
+    return figure("serving/device", name, "", text, {"total": need, "fits": fits}, "the hardware file", **more)
+
+
+# ---------------------------------------------------------------- time
 
 
 def decode_weights(config: ModelConfig) -> int:
-    """The weights a new token is multiplied by: of decoders N_mm (with experts only top_k of them), of encoder-decoders the decoder's
-    without the projections of the encoder's output, which are done once."""
-    if config.family in ("gpt", "llama"):
-        return matmul_weights(config)
-    h, wide = config.d_model, config.n_heads * config.head_dim
-    ff = (3 if getattr(config, "gated", False) else 2) * h * config.d_ff
-    return (config.n_decoder_layers or config.n_layers) * (4 * h * wide + 2 * h * wide + ff) + _scores(config) * h
+    """The weights a new token is multiplied by, with experts only top_k of them; of encoder-decoders the decoder's without the projections
+    of the encoder's output, which are done once."""
+    cross = 2 * config.d_model * config.n_heads * config.head_dim if _two_sided(config) else 0
+    return _deep(config) * (_layer(config) + cross) + _scores(config) * config.d_model
 
 
-def _times(
-    config: ModelConfig, device: Device, batch: int, length: int, source: int, bits: int, precision: str, cache: int, where: dict
-) -> list[Row]:
-    """Roofline bounds: no kernel is faster than its operations at the dense peak, nor than its bytes at the memory's bandwidth."""
-    if precision not in device.peaks:
-        raise UserError(f"{device.name}: its peak in {precision} is not known.{did_you_mean(precision, device.peaks)}")
-    peak, bandwidth = device.peaks[precision], device.bandwidth
-    machine = {f"peak in {precision} (FLOP/s)": peak, "bandwidth (bytes/s)": bandwidth}
-    h, wide, layers = config.d_model, config.n_heads * config.head_dim, config.n_layers
-    both, where = bool(source), {**where, "device": device.name, "bound": "lower"}
-    if config.family in ENCODERS or both:
-        from gradus.plan.counts import Shape, closed_form
-
-        if both:
-            operations = closed_form(config, Shape(source)) // 3  # the encoder, and the decoder's keys and values of its output
-            read = (closed_form(config, Shape(1)) - 12 * layers * wide) // 6
-            text = "max(batch · operations on the source / peak, weights that act on it / bandwidth)"
-        else:
-            operations = closed_form(config, Shape(length, selected=length)) // 3
-            read = models.count(config)["total"]
-            text = "max(batch · (2·N_mm·s + 4·L·a·d·s²) / peak, weights / bandwidth)"
-    else:
-        n, head = matmul_weights(config), config.vocab_size * h
-        operations = 2 * (n - head) * length + 2 * head + 2 * layers * wide * length**2  # causal: half of the scores; the last place's logits
-        read = n
-        text = "max(batch · (2·(N_mm - hV)·s + 2hV + 2·L·a·d·s²) / peak, weights / bandwidth)"
-    given = {"operations a row": operations, "batch": batch, "weights (bytes)": read * bits / 8, **machine}
-    prefill = max(batch * operations / peak, read * bits / 8 / bandwidth)
-    name = "serving/forward_time" if config.family in ENCODERS else "serving/prefill_time"
-    rows = [figure(name, prefill, "s", text, given, POPE, **where)]
-    if config.family in ENCODERS:
-        rows.append(figure("serving/samples_per_s", batch / prefill, "samples/s", "batch / forward_time, at most", {}, POPE, **where))
-        return rows
-    n = decode_weights(config)
-    pairs = 4 * (getattr(config, "n_decoder_layers", None) or layers) * wide * (length + source)
-    operations, moved = batch * (2 * n + pairs), n * bits / 8 + cache
-    given = {"weights a token meets": n, "bits": bits, "cache (bytes)": cache, "operations": operations, **machine}
-    note = {"experts": "top_k read: rows of a batch that choose others read more"} if getattr(config, "n_experts", None) else {}
-    decode = max(operations / peak, moved / bandwidth)
-    text = "max(batch · (2·N + 4·L·a·d·tokens) / peak, (weights + cache) / bandwidth)"
-    limit = "bandwidth" if moved / bandwidth >= operations / peak else "operations"
-    rows.append(figure("serving/decode_time", decode, "s/token", text, given, POPE, limit=limit, **note, **where))
-    rows.append(figure("serving/tokens_per_s", batch / decode, "tokens/s", "batch / decode_time, at most", {"batch": batch}, POPE, **where))
-    return rows
+def _layer(config: ModelConfig) -> int:
+    """The weights of a layer, without cross-attention, that a token is multiplied by."""
+    h, experts = config.d_model, getattr(config, "n_experts", None) or 0
+    matrices = 3 if config.family == "llama" or getattr(config, "gated", False) else 2
+    attention = 2 * h * config.head_dim * (config.n_heads + _kv_heads(config))
+    return attention + matrices * h * config.d_ff * (config.top_k if experts else 1) + h * experts
 
 
-def lines(name: str, rows: list[Row], device: Device | None = None, images: bool = False) -> list[str]:
+def _encoder_head(config: ModelConfig, places: int) -> int:
+    """Weights behind (of ViT: and before) an encoder's blocks, times the places they act on."""
+    h, head = config.d_model, getattr(config, "head", None)
+    if config.family == "vit":
+        return config.n_channels * config.image_size**2 * h + h * (config.n_classes or 0)  # the patches have all pixels
+    classes = {"pretraining": 2, "classification": config.n_classes}.get(head)
+    words = places * (h * h + h * config.vocab_size) if head in ("masked_lm", "pretraining") else 0
+    return words + (h * h + h * classes if classes else 0)
+
+
+class Pass(NamedTuple):
+    """What one pass over a batch computes and reads, over all devices."""
+
+    name: str
+    text: str
+    operations: float
+    weights: int  # that are read
+    sums: int  # all-reduces, where several devices split it
+    places: int  # of a row in each
+
+
+def _times(use: Use, cache: int) -> list[Row]:
+    """Roofline bounds: no kernel is faster than its operations at the dense peak, nor than its bytes at the memory's bandwidth; what the
+    devices send comes on top. cache: bytes on a device, which a new token reads."""
+    device, t = use.on.device, use.split
+    if use.precision not in device.peaks:
+        raise UserError(f"{device.name}: its peak in {use.precision} is not known.{did_you_mean(use.precision, device.peaks)}")
+    peak, rows = device.peaks[use.precision], []
+    for one in _passes(use):
+        decoding = one.name == "decode_time"
+        moved = one.weights * use.bits / 8 / t + cache * decoding
+        payload = use.batch * one.places * use.config.d_model * BYTES[use.precision]
+        sent = one.sums * collective_seconds("all_reduce", payload, t, 1, use.on)  # of one device: 0
+        seconds = {"bandwidth": moved / device.bandwidth, "operations": one.operations / t / peak, "all-reduces": sent}
+        given = {"operations": one.operations, "bytes": moved, "devices": t, "all-reduces": one.sums, "bytes of each": payload,
+                 f"peak in {use.precision} (FLOP/s)": peak, "bandwidth (bytes/s)": device.bandwidth}  # fmt: skip
+        text = f"max(batch · ({one.text}) / devices / peak, bytes / bandwidth) + all-reduces"
+        more = {"limit": max(seconds, key=seconds.get), "device": device.name, **({"bound": "lower"} if t == 1 else {})}
+        if decoding and getattr(use.config, "n_experts", None):
+            more["experts"] = "top_k read: rows of a batch that choose others read more"
+        found = max(seconds["bandwidth"], seconds["operations"]) + sent
+        rows.append(figure(f"serving/{one.name}", found, "s/token" if decoding else "s", text, given, POPE, **more))
+    name, unit = ("tokens_per_s", "tokens/s") if decoding else ("samples_per_s", "samples/s")
+    given = {"batch": use.batch, "seconds": found}
+    return [*rows, figure(f"serving/{name}", use.batch / found, unit, f"batch / {one.name}", given, POPE, device=device.name)]
+
+
+def _passes(use: Use) -> Iterator[Pass]:
+    c, s = use.config, use.tokens
+    wide, layers, deep = c.n_heads * c.head_dim, c.n_layers, _deep(c)
+    sums = 2 * layers + (c.family != "vit")  # after attention and feed-forward network; and of the words' table, cut by words
+    if c.family in ENCODERS:
+        operations = 2 * (layers * (_layer(c) * s + 2 * wide * s**2) + _encoder_head(c, s))
+        yield Pass("forward_time", "2·N_mm·s + 4·L·a·d·s²", use.batch * operations, models.count(c)["total"], sums, s)
+        return
+    n, head, both = decode_weights(c), _scores(c) * c.d_model, _two_sided(c)
+    if both:  # the encoder, and the decoder's keys and values of its output
+        acting = layers * _layer(c) + deep * 2 * c.d_model * wide
+        operations = 2 * acting * use.source + 4 * layers * wide * use.source**2
+        yield Pass("prefill_time", "operations on the source", use.batch * operations, acting, sums, use.source)
+    else:  # causal: half of the scores; the last place's logits
+        operations = 2 * (n - head) * s + 2 * head + 2 * layers * wide * s**2
+        yield Pass("prefill_time", "2·(N_mm - hV)·s + 2hV + 2·L·a·d·s²", use.batch * operations, n, sums, s)
+    operations = 2 * n + 4 * deep * wide * (s + use.source)
+    yield Pass("decode_time", "2·N + 4·L·a·d·tokens", use.batch * operations, n, (2 + both) * deep + 1, 1)
+
+
+# ---------------------------------------------------------------- as text
+
+
+def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = False) -> list[str]:
     """The rows of `serving` as a person reads them. images: what is put in are images."""
     from gradus.plan.show import duration, rate, size
 
     found = {row.name.removeprefix("serving/"): row for row in rows}
-    total, rule, least = found["total"], found["rule"], found["device"]
+    total, rule, device = found["total"], found["rule"], found["device"]
     c, need = total.conditions, total.value
-    parts = [f"{text} {size(found[k].value)}" for k, text in PARTS.items() if k in found]
-    held = f"{c['batch']} {'image' if images else 'sequence'}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {'patches' if images else 'tokens'}"
+    named = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
+    parts = ", ".join(f"{text} {size(found[k].value)}" for k, text in named.items() if k in found)
+    of, places = ("image", "patches") if images else ("sequence", "tokens")
+    held = f"{c['batch']} {of}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {places}"
     held += f" and {c['source_len']:,} of source" if c.get("source_len") else ""
-    answer = [f"{name}, to use it: {weights_of(found):,} parameters of {c['bits']} bits, {held} at a time"]
-    if device is not None:
-        capacity = device.capacity
-        over = f", {size(need - capacity)} too much" if need > capacity else ""
-        answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)} ({need / capacity:.0%}{over}): {', '.join(parts)}")
+    parameters = rule.conditions["how"]["inputs"]["P"]
+    answer = [f"{name}, to use it: {parameters:,} parameters of {c['bits']} bits, {held} at a time"]
+    if on is None:
+        answer.append(f"memory    {size(need)}: {parts}")
     else:
-        answer.append(f"memory    {size(need)}: {', '.join(parts)}")
-    device_said = f"{least.value} has the least memory of those that hold it (of equals the cheapest)"
-    device_said = device_said if least.conditions["fits"] else "no single one holds it"
-    answer.append(f"device    {device_said}; by the 1.2 rule {least.conditions['by_rule']}")
-    share = cache_of(found) / found["weights"].value
-    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: the cache alone is {share:.0%} of the weights"
+        capacity = on.device.capacity
+        over = f", {size(need - capacity)} too much" if need > capacity else ""
+        each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
+        answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
+    single = f"{device.value} has the least memory of those that hold it (of equals the cheapest)"
+    single = single if device.conditions["fits"] else "no single one holds it; --on 8xDEVICE splits it over eight"
+    answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")
+    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
-    answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, {holds}{until}")
+    answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, a rule of thumb, {holds}{until}")
+    several = c.get("devices", 1) > 1
+    least, most = ("about", "about") if several else ("at least", "at most")
     if "kv_per_token" in found:
-        answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence")
+        each = " on each device" * several
+        answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence{each}")
     if "decode_time" in found:
         decode, prefill = found["decode_time"], found["prefill_time"]
         what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
-        prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens at least {duration(prefill.value)}"
-        said = f"{prompt}, then a token{of_each} at least {duration(decode.value)}"
-        answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): at most {rate(found['tokens_per_s'].value)} tokens/s in all")
+        prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens {least} {duration(prefill.value)}"
+        said = f"{prompt}, then a token{of_each} {least} {duration(decode.value)}"
+        answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): {most} {rate(found['tokens_per_s'].value)} tokens/s in all")
     elif "forward_time" in found:
-        speed = rate(found["samples_per_s"].value)
-        answer.append(f"how fast  at least {duration(found['forward_time'].value)} a batch: at most {speed} {'images' if images else 'samples'}/s")
-    elif device is None:
+        speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
+        answer.append(f"how fast  {least} {forward} a batch: {most} {speed} {'images' if images else 'samples'}/s")
+    elif on is None:
         answer.append("how fast  say --on DEVICE")
     return [*answer, f"not in it {c['without']}"]
 
 
-PARTS = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
-
-
 def cache_of(found: dict[str, Row]) -> float:
     return sum(found[k].value for k in ("kv_cache", "cross_cache") if k in found)
-
-
-def weights_of(found: dict[str, Row]) -> int:
-    return found["weights"].conditions["how"]["inputs"]["P"]
-
-
-def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[Row]) -> list[str]:
-    """The rows of `optimal` as a table, a line a fit."""
-    what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
-    answer = [f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)", ""]
-    body = []
-    for fit in FITS:
-        of = {row.name.removeprefix("optimal/"): row.value for row in rows if row.conditions["fit"] == fit}
-        figures = (f"{of[k]:.3g}" for k in ("parameters", "tokens", "tokens_per_parameter", "flops", "loss"))
-        body.append([fit, *figures])
-    return [*answer, *table(["fit", "parameters", "tokens", "tokens a parameter", "FLOP", "loss, nats a token"], body, set(range(1, 6)))]
 
 
 # ---------------------------------------------------------------- compute-optimal sizes
@@ -298,37 +326,32 @@ FITS = {  # E, A, B, alpha, beta of L(N, D) = E + A / N^alpha + B / D^beta
 }
 
 
-def optimal(*, flops: float | None = None, parameters: float | None = None, tokens: float | None = None) -> list[Row]:
-    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits, for
-    the one of the three that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND.
-
-    The loss is that of the fits' data and tokenizer. Raises UserError unless exactly one is given and positive.
-    """
-    asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
-    asked = {k: v for k, v in asked.items() if v is not None}
-    if len(asked) != 1:
-        raise UserError(f"compute-optimal: give exactly one of flops, parameters, tokens, not {', '.join(asked) or 'none'}")
-    ((what, value),) = asked.items()
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"compute-optimal: {what}={value:g} must be a positive number")
+def optimal(*, parameters: float | None = None, tokens: float | None = None) -> list[Row]:
+    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits,
+    for the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of
+    the fits' data and tokenizer."""
     rows = []
     for fit, ((e, a, b, alpha, beta), source) in FITS.items():
-        g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
-        if what == "parameters":
-            product = (value / g) ** ((alpha + beta) / beta)
-        elif what == "tokens":
-            product = (value * g) ** ((alpha + beta) / alpha)
-        else:
-            product = value / 6
-        n = g * product ** (beta / (alpha + beta))
+        g, all_of = (alpha * a / (beta * b)) ** (1 / (alpha + beta)), alpha + beta
+        product = (parameters / g) ** (all_of / beta) if parameters else (tokens * g) ** (all_of / alpha)  # N · D
+        n = g * product ** (beta / all_of)
         d = product / n
-        given = {what: value, "E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g}
-        how = {"inputs": given, "source": source, "fit": fit}
-        rows += [
-            figure("optimal/parameters", n, "parameters", "G · (C/6)^(β/(α+β))", **how),
-            figure("optimal/tokens", d, "tokens", "(C/6) / N", **how),
-            figure("optimal/flops", 6 * n * d, "FLOP", "6·N·D", **how),
-            figure("optimal/tokens_per_parameter", d / n, "tokens/parameter", "D / N", **how),
-            figure("optimal/loss", e + a / n**alpha + b / d**beta, "nats/token", "E + A/N^α + B/D^β", **how),
-        ]
+        given = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g, **({"N": parameters} if parameters else {"D": tokens})}
+        for name, found, unit, formula in (
+            ("parameters", n, "parameters", "G · (C/6)^(β/(α+β))"),
+            ("tokens", d, "tokens", "(C/6) / N"),
+            ("flops", 6 * n * d, "FLOP", "6·N·D"),
+            ("tokens_per_parameter", d / n, "tokens/parameter", "D / N"),
+            ("loss", e + a / n**alpha + b / d**beta, "nats/token", "E + A/N^α + B/D^β"),
+        ):
+            rows.append(figure(f"optimal/{name}", found, unit, formula, given, source, fit=fit))
     return rows
+
+
+def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[Row]) -> list[str]:
+    """The rows of `optimal` as a table, a line a fit."""
+    what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
+    body = [[fit, *(f"{row.value:.3g}" for row in rows if row.conditions["fit"] == fit)] for fit in FITS]
+    head = ["fit", "parameters", "tokens", "FLOP", "tokens a parameter", "loss, nats a token"]
+    title = f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)"
+    return [title, "", *table(head, body, set(range(1, 6)))]

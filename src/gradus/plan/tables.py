@@ -20,6 +20,7 @@ import bisect
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 
 from gradus.errors import UserError
 from gradus.hardware import Device
@@ -32,7 +33,7 @@ FIELDS = {
 }
 LIKE = {"tf32": ("fp32",), "fp16": ("bf16", "fp32"), "bf16": ("fp16", "fp32"), "fp8": ("bf16", "fp16", "fp32")}
 PRODUCTS = {"mm": ("mm", "addmm"), "addmm": ("addmm", "mm"), "bmm": ("bmm", "mm"), "baddbmm": ("bmm", "mm")}  # others: as mm
-Grid = dict[tuple[int, ...], float]
+Grid = dict[tuple[int, ...], float]  # sizes → ln of seconds (of an operation, or of all)
 
 
 def seconds(op: Op, device: Device) -> float:
@@ -41,8 +42,7 @@ def seconds(op: Op, device: Device) -> float:
     On a CPU the framework's own time is added: nothing runs beside it. Elsewhere the longer of the two counts: while a kernel runs the
     next one is launched. Raises UserError for tables that cannot be read.
     """
-    assert device.measured is not None, f"{device.name} was not measured"
-    found = {"matmul": _matmul, "attention": _attention, "memory": _memory}[op.kind](op, device.measured)
+    found = {"matmul": _matmul, "attention": _attention, "memory": _memory}[op.kind](op, _grids(device.measured[op.kind], op.kind))
     dispatch = device.measured.get("dispatch", {})
     around = op.launches * dispatch.get(op.phase, dispatch.get("forward", 0.0))
     return found + around if device.kind == "cpu" else max(found, around)
@@ -65,89 +65,66 @@ def layout_of(op: Op) -> str:
 # ---------------------------------------------------------------- by kind
 
 
-def _matmul(op: Op, measured: dict) -> float:
-    tables = _matmuls(measured["matmul"])
-    _, m, n, k = op.shape
+def _matmul(op: Op, grids: dict[tuple, Grid]) -> float:
     names = PRODUCTS.get(op.name, ("bmm", "mm") if op.shape[0] > 1 else ("mm", "addmm"))
-    layout = layout_of(op)
-    keys = [(name, dtype, lay) for dtype in _like(op.dtype) for name in names for lay in (layout, "nn", "nt", "tn")]
-    grid = _first(keys, tables, "matmul", op)
-    (m, n, k), rate = _rate(grid, (m, n, k))
-    return rate * 2 * op.shape[0] * m * n * k * max(1.0, op.flops / (2 * math.prod(op.shape)))
+    keys = itertools.product(_like(op.dtype), names, (layout_of(op), "nn", "nt", "tn"))
+    sizes, rate = _at(_first(((name, dtype, lay) for dtype, name, lay in keys), grids, op), op.shape[1:])
+    return rate * 2 * op.shape[0] * math.prod(sizes) * max(1.0, op.flops / (2 * math.prod(op.shape)))
 
 
-def _attention(op: Op, measured: dict) -> float:
-    tables = _attentions(measured["attention"])
+def _attention(op: Op, grids: dict[tuple, Grid]) -> float:
     batch, heads, queries, keys, dim = op.shape
     backward = op.phase == "backward" or "backward" in op.name
-    full = (10 if backward else 4) * math.prod(op.shape)
-    causal = "causal" if op.flops < 0.75 * full else "full"
-    wanted = [("backward" if backward else "forward", dtype, c) for dtype in _like(op.dtype) for c in (causal, "full", "causal")]
-    grid = _first(wanted, tables, "attention", op)
-    (seq, dim), rate = _rate(grid, (math.sqrt(queries * keys), dim))
+    causal = "causal" if op.flops < 0.75 * (10 if backward else 4) * math.prod(op.shape) else "full"
+    wanted = itertools.product(("backward" if backward else "forward",), _like(op.dtype), (causal, "full", "causal"))
+    (seq, dim), rate = _at(_first(wanted, grids, op), (math.sqrt(queries * keys), dim))
     return rate * batch * heads * seq * seq * dim
 
 
-def _memory(op: Op, measured: dict) -> float:
-    tables = _memories(measured["memory"])
-    keys = [(op.name, dtype) for dtype in (*_like(op.dtype), "fp32", "bf16")] + [("add", dtype) for dtype in (*_like(op.dtype), "fp32")]
-    sizes, logs = _first(keys, tables, "memory", op)
-    if op.bytes <= sizes[0]:
-        return math.exp(logs[0])
-    if op.bytes >= sizes[-1]:
-        return math.exp(logs[-1]) * op.bytes / sizes[-1]
-    i = bisect.bisect_right(sizes, op.bytes)
-    part = math.log(op.bytes / sizes[i - 1]) / math.log(sizes[i] / sizes[i - 1])
-    return math.exp(logs[i - 1] * (1 - part) + logs[i] * part)
+def _memory(op: Op, grids: dict[tuple, Grid]) -> float:
+    like = (*_like(op.dtype), "fp32")
+    grid = _first(((name, dtype) for name, last in ((op.name, "bf16"), ("add", "fp32")) for dtype in (*like, last)), grids, op)
+    (size,), rate = _at(grid, (op.bytes,))
+    return rate * size
 
 
 def _like(dtype: str) -> tuple[str, ...]:
     return dtype, *LIKE.get(dtype, ())
 
 
-def _first(keys: list[tuple], tables: dict, kind: str, op: Op):
+def _first(keys: Iterable[tuple], grids: dict[tuple, Grid], op: Op) -> Grid:
     for key in keys:
-        if key in tables:
-            return tables[key]
-    raise UserError(f"the measured tables have nothing for {op.name} in {op.dtype} ({kind}). Run gradus calibrate again.")
+        if key in grids:
+            return grids[key]
+    raise UserError(f"the measured tables have nothing for {op.name} in {op.dtype} ({op.kind}). Run gradus calibrate again.")
 
 
 # ---------------------------------------------------------------- interpolation
 
 
-def _rate(grid: Grid, at: tuple[float, ...]) -> tuple[list[float], float]:
-    """(sizes, not less than the smallest measured; seconds an operation there): multilinear in logarithms on a grid."""
+def _at(grid: Grid, sizes: tuple[float, ...]) -> tuple[list[float], float]:
+    """(sizes, not less than the smallest measured; seconds an operation, or a byte, there): multilinear in logarithms on a grid."""
     floors, places = [], []
-    for i, value in enumerate(at):
-        axis = _axis(tuple(sorted({point[i] for point in grid})))
+    for i, value in enumerate(sizes):
+        axis = sorted({point[i] for point in grid})
         value = max(value, axis[0])
         floors.append(value)
-        j = min(bisect.bisect_right(axis, value), len(axis) - 1)
-        if j == 0 or value >= axis[-1]:  # beyond the last point, the rate stays
-            places.append(((axis[-1] if j else axis[0], 1.0),))
+        j = bisect.bisect_right(axis, value)
+        if j == len(axis):  # beyond the last point, the rate stays
+            places.append(((axis[-1], 1.0),))
         else:
             part = math.log(value / axis[j - 1]) / math.log(axis[j] / axis[j - 1])
             places.append(((axis[j - 1], 1 - part), (axis[j], part)))
-    total = 0.0
-    for corner in itertools.product(*places):
-        weight = math.prod(w for _, w in corner)
-        if weight:
-            total += weight * math.log(_known(grid, tuple(p for p, _ in corner)))
-    return floors, math.exp(total)
-
-
-@functools.lru_cache(maxsize=64)
-def _axis(values: tuple[int, ...]) -> tuple[int, ...]:
-    return values
+    corners = ((math.prod(w for _, w in corner), tuple(p for p, _ in corner)) for corner in itertools.product(*places))
+    return floors, math.exp(sum(weight * _known(grid, point) for weight, point in corners if weight))
 
 
 def _known(grid: Grid, point: tuple[int, ...]) -> float:
     """The rate at a corner of the grid; at one too large to measure, that at the largest measured below it: the longest side is cut."""
     while point not in grid:
         longest = max(range(len(point)), key=lambda i: point[i])
-        below = [p[longest] for p in grid if p[longest] < point[longest]]
-        assert below, f"no point of the grid below {point}"
-        point = (*point[:longest], max(below), *point[longest + 1 :])
+        below = max(p[longest] for p in grid if p[longest] < point[longest])
+        point = (*point[:longest], below, *point[longest + 1 :])
     return grid[point]
 
 
@@ -156,37 +133,23 @@ def _known(grid: Grid, point: tuple[int, ...]) -> float:
 
 def rows(text: str, kind: str) -> list[list[str]]:
     """The lines of a table as fields. Raises UserError for a line that has not the fields of its kind."""
-    n = len(FIELDS[kind].split())
     lines = [line.split() for line in text.splitlines() if line.strip()]
     for line in lines:
-        if len(line) != n:
+        if len(line) != len(FIELDS[kind].split()):
             raise UserError(f"measured.{kind}: {' '.join(line)!r} does not have the fields {FIELDS[kind]}. Run gradus calibrate again.")
     return lines
 
 
 @functools.lru_cache(maxsize=8)
-def _matmuls(text: str) -> dict[tuple[str, str, str], Grid]:
-    tables: dict[tuple[str, str, str], Grid] = {}
-    for name, dtype, layout, *numbers in rows(text, "matmul"):
-        batch, m, n, k = map(int, numbers[:4])
-        tables.setdefault((name, dtype, layout), {})[m, n, k] = float(numbers[4]) / (2 * batch * m * n * k)
-    return tables
-
-
-@functools.lru_cache(maxsize=8)
-def _attentions(text: str) -> dict[tuple[str, str, str], Grid]:
-    tables: dict[tuple[str, str, str], Grid] = {}
-    for direction, dtype, causal, *numbers in rows(text, "attention"):
-        batch, heads, queries, keys, dim = map(int, numbers[:5])
-        assert queries == keys
-        tables.setdefault((direction, dtype, causal), {})[queries, dim] = float(numbers[5]) / (batch * heads * queries * keys * dim)
-    return tables
-
-
-@functools.lru_cache(maxsize=8)
-def _memories(text: str) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
-    """(name, dtype) → (bytes, ln seconds), ascending; several variants of one size are averaged in the logarithm."""
-    found: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for name, dtype, n_bytes, time, _ in rows(text, "memory"):
-        found.setdefault((name, dtype), {}).setdefault(float(n_bytes), []).append(math.log(float(time)))
-    return {key: (sorted(points), [sum(points[b]) / len(points[b]) for b in sorted(points)]) for key, points in found.items()}
+def _grids(text: str, kind: str) -> dict[tuple, Grid]:
+    """What names the operation → sizes → ln of the seconds an operation (of attention: a score and channel; of memory: a byte); variants
+    of one size are averaged in the logarithm."""
+    named = 2 if kind == "memory" else 3
+    found: dict[tuple, dict[tuple, list[float]]] = {}
+    for line in rows(text, kind):
+        numbers = [float(x) for x in line[named:]]
+        *sizes, time, _ = numbers
+        many = math.prod(sizes) * (2 if kind == "matmul" else 1)
+        point = {"matmul": sizes[1:], "attention": sizes[3:], "memory": sizes}[kind]
+        found.setdefault(tuple(line[:named]), {}).setdefault(tuple(point), []).append(math.log(time / many))
+    return {key: {point: sum(logs) / len(logs) for point, logs in points.items()} for key, points in found.items()}

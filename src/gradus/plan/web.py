@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.resources
-import io
 import ipaddress
 import json
 import re
@@ -27,51 +26,40 @@ import shlex
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 from urllib.parse import urlsplit
 
-from gradus import limits
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradus import hardware, limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.plan.answer import Answer, Request, pinned
+from gradus.plan.answer import answer as answer_of
+from gradus.plan.answer import search as search_of
 from gradus.plan.keys import kind_of
-from gradus.plan.workers import Fault, Here, Workers
-from gradus.recipe.fields import fields_of, is_section
+from gradus.plan.show import value_text
+from gradus.plan.workers import Fault, Workers
+from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
 
 if TYPE_CHECKING:
-    from gradus.plan.answer import Answer, Request
     from gradus.rows import Row
 
 # The layout's keys in the form, those that matter most first; what they may be comes from the schema.
 LAYOUT = {
-    "precision": "Precision",
-    "micro_batch": "Micro-batch",
-    "checkpointing": "Checkpointing",
-    "shard": "Shard (FSDP)",
-    "tensor": "Tensor parallel",
-    "pipeline": "Pipeline stages",
-    "context": "Context parallel",
-    "expert": "Expert parallel",
-    "replicate": "Replicas by",
-    "shard_optimizer": "Shard optimizer (ZeRO-1)",
-    "schedule": "Pipeline schedule",
-    "stages": "Stages a process",
-    "sequence_parallel": "Sequence parallel",
-    "vocab_parallel": "Vocabulary parallel",
-    "context_method": "Context method",
-    "reshard": "Reshard after forward",
-    "param_dtype": "Gathered weights' dtype",
-    "reduce_dtype": "Reduced gradients' dtype",
-    "attention": "Attention",
-    "tf32": "TF32",
-    "offload": "Offload to the host",
+    "precision": "Precision", "micro_batch": "Micro-batch", "checkpointing": "Checkpointing", "shard": "Shard (FSDP)",
+    "tensor": "Tensor parallel", "pipeline": "Pipeline stages", "context": "Context parallel", "expert": "Expert parallel",
+    "replicate": "Replicas by", "shard_optimizer": "Shard optimizer (ZeRO-1)", "schedule": "Pipeline schedule",
+    "stages": "Stages a process", "sequence_parallel": "Sequence parallel", "vocab_parallel": "Vocabulary parallel",
+    "context_method": "Context method", "reshard": "Reshard after forward", "param_dtype": "Gathered weights' dtype",
+    "reduce_dtype": "Reduced gradients' dtype", "attention": "Attention", "tf32": "TF32", "offload": "Offload to the host",
     "compress": "Compressed gradients",
-}
+}  # fmt: skip
 MAIN_KEYS = 9
 # Keys outside the layout whose present value the form shows where it is left empty.
 SHOWN = ("model.seq_len", "batch.samples", "batch.tokens", "train.steps", "train.epochs")
@@ -79,58 +67,52 @@ SHOWN = ("model.seq_len", "batch.samples", "batch.tokens", "train.steps", "train
 
 # ---------------------------------------------------------------- what is asked and answered
 
+Text = Annotated[str, Field(min_length=1, max_length=limits.TEXT)]
+Finite = Field(gt=0, allow_inf_nan=False)
+
+
+class Asked(BaseModel):
+    """A request's body. The descriptions are what an error says was expected."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    recipe: Text = Field(description="recipe: expected a short text")
+    on: Text | None = Field(None, description="on: expected a short text")
+    tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description="--tokens: must be a positive number")
+    days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number")
+    overrides: list[Text] = Field(
+        [], max_length=limits.OVERRIDES, description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts"
+    )
+
 
 def request_of(body: Any, started: Request | None) -> Request:
     """The request in a body. Raises UserError for whatever is not as `gradus plan` would be asked, or could name a file."""
-    from gradus.plan.answer import Request
-
-    known = [f.name for f in dataclasses.fields(Request) if f.name != "json_file"]
-    if not isinstance(body, dict):
-        raise UserError("the request: expected a JSON object.")
-    for key in body:
-        if key not in known:
-            raise UserError(f"{key[:limits.TEXT]}: unknown key of the request.{did_you_mean(key[:limits.TEXT], known)}")
-    recipe, on, overrides = body.get("recipe"), body.get("on"), body.get("overrides", [])
-    for key, value in (("recipe", recipe), ("on", on)):
-        if not (isinstance(value, str) or (key == "on" and value is None)) or value == "" or len(value or "") > limits.TEXT:
-            raise UserError(f"{key}: expected a short text.")
-    if recipe not in [*recipes.names(), *PRESETS, *ALIASES, *([started.recipe] if started else [])]:
-        near = did_you_mean(recipe, [*recipes.names(), *PRESETS, *ALIASES])
-        raise UserError(f"recipe={recipe}: not offered here.{near} Your own recipe: start gradus plan {shlex.quote(recipe)} --web")
-    if not isinstance(overrides, list) or len(overrides) > limits.OVERRIDES:
-        raise UserError(f"overrides: expected a list of at most {limits.OVERRIDES} settings.")
-    for override in overrides:
-        if not isinstance(override, str) or len(override) > limits.TEXT:
-            raise UserError("overrides: expected short texts of the form section.key=value.")
+    try:
+        asked = Asked.model_validate(body)
+    except ValidationError as e:
+        key = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT]
+        if key in Asked.model_fields:
+            raise UserError(f"{Asked.model_fields[key].description}.") from None
+        unknown = f"{key}: unknown key of the request.{did_you_mean(key, Asked.model_fields)}"
+        raise UserError(unknown if key else "the request: expected a JSON object.") from None
+    known = [*recipes.names(), *PRESETS, *ALIASES]
+    if asked.recipe not in known and not (started and asked.recipe == started.recipe):
+        own = f"Your own recipe: start gradus plan {shlex.quote(asked.recipe)} --web"
+        raise UserError(f"recipe={asked.recipe}: not offered here.{did_you_mean(asked.recipe, known)} {own}")
+    for override in asked.overrides:
         if not (started and override in started.overrides):
             _names_no_file(override)
-    json_file = started.json_file if started and recipe == started.recipe else None
-    return Request(recipe, tuple(overrides), on, _positive(body, "tokens"), _positive(body, "days"), json_file)
-
-
-def _positive(body: dict[str, Any], key: str) -> float | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    most = {"tokens": limits.TOKENS, "days": 1e6}[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        raise UserError(f"--{key}={str(value)[:40]}: must be a positive number, at most {most:g}.")
-    return float(value)
+    json_file = started.json_file if started and asked.recipe == started.recipe else None
+    return Request(asked.recipe, tuple(asked.overrides), asked.on, asked.tokens, asked.days, json_file)
 
 
 def _names_no_file(override: str) -> None:
     key, _, value = (part.strip() for part in override.partition("="))
     if value[:1] in ("[", "{") and re.search(r"[&*!]", value):
         raise UserError(f"{key}: YAML's anchors, aliases and tags are not for the page. Write the value out.")
-    text = any(str in _kinds(field.annotation) for field in fields_of(key))
+    text = any(str in alternatives(field.annotation) for field in fields_of(key))
     if (text and key != "model.preset") or is_section(key):
-        raise UserError(f"{key}: not from the page, since it can name files. Give it on the command line: gradus plan RECIPE {key}=... --web")
-
-
-def _kinds(annotation: Any) -> list[Any]:
-    """The alternatives of a type."""
-    parts = get_args(annotation)
-    return [annotation] if get_origin(annotation) in (Literal, list, dict) or not parts else [k for part in parts for k in _kinds(part)]
+        instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
+        raise UserError(f"{key}: not from the page, since it can name files. {instead}")
 
 
 def command(request: Request, *more: str) -> str:
@@ -146,36 +128,24 @@ def command(request: Request, *more: str) -> str:
 
 def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any]:
     """What the page shows: the rows of --json, each with its value as text, and what was left to the recipe or to the plan."""
-    from gradus.plan.answer import pinned
-    from gradus.plan.show import value_text
-
     made = answer(request)
-    recipe = made.recipe
-    settings = {f"layout.{key}": getattr(recipe.layout, key) for key in LAYOUT}
-    for path in SHOWN:
-        section, key = path.split(".")
-        settings[path] = getattr(getattr(recipe, section), key, None)
+    keys = [*(f"layout.{key}" for key in LAYOUT), *SHOWN]
+    settings = {path: functools.reduce(lambda tree, key: getattr(tree, key, None), path.split("."), made.recipe) for path in keys}
     return {
         "rows": [{**json.loads(row.json()), "text": value_text(row)} for row in made.rows],
-        "headline": made.headline,
-        "notes": made.notes,
-        "fits": made.fits,
-        "devices": made.n,
+        "headline": made.headline, "notes": made.notes, "fits": made.fits, "devices": made.n,
         "settings": {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items() if v is not None},
         "command": command(pinned(request, made)),
-    }
+    }  # fmt: skip
 
 
 def options(started: Request | None) -> dict[str, Any]:
     """What the form offers, from the schema, the library and the hardware file."""
-    from gradus import hardware
-
     families = dict.fromkeys(fields["family"] for fields in PRESETS.values())
     keys = []
     for name, label in LAYOUT.items():
-        field = Layout.model_fields[name]
-        kinds = [k for k in _kinds(field.annotation) if k is not type(None)]
-        choices = [str(c) for c in get_args(kinds[0])] if get_origin(kinds[0]) is Literal else ["true", "false"] if kinds[0] is bool else None
+        kind = alternatives(Layout.model_fields[name].annotation)[0]
+        choices = ["true", "false"] if kind is bool else [str(c) for c in get_args(kind)] or None
         keys.append({"key": f"layout.{name}", "label": label, "choices": choices, "main": len(keys) < MAIN_KEYS})
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
@@ -191,8 +161,6 @@ CELLS = {"search/memory": "memory a device", "search/step": "a step", "search/ti
 
 def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[Row]]]) -> dict[str, Any]:
     """The table of a search, from its rows: a layout a rank, its keys as the form takes them."""
-    from gradus.plan.show import value_text
-
     lines, rows = search(request)
     device = kind_of(request.on or "")
     ranked: dict[int, dict[str, Any]] = {}
@@ -200,35 +168,45 @@ def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[
         c = row.conditions
         best = c.get("best") or []
         why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
-        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why, "cells": {"devices": f"{c['devices']:,}"}}
+        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why}
+        entry["cells"] = {"devices": f"{c['devices']:,}"}
         ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name].format_map(c)] = value_text(row)
     found = [ranked[rank] for rank in sorted(ranked)]
-    said = lines[:1] if any(x["best"] for x in found) else lines[: lines.index("")] if "" in lines else lines  # where nothing fits: what would
-    return {"layouts": found, "summary": said, "command": command(request, "--search")}
+    until = 1 if any(x["best"] for x in found) else lines.index("") if "" in lines else None  # where nothing fits: what would
+    return {"layouts": found, "summary": lines[:until], "command": command(request, "--search")}
 
 
 # ---------------------------------------------------------------- HTTP
 
 
 class Server(ThreadingHTTPServer):
-    """A thread a connection, of which there are so many at a time; `run` plans in other processes, or here."""
+    """A thread a connection, of which there are so many at a time; answer, search: in this process one at a time, None: in others."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, started: Request | None, answer: Callable, search: Callable, run: Here | Workers):
-        self.run, self.connections = run, threading.Semaphore(limits.CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    def __init__(self, host: str, port: int, started: Request | None, answer: Callable | None, search: Callable | None):
+        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Workers(), threading.Lock()
+        self.run = self.here if answer or search else self.workers.run
+        self.address_family = _family(host)
         super().__init__((host, port), Handler)
-        self.host, self.started, self.answer, self.search = host, started, answer, search
+        self.host, self.started = host, started
+        self.ways = {
+            "/api/plan": functools.partial(plan, answer=answer or answer_of),
+            "/api/search": functools.partial(layouts, search=search or search_of),
+        }
         self.page = importlib.resources.files("gradus.plan").joinpath("page.html").read_bytes()
 
+    def here(self, function: Callable, argument: Any, gone: Callable[[], bool]) -> Any:
+        with self.one:  # tracing has one process-wide fake world
+            return None if gone() else function(argument)
+
     def process_request(self, request: socket.socket, client_address: Any) -> None:
-        if not self.connections.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.settimeout(1)
-                request.sendall(b"HTTP/1.0 503 Too many connections\r\n\r\n")
-            return self.shutdown_request(request)
-        return super().process_request(request, client_address)
+        if self.connections.acquire(blocking=False):
+            return super().process_request(request, client_address)
+        with contextlib.suppress(OSError):
+            request.settimeout(1)
+            request.sendall(b"HTTP/1.0 503 Too many connections\r\n\r\n")
+        return self.shutdown_request(request)
 
     def process_request_thread(self, request: socket.socket, client_address: Any) -> None:
         try:
@@ -242,29 +220,12 @@ class Server(ThreadingHTTPServer):
 
     def server_close(self) -> None:
         super().server_close()
-        self.run.end()
+        self.workers.end()
 
     @property
     def url(self) -> str:
         host = self.server_address[0]
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
-
-
-class Deadline(io.RawIOBase):
-    """What comes in over a connection until a moment, however slowly."""
-
-    def __init__(self, connection: socket.socket, seconds: float):
-        self.connection, self.end, self.usual = connection, time.monotonic() + seconds, connection.gettimeout()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self.connection.settimeout(max(self.end - time.monotonic(), 1e-3))
-        try:
-            return self.connection.recv_into(buffer)
-        finally:
-            self.connection.settimeout(self.usual)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -276,12 +237,23 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(Deadline(self.connection, limits.RECEIVING))
+        # what comes in after this, however slowly, is not read: the connection looks as if it had ended
+        self.late = threading.Timer(limits.RECEIVING, self._stop_reading)
+        self.late.daemon = True
+        self.late.start()
+
+    def finish(self) -> None:
+        self.late.cancel()
+        super().finish()
+
+    def _stop_reading(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
         if not self._from_here():
             return
-        path = self.path.partition("?")[0]
         if path == "/":
             self._send(200, self.server.page, "text/html; charset=utf-8", {"Content-Security-Policy": _policy(self.server.page)})
         elif path == "/api/options":
@@ -292,32 +264,25 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(404, f"{path[:limits.TEXT]}: nothing here. The page is at /")
 
     def do_POST(self) -> None:
+        path, server = self.path.partition("?")[0], self.server
         if not self._from_here():
             return
-        path = self.path.partition("?")[0]
-        server = self.server
-        ways = {"/api/plan": functools.partial(plan, answer=server.answer), "/api/search": functools.partial(layouts, search=server.search)}
-        if path not in ways:
-            return self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(ways)}")
-        body = self._body()
-        if body is None:
-            return None
-
-        def run() -> dict[str, Any] | None:  # None: the form has moved on while this one waited
-            return server.run.run(ways[path], request_of(limits.parse_json(body, "the request"), server.started), self._gone)
-
-        return self._answer(run)
+        if path not in server.ways:
+            self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(server.ways)}")
+        elif (body := self._body()) is not None:
+            self.late.cancel()
+            asked = functools.partial(limits.parse_json, body, "the request")
+            self._answer(lambda: server.run(server.ways[path], request_of(asked(), server.started), self._gone))
 
     def _from_here(self) -> bool:
-        host = self.headers.get("Host", "")
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if not _own(host, self.server.host):
             self._refuse(403, f"Host {host[:limits.TEXT]}: not this machine. Open {self.server.url}")
-            return False
-        origin = self.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        elif origin is not None and origin.partition("://")[2] != host:
             self._refuse(403, f"Origin {origin[:limits.TEXT]}: another site's page.")
-            return False
-        return True
+        else:
+            return True
+        return False
 
     def _body(self) -> bytes | None:
         if self.headers.get_content_type() != "application/json":
@@ -325,14 +290,9 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,15}", length) or "Transfer-Encoding" in self.headers:
             return self._refuse(411, "the request: expected its Content-Length.")
+        body = self.rfile.read(min(int(length), 16 * limits.BODY))  # a large one too: the answer is read when all is sent
         if int(length) > limits.BODY:
-            with contextlib.suppress(TimeoutError):
-                self.rfile.read(min(int(length), 16 * limits.BODY))  # so that the answer is read before the connection ends
             return self._refuse(413, f"the request: {int(length):,} bytes; at most {limits.BODY:,}.")
-        try:
-            body = self.rfile.read(int(length))
-        except TimeoutError:
-            body = b""
         if len(body) < int(length):
             return self._refuse(408, f"the request: not all of its {int(length):,} bytes came within {limits.RECEIVING:g} s.")
         return body
@@ -345,15 +305,16 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def _answer(self, make: Callable[[], dict[str, Any] | None]) -> None:
+        """make: None where the form has moved on while this one waited."""
         try:
             found, status = make(), 200
         except UserError as e:
             found, status = {"error": str(e)}, 400
-        except Fault as e:
-            found, status = {"error": f"the plan failed ({e}). The terminal that serves this page has the trace."}, 500
         except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
-            traceback.print_exc()
-            found, status = {"error": f"the plan failed ({type(e).__name__}: {e}). The terminal that serves this page has the trace."}, 500
+            if not isinstance(e, Fault):
+                traceback.print_exc()
+            why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
+            found, status = {"error": f"the plan failed ({why}). The terminal that serves this page has the trace."}, 500
         if found is not None:
             self._send(status, json.dumps(found).encode(), "application/json")
 
@@ -398,47 +359,31 @@ def _policy(page: bytes) -> str:
 # ---------------------------------------------------------------- the verb
 
 
-def open_server(host: str, port: int, started: Request | None, answer: Callable, search: Callable, run: Here | Workers | None = None) -> Server:
-    """A server that listens. run: what plans (None: this process). Raises UserError where the port is taken or the address is not this machine's."""
+def open_server(host: str, port: int, started: Request | None, answer: Callable | None = None, search: Callable | None = None) -> Server:
+    """A server that listens. Raises UserError where the port is taken or the address is not this machine's."""
     if not 0 <= port <= 65_535:
         raise UserError(f"--port={port}: must be from 0 (any free one) to 65535.")
     try:
-        return Server(host, port, started, answer, search, run or Here())
+        return Server(host, port, started, answer, search)
     except socket.gaierror:
-        raise UserError(f"--host={host}: not an address of this machine. The default, 127.0.0.1, is reached from this machine only.") from None
+        raise UserError(f"--host={host}: not an address of this machine. The default is 127.0.0.1: from this machine only.") from None
     except PermissionError:
         raise UserError(f"--port={port}: ports below 1024 need root. Take --port 8000.") from None
     except OSError as e:
-        free = next((p for p in range(port + 1, min(port + 100, 65_536)) if _free(host, p)), None)
-        if free is None:
-            raise UserError(f"--host={host} --port={port}: cannot listen there: {e.strerror or e}.") from None
-        raise UserError(f"--port={port}: taken. The next free one: --port {free}") from None
+        with contextlib.suppress(OSError), socket.create_server((host, 0), family=_family(host)) as other:
+            raise UserError(f"--port={port}: taken. A free one: --port {other.getsockname()[1]}") from None
+        raise UserError(f"--host={host} --port={port}: cannot listen there: {e.strerror or e}.") from None
 
 
-def _free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        try:
-            s.bind((host, port))
-        except OSError:
-            return False
-    return True
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def serve(
-    started: Request | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    answer: Callable[[Request], Answer] | None = None,
-    search: Callable[[Request], tuple[list[str], list[Row]]] | None = None,
-) -> int:
+def serve(started: Request | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> int:
     """Serve the page until Ctrl-C; the address is printed. `started`: the plan that the form opens with, whose recipe and settings may
-    name files. Raises UserError where it cannot listen (a taken port: the next free one is named)."""
-    from gradus.plan import answer as planner
-
+    name files. Raises UserError where it cannot listen (where the port is taken, a free one is named)."""
     try:
-        run = Here() if answer or search else Workers()  # what is handed in may be no function that another process finds
-        with open_server(host, port, started, answer or planner.answer, search or planner.search, run) as server:
+        with open_server(host, port, started) as server:
             print(f"the plan as a page: {server.url}   (Ctrl-C ends)", flush=True)
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

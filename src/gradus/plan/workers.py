@@ -1,15 +1,18 @@
-"""Runs a function in a process of its own, under a limit of time and memory: what the page plans can be ended, and blocks nobody else."""
+"""Runs a function in a process of its own, under a limit of time and memory: what is planned there can be ended, and blocks nobody else."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gradus import limits
@@ -17,21 +20,56 @@ from gradus.errors import UserError
 
 
 class Fault(Exception):
-    """What went wrong in a worker, as text; its trace stands on standard error already."""
+    """What went wrong in a worker, as text."""
 
 
-class Here:
-    """The same without a process and without limits: one call at a time (tracing has one process-wide fake world)."""
+class Gone(Exception):
+    """Nobody waits for the answer any more."""
 
-    def __init__(self):
-        self.locks: dict[Any, threading.Lock] = {}
 
-    def run(self, function: Callable, argument: Any, gone: Callable[[], bool] = lambda: False) -> Any:
-        with self.locks.setdefault(getattr(function, "func", function), threading.Lock()):
-            return None if gone() else function(argument)
+class Worker:
+    """A process that does one thing after another. It ends with this process, however that ended, and where it is asked in vain.
+
+    fork: a copy of this process, which has imported all that it needs, and which prints nothing. memory: bytes that it may have.
+    """
+
+    def __init__(self, fork: bool = False, memory: int | None = None):
+        context = multiprocessing.get_context("fork" if fork else "spawn")  # a fork may wait for a lock that a thread here has
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, self.pipe if fork else None, memory), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that are there: none that is needed there
+            self.process.start()
+        theirs.close()
+
+    def ask(self, function: Callable, argument: Any, seconds: float, gone: Callable[[], bool] = lambda: False) -> Any:
+        """function(argument); both, and what is returned, can be pickled. Raises UserError as the function does, Fault for any other
+        exception; and, the process ended, TimeoutError, Gone where `gone()`, EOFError where it had ended."""
+        end, data = time.monotonic() + seconds, ForkingPickler.dumps((function, argument))
+        threading.Thread(target=self._send, args=(data,), daemon=True).start()  # a pipe that nobody reads is soon full
+        try:
+            while not self.pipe.poll(max(0.0, min(0.1, end - time.monotonic()))):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"not ready within {seconds:.0f} s")
+                if gone():
+                    raise Gone
+            error, found = self.pipe.recv()
+        except (EOFError, OSError, Gone) as e:
+            self.process.join(5 * isinstance(e, EOFError))
+            self.end()
+            why = f"the planning process ended (exit code {self.process.exitcode})"
+            raise (e if isinstance(e, TimeoutError | Gone) else EOFError(why)) from None
+        if error is not None:
+            raise error(found)
+        return found
+
+    def _send(self, data: Any) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(data)
 
     def end(self) -> None:
-        """Nothing to end."""
+        self.process.kill()
+        self.process.join()
 
 
 class Workers:
@@ -40,84 +78,70 @@ class Workers:
     def __init__(self, seconds: float = limits.PLANNING, most: int = limits.PLANNERS):
         self.seconds, self.waiting = seconds, 0
         self.slots, self.idle = threading.Semaphore(most), []
-        self.processes = multiprocessing.get_context("spawn")  # a fork of a process with threads may wait for a lock that nobody has
 
     def run(self, function: Callable, argument: Any, gone: Callable[[], bool] = lambda: False) -> Any:
-        """function(argument); both, and what is returned, can be pickled. gone: whether nobody waits for it any more; then None.
-
-        Raises UserError as the function does, where it takes too long or too much memory, and where all workers are taken for too long;
-        Fault for any other exception.
-        """
+        """As `Worker.ask`; None where nobody waits any more. Raises UserError also where it takes too long or too much memory, and where
+        all workers are taken for too long."""
         self.waiting += 1
-        found = self.slots.acquire(timeout=self.seconds)
+        free = self.slots.acquire(timeout=self.seconds)
         self.waiting -= 1
-        if not found:
+        if not free:
             raise UserError("the page is planning for others just now. Ask again in a minute, or run the command in a terminal.")
+        worker = None
         try:
             if gone():
                 return None
-            worker = self.idle.pop() if self.idle else self._start()
-            kind, *value = self._ask(*worker, function, argument, gone)
-            if kind in ("value", "user", "fault"):
-                self.idle.append(worker)
-        finally:
-            self.slots.release()
-        if kind == "value":
-            return value[0]
-        if kind == "gone":
+            worker = self.idle.pop() if self.idle else Worker(memory=limits.PLANNING_MEMORY)
+            return worker.ask(function, argument, self.seconds, lambda: bool(self.waiting) and gone())
+        except Gone:
             return None
-        raise {"fault": Fault}.get(kind, UserError)(value[0])
-
-    def _start(self) -> tuple[Any, Any]:
-        ours, theirs = self.processes.Pipe()
-        process = self.processes.Process(target=_work, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    def _ask(self, process: Any, pipe: Any, function: Callable, argument: Any, gone: Callable[[], bool]) -> tuple:
-        end = time.monotonic() + self.seconds
-        try:
-            pipe.send((function, argument))
-            while not pipe.poll(0.1):
-                late = time.monotonic() > end
-                if late or (self.waiting and gone()):
-                    process.kill()
-                    process.join()
-                    pipe.close()
-                    why = f"ended after {self.seconds:g} s: it takes longer than a page waits for. Run the command in a terminal."
-                    return ("late", why) if late else ("gone",)
-            return pipe.recv()
-        except (EOFError, OSError):
-            process.join(5)
-            return "dead", f"the process that planned this has ended (exit code {process.exitcode}): too much memory? Run the command in a terminal."
+        except TimeoutError:
+            why = f"ended after {self.seconds:g} s: it takes longer than a page waits for"
+        except EOFError as e:
+            why = f"{e}: too much memory?"
+        finally:
+            if worker is not None and worker.process.is_alive():
+                self.idle.append(worker)
+            self.slots.release()
+        raise UserError(f"{why}. Run the command in a terminal.")
 
     def end(self) -> None:
         """End what is idle; what works ends with this process."""
-        for process, pipe in self.idle:
-            process.kill()
-            pipe.close()
+        for worker in self.idle:
+            worker.end()
 
 
-def _work(pipe: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that serves
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
+def _work(pipe: Any, other_end: Any, memory: int | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, whose end is this one's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if other_end is not None:
+        other_end.close()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+    if memory:
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (limits.PLANNING_MEMORY, limits.PLANNING_MEMORY))
-    while True:
-        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             function, argument = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            answer = ("value", function(argument))
-        except UserError as e:
-            answer = ("user", str(e))
-        except MemoryError:
-            answer = ("user", f"more than {limits.PLANNING_MEMORY / limits.GB:g} GB of memory to plan this. Run the command in a terminal.")
-        except Exception as e:
-            traceback.print_exc()
-            sys.stderr.flush()
-            answer = ("fault", f"{type(e).__name__}: {e}")
-        pipe.send(answer)
+            try:
+                answer = (None, function(argument))
+            except UserError as e:
+                answer = (UserError, str(e))
+            except MemoryError:
+                answer = (UserError, f"more than {memory or 0:,} bytes of memory to plan this. Run the command in a terminal.")
+            except Exception as e:
+                traceback.print_exc()
+                sys.stderr.flush()
+                answer = (Fault, f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}")
+            pipe.send(answer)
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import re
@@ -24,15 +25,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradus import hardware, limits, torch_private
+from gradus import hardware, limits, models, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
 from gradus.measure import collectives
+from gradus.parallel.apply import apply
+from gradus.parallel.mesh import Mesh
+from gradus.plan import batches, tables
+from gradus.plan.trace import Recorder, trace_recipe
+from gradus.recipe import schema
 from gradus.train import machine
+from gradus.train.precision import Precision, pick_device
+from gradus.train.step import Stepper
 
 aten = torch.ops.aten
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {v: k for k, v in DTYPES.items()}
 SIDES = (16, 64, 256, 1024, 4096)  # of m, n and k
 BATCHED_SIDES, BATCH = (16, 64, 256, 1024), 32
 SEQUENCES, HEAD_DIMS = (32, 64, 128, 192, 256, 384, 512, 768, 1024), (32, 64, 128)  # kernels change their blocks with the length
@@ -41,7 +48,7 @@ ROW = 512  # elements of a row of what works by rows: norms, softmax
 LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of the next smaller one holds
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
-REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as it does in a run (mallopt(3), M_MMAP_THRESHOLD)
+REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as in a run (mallopt(3), M_MMAP_THRESHOLD)
 REPEAT = 30  # steps of each tiny model
 clock: Callable[[], float] = time.perf_counter
 
@@ -53,8 +60,8 @@ class Pool:
     """Memory with random numbers, of which every call takes other parts."""
 
     def __init__(self, device: torch.device, n: int = POOL):
-        self.device, self.n, self.at = device, n, 0
-        base = torch.empty(2**20, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
+        self.device, self.n, self.at, self.generator = device, n, 0, torch.Generator(device).manual_seed(0)
+        base = torch.empty(2**20, device=device).normal_(generator=self.generator)
         numbers = base.repeat(-(-n // 2**20))[:n]
         self.kept: dict[Any, Tensor] = {torch.float32: numbers}
 
@@ -74,12 +81,6 @@ class Pool:
     def ids(self, n: int, below: int) -> Tensor:
         """(n,) indices."""
         return torch.randint(below, (n,), device=self.device, generator=self.generator)
-
-    @property
-    def generator(self) -> torch.Generator:
-        if not hasattr(self, "_generator"):
-            self._generator = torch.Generator(self.device).manual_seed(0)
-        return self._generator
 
 
 @dataclasses.dataclass
@@ -118,151 +119,136 @@ def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
         b = pool.take(*batch, k, n, dtype=d) if layout[1] == "n" else pool.take(*batch, n, k, dtype=d).transpose(-1, -2)
         return a, b
 
+    def biased(m: int, n: int, k: int) -> tuple[Tensor, ...]:
+        return pool.take(n, dtype=d), *operands("nt", m=m, n=n, k=k)
+
     for m, n, k in itertools.product(SIDES, repeat=3):
         if 2 * m * n * k / rate > LONGEST:
             continue
         for layout in ("nt", "nn", "tn"):
-            yield Point(
-                lambda layout=layout, m=m, n=n, k=k: operands(layout, m=m, n=n, k=k), torch.mm, 1 if layout == "tn" else 0,
-                fixed=("mm", dtype, layout, 1, m, n, k),
-            )  # fmt: skip
-        yield Point(
-            lambda m=m, n=n, k=k: (pool.take(n, dtype=d), *operands("nt", m=m, n=n, k=k)), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k)
-        )
+            make = functools.partial(operands, layout, m=m, n=n, k=k)
+            yield Point(make, torch.mm, 1 if layout == "tn" else 0, fixed=("mm", dtype, layout, 1, m, n, k))
+        yield Point(functools.partial(biased, m, n, k), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k))
     for m, n, k in itertools.product(BATCHED_SIDES, repeat=3):
         if 2 * BATCH * m * n * k / rate > LONGEST or BATCH * max(m * n, m * k, n * k) > pool.n // 4:
             continue
         for layout in ("nt", "nn", "tn"):
-            yield Point(
-                lambda layout=layout, m=m, n=n, k=k: operands(layout, BATCH, m=m, n=n, k=k), torch.bmm, fixed=("bmm", dtype, layout, BATCH, m, n, k)
-            )
+            make = functools.partial(operands, layout, BATCH, m=m, n=n, k=k)
+            yield Point(make, torch.bmm, fixed=("bmm", dtype, layout, BATCH, m, n, k))
 
 
 def attentions(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
     """Fused attention forward and backward. Queries, keys and values lie as a linear layer leaves them: (batch, seq, heads, head_dim)."""
     d, heads = DTYPES[dtype], 4
 
-    def qkv(batch: int, seq: int, dim: int) -> tuple[Tensor, ...]:
-        return tuple(pool.take(batch, seq, heads, dim, dtype=d).transpose(1, 2) for _ in range(3))
+    def qkv(n: int, batch: int, seq: int, dim: int) -> list[Tensor]:
+        return [pool.take(batch, seq, heads, dim, dtype=d).transpose(1, 2) for _ in range(n)]
+
+    def made(forward: Callable, *shape: int) -> tuple:
+        leaves = [x.detach().requires_grad_() for x in qkv(3, *shape)]
+        with torch.enable_grad():
+            out = forward(*leaves)
+        return out.detach(), out, leaves, *qkv(1, *shape)
+
+    def backward(_: Tensor, out: Tensor, leaves: list[Tensor], grad: Tensor) -> Any:
+        return torch.autograd.grad(out, leaves, grad)
 
     for seq, dim, causal in itertools.product(SEQUENCES, HEAD_DIMS, (False, True)):
         batch = max(1, 2048 // seq)
         if 10 * batch * heads * seq * seq * dim / rate > 3 * LONGEST:
             continue
         shape = ("causal" if causal else "full", batch, heads, seq, seq, dim)
+        forward = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+        yield Point(functools.partial(qkv, 3, batch, seq, dim), forward, fixed=("forward", dtype, *shape))
+        yield Point(functools.partial(made, forward, batch, seq, dim), backward, None, fixed=("backward", dtype, *shape))
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = causal) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        def made(batch: int = batch, seq: int = seq, dim: int = dim, forward=forward) -> tuple:
-            leaves = [x.detach().requires_grad_() for x in qkv(batch, seq, dim)]
-            with torch.enable_grad():
-                out = forward(*leaves)
-            return out.detach(), out, leaves, pool.take(batch, seq, heads, dim, dtype=d).transpose(1, 2)
+def operands(pool: Pool, dtype: torch.dtype, e: int, letters: str) -> list[Any]:
+    """What an operation on about `e` elements is given, a letter each (see BOUND)."""
+    rows, row, classes = e // ROW or 1, min(e, ROW), min(4096, e)
+    words = 4 * rows  # of an embedding: some times as many as there are tokens
+    take = functools.partial(pool.take, dtype=dtype)
+    make: dict[str, Callable[[], Any]] = {
+        "x": lambda: take(rows, row),
+        "c": lambda: take(rows, row, to_change=True),
+        "h": lambda: take(-(-e // 2048), 8, min(e, 2048) // 64 or 1, 8).transpose(1, 2),
+        "r": lambda: pool.take(rows, 1),
+        "w": lambda: pool.take(row),
+        "m": lambda: pool.ids(rows * row, 2).view(rows, row).bool(),
+        "t": lambda: take(words, row),
+        "i": lambda: pool.ids(rows, words),
+        "l": lambda: pool.take(e // classes, classes),
+        "y": lambda: pool.ids(e // classes, classes),
+        "u": lambda: torch.ones((), device=pool.device),
+        "p": lambda: [pool.take(max(1, e // 8), to_change=True) for _ in range(8)],
+        "s": lambda: [torch.ones((), device=pool.device) for _ in range(8)],
+    }
+    return [make[letter]() for letter in letters]
 
-        def backward(_: Tensor, out: Tensor, leaves: list[Tensor], grad: Tensor) -> Any:
-            return torch.autograd.grad(out, leaves, grad)
 
-        yield Point(lambda batch=batch, seq=seq, dim=dim: qkv(batch, seq, dim), forward, fixed=("forward", dtype, *shape))
-        yield Point(made, backward, None, fixed=("backward", dtype, *shape))
+ADAM = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
+SGD = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+OTHER = {torch.float32: torch.bfloat16}  # a type to cast to
+# The other operations of our models, their losses and optimizers (with a rate of 0: the numbers stay, the work is the same), by what they
+# are given: x a tensor, c one to change, h heads beside each other, r a column of rows, w a row (norms and losses stay in fp32), m a mask,
+# t an embedding's table and i indices into it, l logits and y labels, u a scalar, p eight parameters, s their steps; and whether the first
+# of these is what the step has just written.
+BOUND: list[tuple[str, Callable[..., Any], bool]] = [
+    ("xx", aten.add.Tensor, True),
+    ("xx", aten.mul.Tensor, True),
+    ("x", lambda x: aten.mul.Scalar(x, 0.5), True),
+    ("x", lambda x: aten.div.Scalar(x, 2.0), True),
+    ("c", lambda x: aten.mul_.Scalar(x, 1.0), True),
+    ("c", lambda x: aten.div_.Scalar(x, 1.0), True),
+    ("c", lambda x: aten.bernoulli_.float(x, 0.9), False),
+    ("c", lambda x: aten.fill_.Scalar(x, 1.0), False),
+    ("x", lambda x: torch_private.TO_COPY(x, dtype=OTHER.get(x.dtype, torch.float32)), True),
+    ("h", lambda x: aten.clone.default(x, memory_format=torch.contiguous_format), True),
+    ("xx", lambda x, y: aten.cat.default([x, y], -1), True),
+    ("x", lambda x: aten.roll.default(x, [x.shape[1] // 2 or 1], [1]), True),
+    ("xxx", aten.addcmul.default, True),
+    ("x", lambda x: aten.pow.Tensor_Scalar(x, 2), True),
+    ("x", aten.relu.default, True),
+    ("xx", lambda g, x: aten.threshold_backward.default(g, x, 0), True),
+    ("x", aten.silu.default, True),
+    ("xx", aten.silu_backward.default, True),
+    ("x", aten.tanh.default, True),
+    ("xx", aten.tanh_backward.default, True),
+    ("x", aten.gelu.default, True),
+    ("xx", aten.gelu_backward.default, True),
+    ("x", lambda x: aten.gelu.default(x, approximate="tanh"), True),
+    ("xx", lambda g, x: aten.gelu_backward.default(g, x, approximate="tanh"), True),
+    ("x", lambda x: aten.sum.dim_IntList(x, [0], True), True),
+    ("x", lambda x: aten.mean.dim(x, [-1], True), True),
+    ("x", lambda x: torch_private.SOFTMAX(x, -1, False), True),
+    ("x", lambda x: torch_private.SAFE_SOFTMAX(x, -1), True),
+    ("xx", lambda g, y: torch_private.SOFTMAX_BACKWARD(g, y, -1, g.dtype), True),
+    ("x", lambda x: torch_private.LOG_SOFTMAX(x, -1, False), True),
+    ("xx", lambda g, y: torch_private.LOG_SOFTMAX_BACKWARD(g, y, -1, g.dtype), True),
+    ("xww", lambda x, w, b: aten.native_layer_norm.default(x, [len(w)], w, b, 1e-5), True),
+    ("xxrrww", lambda g, x, m, r, w, b: aten.native_layer_norm_backward.default(g, x, [len(w)], m, r, w, b, [True] * 3), True),
+    ("xm", lambda x, mask: aten.masked_fill.Scalar(x, mask, 0.0), False),
+    ("xxm", lambda x, y, mask: aten.where.self(mask, x, y), True),
+    ("ti", aten.embedding.default, False),
+    ("xi", lambda g, ids: aten.embedding_dense_backward.default(g, ids, 4 * len(ids), -1, False), True),
+    ("ti", lambda x, ids: aten.index.Tensor(x, [ids]), False),
+    ("xti", lambda g, x, ids: aten.index_put.default(x, [ids], g, True), True),
+    ("ly", lambda x, y: aten.nll_loss_forward.default(x, y, None, 2, -100), True),
+    ("lyu", lambda x, y, one: aten.nll_loss_backward.default(one, x, y, None, 2, -100, one), True),
+    ("p", lambda x: torch_private.FOREACH_NORM(x, 2), False),
+    ("pu", torch_private.FOREACH_MUL, False),
+    ("pppps", lambda p, g, m, v, s: torch_private.FUSED_ADAMW(p, g, m, v, [], s, **ADAM), False),
+    ("pppps", lambda p, g, m, v, s: torch_private.FUSED_ADAM(p, g, m, v, [], s, **ADAM), False),
+    ("ppp", lambda p, g, b: torch_private.FUSED_SGD(p, g, b, **SGD), False),
+]
 
 
 def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
-    """The other operations of our models and their losses and optimizers, by size. The trace's own names and bytes are read off the call."""
-    d = DTYPES[dtype]
-    half = torch.bfloat16 if dtype != "fp16" else torch.float16
-    fp32 = torch.float32
-
-    def flat(e: int, n: int = 1, **more: Any) -> Callable[[], tuple]:
-        return lambda: tuple(pool.take(e // ROW or 1, min(e, ROW), dtype=d, **more) for _ in range(n))
-
-    def point(make: Callable[[], tuple], call: Callable[..., Any], fresh: int | None = 0) -> Point:
-        return Point(make, call, fresh, name=getattr(call, "__name__", "operation"))
-
-    for e in ELEMENTS:
-        rows, row = e // ROW or 1, min(e, ROW)
-        one, two = flat(e), flat(e, 2)
-        yield point(two, aten.add.Tensor)
-        yield point(two, aten.mul.Tensor)
-        yield point(one, lambda x: aten.mul.Scalar(x, 0.5))
-        yield point(one, lambda x: aten.div.Scalar(x, 2.0))
-        yield point(flat(e, to_change=True), lambda x: aten.mul_.Scalar(x, 1.0))
-        yield point(flat(e, to_change=True), lambda x: aten.div_.Scalar(x, 1.0))
-        yield point(flat(e, to_change=True), lambda x: aten.bernoulli_.float(x, 0.9), None)
-        yield point(flat(e, to_change=True), lambda x: aten.fill_.Scalar(x, 1.0), None)
-        yield point(one, lambda x: torch_private.TO_COPY(x, dtype=half if d == fp32 else fp32))
-        yield point(lambda e=e: (pool.take(-(-e // 2048), 8, min(e, 2048) // 64 or 1, 8, dtype=d).transpose(1, 2),),
-                    lambda x: aten.clone.default(x, memory_format=torch.contiguous_format))  # fmt: skip
-        yield point(two, lambda x, y: aten.cat.default([x, y], -1))
-        yield point(one, lambda x, row=row: aten.roll.default(x, [row // 2 or 1], [1]))
-        yield point(flat(e, 3), lambda x, y, z: aten.addcmul.default(x, y, z))
-        yield point(one, lambda x: aten.pow.Tensor_Scalar(x, 2))
-        yield point(one, aten.relu.default)
-        yield point(two, lambda g, x: aten.threshold_backward.default(g, x, 0))
-        yield point(one, aten.silu.default)
-        yield point(two, aten.silu_backward.default)
-        yield point(one, aten.tanh.default)
-        yield point(two, aten.tanh_backward.default)
-        for approximate in ("none", "tanh"):
-            yield point(one, lambda x, a=approximate: aten.gelu.default(x, approximate=a))
-            yield point(two, lambda g, x, a=approximate: aten.gelu_backward.default(g, x, approximate=a))
-        yield point(one, lambda x: aten.sum.dim_IntList(x, [0], True))
-        yield point(one, lambda x: aten.mean.dim(x, [-1], True))
-        yield point(one, lambda x: torch_private.SOFTMAX(x, -1, False))
-        yield point(one, lambda x: torch_private.SAFE_SOFTMAX(x, -1))
-        yield point(two, lambda g, y: torch_private.SOFTMAX_BACKWARD(g, y, -1, d))
-        yield point(one, lambda x: torch_private.LOG_SOFTMAX(x, -1, False))
-        yield point(two, lambda g, y: torch_private.LOG_SOFTMAX_BACKWARD(g, y, -1, d))
-        weights = pool.take(row), pool.take(row)  # of norms, which stay in fp32
-        if d == fp32:
-            yield point(one, lambda x, w=weights, row=row: aten.native_layer_norm.default(x, [row], *w, 1e-5))
-            yield point(
-                lambda e=e, rows=rows, two=two: (*two(), pool.take(rows, 1), pool.take(rows, 1)),
-                lambda g, x, mean, rstd, w=weights, row=row: aten.native_layer_norm_backward.default(g, x, [row], mean, rstd, *w, [True] * 3),
-            )
-        yield point(
-            lambda one=one, rows=rows, row=row: (*one(), pool.ids(rows * row, 2).view(rows, row).bool()),
-            lambda x, mask: aten.masked_fill.Scalar(x, mask, 0.0), None,
-        )  # fmt: skip
-        yield point(
-            lambda two=two, rows=rows, row=row: (*two(), pool.ids(rows * row, 2).view(rows, row).bool()),
-            lambda x, y, mask: aten.where.self(mask, x, y),
-        )
-        classes = min(4096, e)
-        words = 4 * rows  # of an embedding: some times as many as there are tokens
-        table = lambda rows=rows, row=row, words=words: (pool.take(words, row, dtype=d), pool.ids(rows, words))  # noqa: E731
-        if e <= 2**22:
-            yield point(table, lambda w, ids: aten.embedding.default(w, ids), None)
-            yield point(
-                lambda one=one, rows=rows, words=words: (*one(), pool.ids(rows, words)),
-                lambda g, ids, words=words: aten.embedding_dense_backward.default(g, ids, words, -1, False),
-            )
-            yield point(table, lambda x, ids: aten.index.Tensor(x, [ids]), None)
-            yield point(
-                lambda table=table, one=one: (*one(), *table()),
-                lambda g, x, ids: aten.index_put.default(x, [ids], g, True),
-            )
-        if d == fp32:
-            n = e // classes
-            loss = lambda n=n, c=classes: (pool.take(n, c), pool.ids(n, c))  # noqa: E731
-            yield point(loss, lambda x, y: aten.nll_loss_forward.default(x, y, None, 2, -100))
-            unit = torch.ones((), device=pool.device)
-            yield point(loss, lambda x, y, unit=unit: aten.nll_loss_backward.default(unit, x, y, None, 2, -100, unit))
-            parts = [max(1, e // 8)] * 8  # as parameters are: some tensors
-            lists = lambda k, parts=parts: [[pool.take(p, to_change=True) for p in parts] for _ in range(k)]  # noqa: E731
-            yield point(lambda lists=lists: tuple(lists(1)), lambda x: torch_private.FOREACH_NORM(x, 2), None)
-            yield point(lambda lists=lists: tuple(lists(1)), lambda x, unit=unit: torch_private.FOREACH_MUL(x, unit), None)
-            yield from _optimizers(lists, point, pool.device)
-
-
-def _optimizers(lists: Callable, point: Callable, device: torch.device) -> Iterator[Point]:
-    """The fused optimizers, with a rate of 0: the numbers of the pool stay, the work is the same."""
-    steps = [torch.ones((), device=device) for _ in range(8)]
-    adam = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    for fused in (torch_private.FUSED_ADAMW, torch_private.FUSED_ADAM):
-        yield point(lambda: tuple(lists(4)), lambda p, g, m, v, fused=fused: fused(p, g, m, v, [], steps, **adam), None)
-    sgd = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-    yield point(lambda: tuple(lists(3)), lambda p, g, b: torch_private.FUSED_SGD(p, g, b, **sgd), None)
+    """BOUND by size. The trace's own names and bytes are read off the call."""
+    for e, (letters, call, fresh) in itertools.product(ELEMENTS, BOUND):
+        if (dtype == "fp32" or not set(letters) & set("wlp")) and not ("i" in letters and e > 2**22):
+            make = functools.partial(operands, pool, DTYPES[dtype], e, letters)
+            yield Point(make, call, 0 if fresh else None, name=getattr(call, "__name__", "operation"))
 
 
 # ---------------------------------------------------------------- the clock
@@ -313,21 +299,15 @@ class Timer:
             point.dead = str(e).splitlines()[0]
 
 
-def key_of(point: Point) -> tuple[str, str, float] | None:
-    """(name, dtype, bytes) of a memory-bound operation as the trace has them; None where the call is not one operation to it."""
-    from gradus.parallel.mesh import Mesh
-    from gradus.plan.trace import Recorder
-
+def key_of(point: Point) -> tuple[str, str, int] | tuple[()]:
+    """(name, dtype, bytes) of a memory-bound operation as the trace has them; () where the call is not one operation to it."""
     recorder = Recorder(Mesh.single(), {})
     recorder.counting, recorder.scope = True, "micro"
     operands = point.make()
     with recorder:
         point.call(*operands)
-    found = [key for key in recorder.ops if key[1] == "memory"]
-    if not found:
-        return None
-    _, _, name, dtype, _, _, n_bytes, *_ = max(found, key=lambda key: key[6])
-    return name, dtype, n_bytes
+    found = [(name, dtype, int(n_bytes)) for _, kind, name, dtype, _, _, n_bytes, *_ in recorder.ops if kind == "memory"]
+    return max(found, key=lambda key: key[2], default=())
 
 
 def sane(pool: Pool, timer: Timer) -> dict[str, float]:
@@ -342,14 +322,15 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
 
 
 def measure(device: torch.device, seconds: float, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives. At least two rounds are done."""
+    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
     start = time.perf_counter()
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
         torch.empty(REUSED, dtype=torch.uint8)
         rates = sane(pool, timer)
         whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
-        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate) if dtype in whole or p.fixed[0::2][:2] == ("mm", "nt")]
+        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate)]
+        products = [p for p in products if p.fixed[1] in whole or p.fixed[0::2][:2] == ("mm", "nt")]
         fused = [p for dtype in whole for p in attentions(pool, dtype, rates["fp32"])]
         bound = [p for dtype in whole for p in memory_bound(pool, dtype)]
         points = products + fused + bound
@@ -365,31 +346,32 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         dead = sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead})
         if dead:
             say(f"not to be had on this device: {', '.join(dead)}")
-        keys = [(p, key_of(p)) for p in bound if not p.dead]
-    alive = [p for p in points if not p.dead]
+        alive = [p for p in points if not p.dead]
+        for p in bound:
+            p.fixed = () if p.dead else key_of(p)
+    bound = [p for p in bound if p.fixed]
     return {
         "date": datetime.date.today().isoformat(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "spread": round(statistics.median(p.spread for p in alive), 4),
-        "peaks": {dtype: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == dtype and not p.dead) for dtype in rates},
-        "bandwidth": _bandwidth([(key, p) for p, key in keys if key]),
-        "matmul": _text((p.fixed, p) for p in products if not p.dead),
-        "attention": _text((p.fixed, p) for p in fused if not p.dead),
-        "memory": _text(((key[0], key[1], int(key[2])), p) for p, key in keys if key),
+        "peaks": {d: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == d and not p.dead) for d in rates},
+        "bandwidth": _bandwidth(bound),
+        "matmul": _text(products),
+        "attention": _text(fused),
+        "memory": _text(bound),
     }
 
 
-def _bandwidth(found: list[tuple[tuple[str, str, float], Point]]) -> float:
+def _bandwidth(bound: list[Point]) -> float:
     """Bytes/s, read and written, of the fastest operation on the largest operands. Filling is none: it reads nothing."""
-    found = [(key, p) for key, p in found if key[0] != "fill"]
-    largest = max(key[2] for key, _ in found)
-    return max(key[2] / p.median for key, p in found if key[2] > largest / 4)
+    moved = [(p.fixed[2], p.median) for p in bound if p.fixed[0] != "fill"]
+    return max(n_bytes / seconds for n_bytes, seconds in moved if n_bytes > max(moved)[0] / 4)
 
 
-def _text(lines: Any) -> str:
-    return "".join(f"{' '.join(map(str, fields))} {p.median:.3e} {p.spread:.2f}\n" for fields, p in lines)
+def _text(points: list[Point]) -> str:
+    return "".join(f"{' '.join(map(str, p.fixed))} {p.median:.3e} {p.spread:.2f}\n" for p in points if not p.dead)
 
 
 # ---------------------------------------------------------------- around operations
@@ -397,13 +379,6 @@ def _text(lines: Any) -> str:
 
 def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
     """(recipe, stepper, micro-batches, counts) of models so small that nearly all of a step is the framework's."""
-    from gradus import models
-    from gradus.parallel.apply import apply
-    from gradus.plan import batches
-    from gradus.recipe import schema
-    from gradus.train.precision import Precision
-    from gradus.train.step import Stepper
-
     size = {"vocab_size": 32, "n_layers": 4, "d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32}
     rest = {"name": "tiny", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 10, "clip_norm": 1.0}}
     for model, task in (
@@ -428,9 +403,6 @@ def dispatch(device: Device, on: torch.device) -> dict[str, float]:
 
     The forward pass has modules and autograd's bookkeeping, the backward pass autograd's nodes, the optimizer its lists of parameters.
     """
-    from gradus.plan import tables
-    from gradus.plan.trace import trace_recipe
-
     over = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     launches = dict(over)
     for recipe, stepper, given, counts in tiny_steps(on):
@@ -452,7 +424,6 @@ def dispatch(device: Device, on: torch.device) -> dict[str, float]:
 
 def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str, float]:
     """Seconds of one step by phase; of the host's alone where there is a GPU, for which nothing waits."""
-    found: dict[str, float] = {}
     inner, marks = stepper.parallel.backward, []
 
     def backward(loss: Tensor) -> None:
@@ -467,8 +438,7 @@ def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str
         end = clock()
     finally:
         del stepper.parallel.backward
-    found["forward"], found["backward"], found["optimizer"] = marks[0] - start, marks[1] - marks[0], end - marks[1]
-    return found
+    return {"forward": marks[0] - start, "backward": marks[1] - marks[0], "optimizer": end - marks[1]}
 
 
 # ---------------------------------------------------------------- the device
@@ -536,8 +506,6 @@ def lines(device: Device) -> Iterator[str]:
 
 def run(args: Any) -> int:
     """The verb."""
-    from gradus.train.precision import pick_device
-
     if args.seconds < 30:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
     if args.threads:

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,22 @@ from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
-from gradus.errors import UserError
+from gradus.errors import UserError, some
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
+from gradus.plan.batches import task_without_data
 from gradus.proof.fit import loader_speed
-from gradus.proof.prove import case_of, fix_of, predict, uninterrupted
+from gradus.proof.predict import case_of, predict
+from gradus.proof.room import fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer
 from gradus.train.schedule import learning_rate
 from gradus.train.session import Session, open_for, open_session
 
+TARGETS = {"label", "labels", "targets"}
 NAMES = ("data", "vocabulary", "memory", "shapes", "start", "gradients", "attention", "lengths", "overfit", "loader")
 READ, READING = 64, 3.0  # samples of a split that are read, evenly spread; s for them
 FEW, FEWEST = 4, 2  # samples of the batch that is looked at and overfitted; where its steps are slow
@@ -60,11 +63,12 @@ class Line:
     hint: str = ""
 
     def row(self, conditions: dict[str, Any]) -> Row:
-        verdict = "skipped" if self.ok is None else "pass" if self.ok else "fail"
-        return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, **({"hint": self.hint} if self.hint else {}), **conditions})
+        verdict = {None: "skipped", True: "pass", False: "fail"}[self.ok]
+        found = {"found": self.text, **({"hint": self.hint} if self.hint else {})}
+        return Row(f"check/{self.name}", verdict, "", None, found | conditions)
 
     def __str__(self) -> str:
-        word = "skip" if self.ok is None else "pass" if self.ok else "FAIL"
+        word = {None: "skip", True: "pass", False: "FAIL"}[self.ok]
         return f"{word}  {self.name:12} {self.text}" + (f"\n      {'':12} {self.hint}" if self.hint else "")
 
 
@@ -78,17 +82,13 @@ class Skip(Exception):
 
 def check(recipe: Recipe, as_json: bool = False) -> int:
     """`gradus check RECIPE`: prints the lines; returns 1 if any failed."""
-    failed, began = 0, time.perf_counter()
-    lines = []
+    began, found = time.perf_counter(), {True: 0, False: 0, None: 0}
     for line in checks(recipe):
-        lines.append(line)
-        failed += line.ok is False
+        found[line.ok] += 1
         print(line.row({"recipe": recipe.name}).json() if as_json else line, flush=True)
     if not as_json:
-        skipped = sum(line.ok is None for line in lines)
-        passed = len(lines) - failed - skipped
-        print(f"\n{passed} passed, {failed} failed, {skipped} skipped in {time.perf_counter() - began:.0f} s")
-    return 1 if failed else 0
+        print(f"\n{found[True]} passed, {found[False]} failed, {found[None]} skipped in {time.perf_counter() - began:.0f} s")
+    return 1 if found[False] else 0
 
 
 def checks(recipe: Recipe) -> Iterator[Line]:
@@ -150,7 +150,7 @@ class Looked:
     @functools.cached_property
     def collated(self) -> dict[str, Any]:
         """The first few training samples, without augmentation."""
-        return self.task.collate([sample for _, sample in self.prepared("train", range(self.few))])
+        return self.task.collate([self.prepared("train", i) for i in range(min(self.few, len(self.task.splits["train"])))])
 
     @property
     def batch(self) -> dict[str, Any]:
@@ -160,11 +160,9 @@ class Looked:
     def placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.session.precision.cast_batch(self.task.to_device(batch, self.session.device))
 
-    def prepared(self, split: str, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        data, prepare = self.task.splits[split], self.task.prepare_evaluation
-        for i in places:
-            if i < len(data):
-                yield i, data[i] if prepare is None else prepare(data[i], sample_rng(self.recipe.train.seed, 0, i))
+    def prepared(self, split: str, i: int, training: bool = False) -> dict[str, Any]:
+        sample, prepare = self.task.splits[split][i], self.task.prepare if training else self.task.prepare_evaluation
+        return sample if prepare is None else prepare(sample, sample_rng(self.recipe.train.seed, 0, i))
 
     def spread(self, split: str) -> Iterator[int]:
         """Places of samples, evenly spread and in no order, so that those read in the time that there is are spread too."""
@@ -220,15 +218,13 @@ class Looked:
         for split, data in self.task.splits.items():
             if len(data) == 0:
                 raise Wrong(f"{split} is empty", "Look at data.path and the names of its files.")
-            prepare, read = self.task.prepare if split == "train" else self.task.prepare_evaluation, 0
-            for i in self.spread(split):
-                read += 1
+            read = 0
+            for read, i in enumerate(self.spread(split), 1):  # noqa: B007
                 try:
-                    sample = data[i]
-                    if is_empty(sample):
+                    if is_empty(data[i]):
                         empty.append(f"{split} {i}")
-                        continue
-                    self.task.collate([sample if prepare is None else prepare(sample, sample_rng(self.recipe.train.seed, 0, i))])
+                    else:
+                        self.task.collate([self.prepared(split, i, training=split == "train")])
                 except Exception as e:
                     raise Wrong(f"{split}, sample {i}: {type(e).__name__}: {e}"[:200], "Remove or repair that sample.") from None
             told.append(f"{split} {read:,} of {len(data):,}")
@@ -238,31 +234,30 @@ class Looked:
 
     def vocabulary(self) -> str:
         """Every id that goes in has an embedding; every target has a logit."""
-        m, inside, top = self.recipe.model, {}, -1
-        sizes = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.family != "vit" else {}
-        for i, sample in self.prepared("train", self.spread("train")):
-            batch = self.task.collate([sample])
-            for key, value in batch.items():
-                if key in sizes:
-                    inside[key] = max(inside.get(key, 0), int(value.max()))
-                    if int(value.min()) < 0 or int(value.max()) >= sizes[key]:
-                        raise Wrong(
-                            f"sample {i}: {key} {int(value.min())} to {int(value.max())}, the vocabulary has {sizes[key]}",
-                            "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights.",
-                        )
-                elif key in ("label", "labels", "targets") and isinstance(value, Tensor):
-                    counted = value[value != IGNORE]
-                    if counted.numel():
-                        top = max(top, int(counted.max()))
-                        if int(counted.min()) < 0 or int(counted.max()) >= self.classes():
-                            raise Wrong(
-                                f"sample {i}: {key} {int(counted.min())} to {int(counted.max())}, there are {self.classes()} classes",
-                                "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out.",
-                            )
-        if top < 0:
+        m, top = self.recipe.model, {}
+        limits = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.family != "vit" else {}
+        limits |= dict.fromkeys(TARGETS, self.classes())
+        for i in self.spread("train"):
+            for key, value in self.task.collate([self.prepared("train", i)]).items():
+                if key not in limits or not isinstance(value, Tensor):
+                    continue
+                counted = value[value != IGNORE] if key in TARGETS else value
+                if not counted.numel():
+                    continue
+                low, high = int(counted.min()), int(counted.max())
+                top[key] = max(top.get(key, 0), high)
+                if low < 0 or high >= limits[key]:
+                    if key in TARGETS:
+                        have = f"there are {limits[key]} classes"
+                        hint = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
+                    else:
+                        have = f"the vocabulary has {limits[key]}"
+                        hint = "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights."
+                    raise Wrong(f"sample {i}: {key} {low} to {high}, {have}", hint)
+        if not top.keys() & TARGETS:
             raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learnt.")
-        told = "".join(f"{key} up to {most:,} of {sizes[key]:,}; " for key, most in inside.items())
-        return f"{told}targets up to {top:,} of {self.classes():,}"
+        inside = "".join(f"{key} up to {most:,} of {limits[key]:,}; " for key, most in top.items() if key not in TARGETS)
+        return f"{inside}targets up to {max(most for key, most in top.items() if key in TARGETS):,} of {self.classes():,}"
 
     def memory(self) -> str:
         """What the plan says of the largest batch."""
@@ -270,10 +265,9 @@ class Looked:
         case = dataclasses.replace(case_of(session), step=None)
         with uninterrupted():
             found = predict(case)
-        if found.lacking:
-            _, share, without_activations = found.lacking
-            self.too_large = without_activations > share
-            raise Wrong(found.refusal.partition(". ")[0], fix_of(case, found.lacking) + ".")
+        if found.refusal:
+            self.too_large = found.least > case.room.budget
+            raise Wrong(found.refusal.partition(". ")[0], fix_of(case.recipe, case.room, found.least) + ".")
         return found.line.removeprefix("plan: ")
 
     @functools.cached_property
@@ -287,9 +281,8 @@ class Looked:
                 sums = self.task.losses(self.model, self.batch)
         finally:
             handle.remove()
-        counts = self.collated["counts"]
         self.fewer(time.perf_counter() - began > SLOW)
-        return tuple(seen[-1].shape), sums, counts
+        return tuple(seen[-1].shape), sums, self.collated["counts"]
 
     def shapes(self) -> str:
         """One batch through the model: logits with the right last dimension, and one finite loss."""
@@ -298,9 +291,9 @@ class Looked:
         loss = sum(sums.values())
         text = f"{given} → logits {logits}"
         if logits[-1] != self.classes():
-            raise Wrong(f"{text}, but there are {self.classes()} classes", "The head and the task do not agree: look at model.head and task.name.")
+            raise Wrong(f"{text}, but there are {self.classes()} classes", "Head and task do not agree: look at model.head and task.name.")
         if loss.dim() or not torch.isfinite(loss):
-            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Look at the data for values that are not finite, or use layout.precision=fp32.")
+            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Is a value of the data not finite? Or use layout.precision=fp32.")
         return text
 
     def start(self) -> str:
@@ -320,31 +313,27 @@ class Looked:
 
         A head of zeros, as ViT's, lets nothing through at first: what is zero then is looked at again after two steps of the optimizer.
         """
-        norms, without, frozen = self.norms()
-        after = ""
+        (norms, without, frozen), after = self.norms(), ""
         if any(norm == 0 for norm in norms.values()):
             self.learn()
             self.learn()
             norms, after = self.norms()[0], ", after two steps"
-        finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+        # a bias of the keys adds the same to all scores of a query, which softmax does not see
+        seen = {name: norm for name, norm in norms.items() if norm or not name.endswith("to_k.bias")}
         told = {
-            "not finite": [n for n in norms if n not in finite],
-            f"above {LARGE:g}": [n for n, norm in finite.items() if norm > LARGE],
-            # a bias of the keys adds the same to all scores of a query, which softmax does not see
-            "zero": [n for n, norm in finite.items() if norm == 0 and not n.endswith("to_k.bias")],
-            "none": without, "frozen": frozen,
+            "not finite": [n for n, norm in seen.items() if not math.isfinite(norm)],
+            f"above {LARGE:g}": [n for n, norm in seen.items() if LARGE < norm < math.inf],
+            "zero": [n for n, norm in seen.items() if norm == 0], "none": without, "frozen": frozen,
         }  # fmt: skip
         bad = {what: names for what, names in told.items() if names}
         if bad:
-            text = "; ".join(f"{what}: {', '.join(names[:5])}" + f" and {len(names) - 5} more" * (len(names) > 5) for what, names in bad.items())
-            hint = "These will not learn: is the layer used, and is requires_grad on?"
-            if told["not finite"] or told[f"above {LARGE:g}"]:
-                hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
-            raise Wrong(text + after, hint)
+            text = "; ".join(f"{what}: {some(names)}" for what, names in bad.items())
+            huge = bad.keys() & {"not finite", f"above {LARGE:g}"}
+            hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
+            raise Wrong(text + after, hint if huge else "These will not learn: is the layer used, and is requires_grad on?")
         ranked = sorted((n for n in norms if not n.endswith("to_k.bias")), key=norms.get)
-        middle = statistics.median(norms.values())
         ends = " to ".join(f"{norms[n]:.2g} ({n})" for n in (ranked[0], ranked[-1]))
-        return f"{len(norms)} parameters, norms {ends}, median {middle:.2g}{after}"
+        return f"{len(norms)} parameters, norms {ends}, median {statistics.median(norms.values()):.2g}{after}"
 
     def norms(self) -> tuple[dict[str, float], list[str], list[str]]:
         """(norm of each gradient, parameters without one, parameters that are not trained) of one backward pass."""
@@ -378,15 +367,14 @@ class Looked:
         finally:
             for module, own in kept.items():
                 module.kernel = own
-        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most" + f"; {nowhere:,} may look nowhere" * (nowhere > 0)
+        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most"
+        text += f"; {nowhere:,} may look nowhere" * (nowhere > 0)
         if not worst <= ONE:
             raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
         return text
 
     def lengths(self) -> str:
         """Shorter sequences than the longest run too, and give a finite loss."""
-        from gradus.plan.batches import task_without_data
-
         r = self.recipe
         if r.model.family == "vit":
             raise Skip("images have one size")
@@ -395,10 +383,7 @@ class Looked:
         tried = [n for n in tried if n <= longest] or [longest]
         for n in tried:
             task = task_without_data(r, seq_len=n)
-            make = [task.splits["train"][i] for i in range(2)]
-            if task.prepare is not None:
-                make = [task.prepare(sample, sample_rng(0, 0, i)) for i, sample in enumerate(make)]
-            batch = self.placed(task.collate(make))
+            batch = self.placed(task.collate([task.splits["train"][i] for i in range(2)]))
             with torch.no_grad(), self.session.precision.autocast():
                 loss = sum(task.losses(self.model, batch).values())
             if not torch.isfinite(loss):
@@ -437,23 +422,19 @@ class Looked:
         text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
         text += f" that takes {1e3 * step:,.0f}{how}"
         if waits > WAIT:
-            hint = f"Set data.workers={max(2, 2 * workers)}, or prepare the data once."
-            raise Wrong(f"{text}; {waits:.0%} of the time is waiting", hint)
+            raise Wrong(f"{text}; {waits:.0%} of the time is waiting", f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
         return text
 
     def step_seconds(self) -> tuple[float, int, str]:
         """(seconds of a step of the recipe's batch, its samples, how that is known where it was not measured whole)."""
-        trainer, layout, data = self.trainer, self.recipe.layout, self.task.splits["train"]
+        trainer, layout = self.trainer, self.recipe.layout
         indices = trainer.loader.plan.epoch(0)[0].tolist()
         if not self.losses:
             self.learn()
         if self.seconds > STEP:
             return self.seconds * len(indices) / self.few, len(indices), f" (by {self.few} of them, without dropout)"
         part = min(len(indices), layout.micro_batch or len(indices), max(self.few, int(STEP * self.few / self.seconds)))
-        chosen = [data[i] for i in indices[:part]]
-        if self.task.prepare is not None:
-            chosen = [self.task.prepare(sample, sample_rng(self.recipe.train.seed, 0, i)) for i, sample in zip(indices, chosen)]
-        batch = self.task.collate(chosen)
+        batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])
         trainer.parallel.bare.train()
         for _ in range(2):  # the first may set things up
             began = time.perf_counter()
@@ -468,14 +449,10 @@ class Looked:
 
 def is_empty(sample: dict[str, Any]) -> bool:
     """Whether a sample has no token, or an image of one colour."""
-    for key, value in sample.items():
-        if key in ("ids", "source", "target", "target_in") and np.size(value) == 0:
-            return True
-        if key == "image":
-            pixels = np.asarray(value)
-            if pixels.size == 0 or pixels.min() == pixels.max():
-                return True
-    return False
+    if any(np.size(sample[key]) == 0 for key in ("ids", "source", "target", "target_in", "image") if key in sample):
+        return True
+    pixels = np.asarray(sample.get("image", (0, 1)))
+    return pixels.min() == pixels.max()
 
 
 def smoothed_floor(smoothing: float, classes: int) -> float:

@@ -1,5 +1,5 @@
 """A model's architecture by name: the published sizes, as data (`model: {preset: gpt2-small}` is the same as writing
-these fields out), and what comes with weights.
+these fields out); how they were trained (runs.yaml); and what comes with weights.
 
 Counts of parameters: `gradus models`. Nothing here imports torch.
 """
@@ -7,10 +7,14 @@ Counts of parameters: `gradus models`. Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.resources
 import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import MODELS, ModelConfig
@@ -124,6 +128,12 @@ def fields(name: str) -> dict[str, Any]:
     if ALIASES.get(name, name) not in PRESETS:
         raise UserError(f"model.preset={name}: unknown preset.{did_you_mean(name, [*PRESETS, *ALIASES])}")
     return PRESETS[ALIASES.get(name, name)]
+
+
+@functools.cache
+def runs() -> list[dict[str, Any]]:
+    """How published models were trained (runs.yaml)."""
+    return yaml.safe_load((importlib.resources.files("gradus.recipe") / "runs.yaml").read_text(encoding="utf-8"))
 
 
 def config_of(name: str, **more: Any) -> ModelConfig:

@@ -1,0 +1,74 @@
+"""What a step takes of memory, measured while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradus import torch_private
+from gradus.measure.memory import Timeline
+from gradus.train.clock import begin_peak
+from gradus.train.loop import Trainer
+
+Batch = dict[str, Any]
+
+
+@contextlib.contextmanager
+def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dict[str, int]]:
+    """Bytes by name, once the step within is done: weights, gradients (all of them, when the optimizer steps), optimizer, allocated (the
+    peak), rest (the difference); on CUDA also reserved, and device: what all processes have of the GPU."""
+    device, found, precision = trainer.device, {}, trainer.precision
+    own, gradients = precision.step, {}
+
+    def step(optimizer: Any, bad: Tensor) -> None:
+        gradients.update(_storages(h.local.grad for h in trainer.parallel.local_parameters if h.local.grad is not None))
+        own(optimizer, bad)
+
+    precision.step = step
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begin_peak(device)
+            yield found
+            torch.cuda.synchronize(device)
+            found["allocated"] = torch.cuda.max_memory_allocated(device)
+            found["reserved"] = torch.cuda.max_memory_reserved(device)
+            free, whole = torch.cuda.mem_get_info(device)
+            found["device"] = whole - free
+        else:
+            held = alive(micro_batches)
+            with Timeline() as timeline:
+                yield found
+            if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
+                held |= gradients  # its buckets, which are there between steps too
+            found["allocated"] = sum(held.values()) + max(peak for *_, peak in timeline.phases())
+    finally:
+        del precision.step  # the class's own is there again
+    part, optimizer = trainer.parallel.part, trainer.optimizer
+    state = (v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)) if optimizer else ()
+    found["weights"] = sum(_storages([*part.parameters(), *part.buffers()]).values())
+    found |= {"gradients": sum(gradients.values()), "optimizer": sum(_storages(state).values())}
+    found["rest"] = found["allocated"] - found["weights"] - found["gradients"] - found["optimizer"]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return {torch_private.memory_id(t): t.untyped_storage().nbytes() for t in local}
+
+
+def alive(micro_batches: list[Batch]) -> dict[int, int]:
+    """Storage → bytes, on a CPU: of all tensors now whose memory PyTorch allocated itself (arrays of NumPy's and files that are mapped are
+    others'), and of the step's batch."""
+    found = _storages(v for batch in micro_batches for v in batch.values() if isinstance(v, Tensor))
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            if storage.resizable():
+                found[torch_private.storage_id(storage)] = storage.nbytes()
+    return found

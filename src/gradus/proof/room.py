@@ -1,0 +1,170 @@
+"""What a process may use of this machine, what the plan says that it needs, and with which settings that fits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradus import hardware
+from gradus.errors import UserError
+from gradus.hardware import Device
+from gradus.parallel.mesh import DATA, sizes
+from gradus.plan.engine import plan_memory
+from gradus.plan.show import size
+from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Task
+from gradus.train import machine
+from gradus.train.session import Session
+
+TRACES = 12  # of a search along the line; then by halves
+
+
+@dataclasses.dataclass
+class Room:
+    budget: int  # bytes a process
+    n: int  # processes
+    local: int  # of them on this host
+    target: str  # cpu, cuda
+    device: Device | None  # None: the hardware file does not know it
+    resident: int  # bytes that a process has on a host before the model is built
+    task: Task | None
+
+    def need(self, recipe: Recipe) -> int:
+        """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
+        with uninterrupted():
+            return self.total(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task))
+
+    def total(self, memory: Any) -> int:
+        """All that a process takes: on a CPU its tensors and what it had before; on a GPU with context and the allocator's rounding."""
+        return memory.device_total if self.target == "cuda" else memory.allocated + self.resident
+
+
+def room_of(session: Session, local: int | None = None) -> Room:
+    """Of the session's processes on this host (local: of so many)."""
+    world, kind = session.mesh.world, session.device.type
+    local = local or world.local_size
+    budget = capacity(session.device) // (local if kind == "cpu" else 1)
+    return Room(budget, world.size, local, kind, device_of(session.device), resident(), session.task)
+
+
+def device_of(device: torch.device) -> Device | None:
+    """This device as the hardware file has it; the CPU where it was calibrated. None: not known, so no time is predicted."""
+    if device.type == "cuda":
+        return hardware.by_driver(torch.cuda.get_device_name(device))
+    with contextlib.suppress(UserError):
+        return hardware.find("this")
+    return None
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes: of a GPU as PyTorch sees it, else of this host, or of this container where it may use less."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    memory, limit = machine.memory_bytes()
+    return limit or memory or 0
+
+
+def resident() -> int:
+    """Bytes of this process in memory now. 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Around a trace in this process: Ctrl-C takes effect at its end. In the midst of it, it may come in a destructor or a hook, where
+    PyTorch drops it or aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def ways(recipe: Recipe, n: int) -> int:
+    """Among how many processes a batch is dealt out."""
+    return math.prod(sizes(recipe.layout, n)[axis] for axis in DATA)
+
+
+def share_of(recipe: Recipe, n: int, task: Task | None) -> int:
+    """Samples of a step that one process takes, at most."""
+    samples = recipe.batch.samples
+    if samples is None:
+        samples = max(len(b) for b in task.plan("train", None, recipe.batch.tokens).epoch(0))
+    elif task is not None:
+        samples = min(samples, len(task.splits["train"]))
+    return -(-samples // ways(recipe, n))
+
+
+def with_micro_batch(recipe: Recipe, k: int, n: int, share: int) -> Recipe:
+    """The recipe with micro-batches of k samples. More than its share of the batch: the batch grows until each process has k."""
+    changes: dict[str, Any] = {"layout": recipe.layout.model_copy(update={"micro_batch": k})}
+    if k > share:
+        changes["batch"] = recipe.batch.model_copy(update={"samples": k * ways(recipe, n), "tokens": None})
+    return recipe.model_copy(update=changes)
+
+
+def largest_micro_batch(recipe: Recipe, room: Room, limit: int | None = None, need: Callable[[int], int] | None = None) -> int | None:
+    """The largest layout.micro_batch whose step fits; None where not even one sample does. limit: where to stop (None: the batch's share).
+
+    What is needed grows nearly linearly with the micro-batch, so the next one to try lies on the line through the last two.
+    """
+    share = share_of(recipe, room.n, room.task)
+    known: dict[int, int] = {}
+
+    def fits(k: int) -> bool:
+        if k not in known:
+            known[k] = need(k) if need else room.need(with_micro_batch(recipe, k, room.n, share))
+        return known[k] <= room.budget
+
+    low, high = 0, (limit or share)  # what fits, and what does not
+    if fits(high):
+        return high
+    guess = high // 2
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        guess = (low + high) // 2
+        near = sorted((k for k in known if k < share or k == limit), key=lambda k: abs(known[k] - room.budget))[:2]
+        if len(near) == 2 and len(known) < TRACES and known[near[0]] != known[near[1]]:
+            k, other = near
+            line = k + (room.budget - known[k]) * (other - k) / (known[other] - known[k])
+            guess = math.floor(line) if math.floor(line) > low else low + 1  # below the line first, then the one above it
+    return low or None
+
+
+def fix_of(recipe: Recipe, room: Room, least: int = 0) -> str:
+    """The settings with which it fits, or what else would help. Takes some traces. least: bytes that are needed without any activation."""
+    for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):
+        if least >= room.budget or any(getattr(recipe.layout, k) == v for k, v in changes.items()):
+            continue
+        found = largest_micro_batch(recipe.model_copy(update={"layout": recipe.layout.model_copy(update=changes)}), room)
+        if found:
+            return "Set " + " ".join([*(f"layout.{k}={v}" for k, v in changes.items()), f"layout.micro_batch={found}"])
+    if room.target == "cuda":
+        return "Not one sample fits: set layout.shard=N over N GPUs or take a smaller model"
+    if room.resident >= room.budget:
+        return f"Python and its libraries alone take {size(room.resident)} a process: start fewer on this host"
+    return "Not one sample fits: take a smaller model or layout.shard=N over N hosts"
