@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 
 from gradus import hardware, models
 from gradus.errors import UserError
-from gradus.plan import formulas
-from gradus.plan.counts import Shape, active, closed_form, flops, mfu, operations
+from gradus.plan import engine
+from gradus.plan.counts import Shape, active, flops, mfu, operations
 from gradus.plan.roofline import op_seconds
 from gradus.plan.serving import cache_bytes, serving
 from gradus.plan.trace import Traced, trace_recipe
 from gradus.plan.work import Op
 from gradus.recipe.presets import config_of
-from gradus.recipe.schema import GPTConfig, Layout, LlamaConfig, ModelConfig, Recipe
+from gradus.recipe.schema import GPTConfig, LlamaConfig, ModelConfig, Recipe
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from closed_forms import closed_form  # noqa: E402
 
 GIB = 2**30
 GPT = GPTConfig(vocab_size=96, n_layers=2, d_model=32, n_heads=4, seq_len=32)
@@ -42,11 +48,6 @@ def trace(model: ModelConfig, n: int = 1, rank: int = 0, samples: int = 4, **lay
     return traced(model.model_dump_json(), type(model), n, rank, samples, **layout)
 
 
-def held_parameters(model: ModelConfig, layout: Layout, rank: int = 0) -> int:
-    """Elements of parameters on the fullest device of a pipeline rank."""
-    return sum(formulas.fullest(part, layout) * times for part, times in formulas.held(model, layout, rank))
-
-
 def held(t: Traced, part: str) -> float:
     return t.held[part]
 
@@ -60,16 +61,13 @@ def test_1_all_states_are_divided_by_tensor_and_pipeline(part):
     """Not only the weights. Of four devices each holds about a quarter: norms and row biases are whole under tensor parallelism."""
     whole, split = trace(GPT), trace(GPT, 4, tensor=2, pipeline=2, micro_batch=1)
     assert held(whole, part) / 4 <= held(split, part) < held(whole, part) / 3
-    layout = Layout(tensor=2, pipeline=2)
-    assert 4 * held_parameters(GPT, layout) == held(split, "weights")
+
 
 
 def test_1_blooms_gradients_fit_beside_its_measured_memory():
     """670 GiB of gradients a device were printed for a run that took 59 GB in the whole."""
-    layout = Layout(tensor=4, pipeline=12, precision="bf16", micro_batch=2)
-    gradients = 4 * max(held_parameters(BLOOM, layout, rank) for rank in (0, 1, 11))
-    assert 10 * GIB < gradients < 25 * GIB
-    assert gradients == 4 * formulas.local_parameters(BLOOM, layout)
+    made = engine.processes(recipe(BLOOM, 2048, tensor=4, pipeline=12, precision="bf16", micro_batch=2), 384, "cuda", None)
+    assert 10 * GIB < max(p.held["gradients"] for p in made) < 25 * GIB
 
 
 @pytest.mark.slow
@@ -95,9 +93,6 @@ def test_1_the_cache_has_keys_and_values_and_only_the_key_heads():
 
 @pytest.mark.slow
 def test_1_full_checkpointing_is_not_the_selective_formula():
-    b, s, h, a = 1, 2048, 12_288, 96
-    full, selective, none = (formulas.korthikanti(b, s, h, a, checkpointing=mode) for mode in ("full", "selective", "none"))
-    assert (full, selective, none) == (2 * s * b * h, 34 * s * b * h, (34 + 5 * a * s / h) * s * b * h)
     kept = {mode: trace(LONG, checkpointing=mode).memory["activations"] for mode in ("none", "selective", "full")}
     assert kept["full"] < kept["selective"] < kept["none"]
 
@@ -196,7 +191,7 @@ def test_6_fused_attention_counts_on_a_cpu_and_under_fake_tensors():
     """GPT-2 small, a whole training step: 6·N_mm + 12·L·h·s a token, ratio 1.0000; with the fused kernel the scores again."""
     gpt2 = recipe(config_of("gpt2-small"))
     n = 12 * 12 * 768**2 + 50_257 * 768
-    found = operations(gpt2, Shape(1024))
+    found = operations(gpt2)
     assert found.model / (1024 * (6 * n + 12 * 12 * 768 * 1024)) == 1
     assert found.hardware - found.model == 1024 * 2 * 12 * 768 * 1024
     rows = {r.name: r.value for r in flops(gpt2)}

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
-
 from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
@@ -114,23 +112,16 @@ class Shape(NamedTuple):
     selected: int = 0  # places at which a masked-LM head computes
 
 
-def sample_of(recipe: Recipe, seq_len: int | None = None) -> dict[str, Any]:
-    """A micro-batch of one full-length sample, as the recipe's task makes it. seq_len: tokens of a row; None: data.max_len, or model.seq_len.
-
-    Raises UserError for a seq_len that the model has no positions for, and for one given for images.
-    """
-    model = recipe.model
-    if model.family == "vit" and seq_len is not None:
-        raise UserError(
-            f"seq_len={seq_len}: an image's length is its patches. Set model.image_size={model.image_size} or model.patch_size={model.patch_size}"
-        )
+def sample_of(recipe: Recipe) -> dict[str, Any]:
+    """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the model has no positions
+    for."""
     alone = recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": recipe.batch.model_copy(update={"samples": 1, "tokens": None})})
-    return micro_batches(alone, samples=1, seq_len=seq_len)[0]
+    return micro_batches(alone)[0]
 
 
-def shape_of(recipe: Recipe, seq_len: int | None = None) -> Shape:
+def shape_of(recipe: Recipe) -> Shape:
     """Of a full-length sample. Raises UserError as `sample_of`."""
-    batch = sample_of(recipe, seq_len)
+    batch = sample_of(recipe)
     if "source" in batch:
         return Shape(batch["source"].shape[1], batch["target"].shape[1])
     if "ids" in batch:
@@ -158,11 +149,11 @@ class Operations(NamedTuple):
     causal: float  # of `attention`: where no query looks at a later key
 
 
-def operations(recipe: Recipe, seq_len: int | None = None, *, target: str = "cuda") -> Operations:
+def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
     """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is fused
     also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's configuration
     is not complete."""
-    recipe, batch = complete(recipe), sample_of(recipe, seq_len)
+    recipe, batch = complete(recipe), sample_of(recipe)
     own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk")})
     model = inner = causal = hardware = 0.0
     for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda").items():
@@ -174,18 +165,18 @@ def operations(recipe: Recipe, seq_len: int | None = None, *, target: str = "cud
     return Operations(model, hardware, inner, causal)
 
 
-def flops(recipe: Recipe, *, samples: float | None = None, seq_len: int | None = None, target: str = "cuda") -> list[Row]:
+def flops(recipe: Recipe, *, samples: float | None = None, target: str = "cuda") -> list[Row]:
     """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal attention),
     flops/hardware, and flops/per_token (of flops/model).
 
-    samples: of the whole step, None: the recipe's. seq_len: tokens of a row, None: the recipe's. target: "cuda" or "cpu", see `operations`.
+    samples: of the whole step, None: the recipe's. target: "cuda" or "cpu", see `operations`.
     Every sample is full length, so that padding counts for none. Raises UserError as `sample_of` and `operations`.
     """
-    shape = shape_of(recipe, seq_len)
+    shape = shape_of(recipe)
     config, layout = complete(recipe).model, recipe.layout
-    tokens = tokens_a_sample(recipe, seq_len)
+    tokens = tokens_a_sample(recipe)
     samples = samples or recipe.batch.samples or recipe.batch.tokens / tokens
-    found = operations(recipe, seq_len, target=target)
+    found = operations(recipe, target=target)
     model, hardware = samples * found.model, samples * found.hardware
     how = {"method": "traced with one block of each kind, and multiplied"}
 
@@ -207,19 +198,9 @@ def flops(recipe: Recipe, *, samples: float | None = None, seq_len: int | None =
     return rows
 
 
-def tokens_a_sample(recipe: Recipe, seq_len: int | None = None) -> int:
+def tokens_a_sample(recipe: Recipe) -> int:
     """Tokens of a full-length sample, those of both sides of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
-    return sample_of(recipe, seq_len)["n_tokens"]
-
-
-def matmul_weights(config: ModelConfig) -> int:
-    """N_mm of a decoder: the weights a token is multiplied by, of experts those that it meets, the output projection included; look-ups, norms
-    and biases not."""
-    model = models.build(config, device="meta")
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up)
-    spared = models.count(config)["total"] - active(config)  # of experts
-    return weights - spared + (config.vocab_size * config.d_model if config.tie_output else 0)
+    return sample_of(recipe)["n_tokens"]
 
 
 # ---------------------------------------------------------------- utilisation

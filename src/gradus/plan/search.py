@@ -188,7 +188,8 @@ class Space:
     def of(self, layout: Layout) -> engine.Given:
         """The micro-batches of a process."""
         shape = sizes(layout, self.n)
-        key = (self.n, *(shape[axis] for axis in DATA), layout.micro_batch) if self.task else making.shares(self._with(layout), self.n, self.samples)
+        ways = math.prod(shape[axis] for axis in DATA)
+        key = (ways if self.task else -(-self.samples // ways), layout.micro_batch)
         if key not in self.given:
             self.given[key] = engine.Given.of(making.micro_batches(self._with(layout), self.n, task=self.task))
         return self.given[key]
