@@ -25,20 +25,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus import models
@@ -46,6 +38,9 @@ from gradus.errors import UserError
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout, ModelConfig
 from gradus.torch_private import send_nothing_ahead, without_hooks
+
+if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
+    from torch.distributed.pipelining import PipelineStage
 
 T = TypeVar("T")
 
@@ -73,6 +68,14 @@ def bounds(n_blocks: int, n_stages: int) -> list[int]:
     """The first block of each stage, and the number of all. Rounded up, so that the last stage, which has the head, is
     never the one with a block more."""
     return [-(-n_blocks * s // n_stages) for s in range(n_stages + 1)]
+
+
+def needed(layout: Layout, n: int) -> int:
+    """The fewest micro-batches, at least n, that the schedule takes."""
+    p, per_process = layout.pipeline, stages_per_process(layout)
+    if p == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and per_process == 2):
+        return n
+    return max(n, p * per_process) if layout.schedule == "1f1b" else -(-n // p) * p
 
 
 def ranks(layout: Layout) -> list[int]:
@@ -343,11 +346,6 @@ class Pipeline:
         self.rank, n = dist.get_rank(group), layout.pipeline
         per_process = stages_per_process(layout)
         self.n_stages = n * per_process
-        if layout.schedule == "zero_bubble":
-            self.schedule_class = ScheduleZBVZeroBubble if per_process == 2 else ScheduleInterleavedZeroBubble
-        else:
-            classes = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-            self.schedule_class = classes[layout.schedule]
         self.rank_of = ranks(layout)
 
         self.cutter = cutter = Cutter(model)
@@ -394,7 +392,7 @@ class Pipeline:
         Returns the sum of the shares, detached; 0 on processes without the last stage. Collective.
         Raises UserError as the model does, for example for a sequence that is too long.
         """
-        n = self._needed(len(micro_batches))
+        n = needed(self.layout, len(micro_batches))
         smallest = min(micro_batches, key=lambda b: self._rows(b, self.bounds[1]))
         padded = micro_batches + [{**smallest, "idle": True}] * (n - len(micro_batches))
         capacities = [_round_up(max(self._rows(b, bound) for b in micro_batches)) for bound in self.bounds[1:-1]]
@@ -411,23 +409,25 @@ class Pipeline:
             self.run = None
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
-    def _needed(self, n: int) -> int:
-        """The fewest micro-batches, at least n, that the schedule takes."""
-        if self.schedule_class is Schedule1F1B:
-            return max(n, self.n_stages)
-        if self.schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
-            return -(-n // self.layout.pipeline) * self.layout.pipeline
-        return n
-
     def _make_schedule(self, n: int, *capacities: int):
         """torch's schedule for n micro-batches of these sizes."""
+        from torch.distributed import pipelining
+
+        kind = {
+            "gpipe": pipelining.ScheduleGPipe,
+            "1f1b": pipelining.Schedule1F1B,
+            "interleaved": pipelining.ScheduleInterleaved1F1B,
+            "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+        }[self.layout.schedule]
+        if self.layout.schedule == "zero_bubble" and len(self.stages) == 2:
+            kind = pipelining.ScheduleZBVZeroBubble
         stages = [self._torch_stage(stage, capacities) for stage in self.stages.values()]
-        multiple = self.schedule_class not in (ScheduleGPipe, Schedule1F1B)
-        return self.schedule_class(
-            stages if multiple else stages[0], n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
-        )
+        alone = self.layout.schedule in ("gpipe", "1f1b")
+        return kind(stages[0] if alone else stages, n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
 
     def _torch_stage(self, stage: Stage, capacities: tuple[int, ...]) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
         def like(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, device="meta", dtype=dtype).requires_grad_()
 

@@ -122,14 +122,6 @@ def blocks_of(recipe: Recipe) -> tuple[int, ...]:
     return (model.n_layers, decoder)[: len(models.lookup(model.family).stacks)]
 
 
-def micro_batches(layout: Layout, count: int) -> int:
-    """That the schedule runs: it may need some that count nothing."""
-    n, v = layout.pipeline, stages_per_process(layout)
-    if n == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and v == 2):
-        return count
-    return max(count, n) if layout.schedule == "1f1b" else -(-count // n) * n
-
-
 @dataclasses.dataclass
 class Given:
     """The micro-batches of a process."""
@@ -203,7 +195,7 @@ class Process:
 
     @property
     def micro(self) -> int:
-        return micro_batches(self.recipe.layout, self.given.count)
+        return pipelines.needed(self.recipe.layout, self.given.count)
 
     @functools.cached_property
     def elements(self) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from gradus import models
@@ -248,6 +247,8 @@ def profile(
             mark.watch(name, module)
         backward, finish = type(parallel).backward, parallel._finish_gradients
         if parallel.pipeline:
+            from torch.distributed.pipelining import PipelineStage
+
             for edge, name in (("forward", "forward_one_chunk"), ("backward", "backward_one_chunk"), ("weights", "backward_weight_one_chunk")):
                 stack.enter_context(replaced(PipelineStage, name, mark.during(edge, getattr(PipelineStage, name))))
         else:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradus import models
 from gradus.hardware import Cluster
-from gradus.parallel.pipeline import bounds
+from gradus.parallel.pipeline import bounds, needed
 from gradus.plan import engine
 from gradus.plan.compose import sharded_over, stages_of, widths
 from gradus.plan.engine import Given
@@ -159,7 +159,7 @@ class Rough:
 
     @property
     def micro(self) -> int:
-        return engine.micro_batches(self.layout, self.given.count)
+        return needed(self.layout, self.given.count)
 
     @functools.cached_property
     def wide(self) -> list[tuple[float, int, float]]:
