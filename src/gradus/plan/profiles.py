@@ -105,8 +105,10 @@ class Part:
 
     @property
     def small(self) -> Part:
-        """The same kind of part with few blocks."""
-        return Part(tuple((min(before, 1), min(own, EACH), min(after, 1)) for before, own, after in self.stacks))
+        """The same kind of part with few blocks. What has others on one side alone has two of them, so that there are three stages for all."""
+        ends = [sum(stack[i] for stack in self.stacks) for i in (0, 2)]
+        beside = 2 if len(self.stacks) == 1 and 0 in ends else 1
+        return Part(tuple((min(before, beside), min(own, EACH), min(after, beside)) for before, own, after in self.stacks))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -116,12 +118,15 @@ class Part:
     def bounds(self) -> list[int]:
         """Of the stages of this part and of what is before and after it."""
         first, own = sum(s[0] for s in self.stacks), sum(s[1] for s in self.stacks)
-        return [0, *([first] if first else []), *([first + own] if first + own < sum(self.sizes) else []), sum(self.sizes)]
+        inner = {1, first} if len(self.stacks) == 1 else {first}
+        outer = {first + own, first + own + 1} if len(self.stacks) == 1 else {first + own}
+        total = sum(self.sizes)
+        return sorted({0, *(x for x in inner if x <= first), *(x for x in outer if x < total), total})
 
     @property
     def index(self) -> int:
         """Its stage."""
-        return int(sum(s[0] for s in self.stacks) > 0)
+        return self.bounds.index(sum(s[0] for s in self.stacks))
 
 
 @dataclasses.dataclass
