@@ -42,7 +42,7 @@ SURE = 1.01  # a layout that is roughly so many times as slow as the best is slo
 MOST = 10  # ways to split that the engine prices
 WAYS = ("none", "selective", "full")  # of checkpointing: the first that fits, for to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
-COARSE = 0.85  # of what a coarse sketch says: a layout is looked at before its time may have come
+COARSE = 0.9  # of what another layout's sketch says: this one is looked at before its time may have come
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
 MOST_DEVICES = 2**17
 NEAR = 0.9  # of the devices that the best so far would need
@@ -197,9 +197,9 @@ class Space:
     def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
         """Traced with 1, 8, 64, ... samples in a micro-batch, and taken for others. coarse: of one sample, as one process's weights are."""
         base = 1 if coarse else 8 ** int(math.log(layout.micro_batch, 8) + 1e-9)
-        half = layout.shard > 1 and layout.param_dtype
+        half = layout.shard > 1 and bool(layout.param_dtype)
         if coarse and half:
-            layout, half = layout.model_copy(update=self._numbers(sharded=False)), None
+            layout, half = layout.model_copy(update=self._numbers(sharded=False)), False
         key = (layout.tensor, layout.context, layout.context_method, layout.expert, layout.precision, half, layout.checkpointing, base)
         if key not in self.sketches:
             small = self._with(layout.model_copy(update={"shard": 1, "param_dtype": None}) if not half else layout, base)
@@ -230,7 +230,7 @@ class Space:
                     self._miss(found)
                 if found.state > self.limit or found.least > 0.995 * before:
                     break
-                self._push(found, COARSE * found.least)
+                self._push(found, (1.0 if split.shard == 1 and micro < 8 else COARSE) * found.least)
                 before = found.least
         while self.queue:
             *_, state, found = heapq.heappop(self.queue)
