@@ -28,15 +28,15 @@ class Run:
     dtype: str = ""  # of linear layers' products, where it is not the traced one
     frozen: bool = False  # only adapters are trained
     asynchronous: bool = False  # tensor parallel communication runs beside the products
-    stages: int = 1  # of a pipeline that the recipe does not have: its model has the blocks of one stage
+    context: int = 1  # processes that share a sequence: in the recipe each has a sample as long as its part
     virtual: int = 1  # stages a device, interleaved
     wide_gradients: bool = False  # added up in fp32 beside half ones
 
     @property
     def replicas(self) -> int:
-        """Processes that see different samples."""
+        """Processes that see different tokens."""
         layout = self.recipe.layout
-        return self.cluster.n // (layout.tensor * layout.pipeline * layout.context * self.stages)
+        return self.cluster.n // (layout.tensor * layout.pipeline)
 
 
 def recipe_of(model: ModelConfig, layout: Layout, samples: int) -> Recipe:
@@ -60,13 +60,6 @@ def made(point: Point, group: str, source: str, run: Run, **more: Any) -> Case:
 def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
     """Of a layout: weights sharded over so many, computed with in half; of one process autocast."""
     return {"shard": processes, "param_dtype": half, "reduce_dtype": reduced} if processes > 1 else {"precision": half}
-
-
-def staged(model: ModelConfig, layout: dict[str, Any], stages: int) -> tuple[ModelConfig, Layout, int]:
-    """Where the sequence is split too, which no pipeline of Gradus does: the blocks of one stage, without the pipeline."""
-    if stages == 1 or layout.get("context", 1) == 1:
-        return model, Layout(**layout, pipeline=stages), 1
-    return model.model_copy(update={"n_layers": -(-model.n_layers // stages)}), Layout(**layout), stages
 
 
 def on(device: Device, network: str | float | None) -> Device:
@@ -210,13 +203,13 @@ def titan(point: Point) -> Case:
     text = json.dumps(c).lower()
     tensor, stages, context = c.get("tp") or 1, c.get("pp") or 1, c.get("cp") or 1
     schedule = "interleaved" if "interleaved" in (c.get("schedule") or "").lower() else "1f1b"
-    shard = n // (tensor * stages * context)
-    local = c.get("local_batch") or point["batch"] // shard
+    shard = n // (tensor * stages)
+    local = c.get("local_batch") or point["batch"] * context // shard
     ac = c.get("ac") if c.get("ac") in ("full", "selective") else "none"
-    model, layout, apart = staged(llama(llama_name(point["model"]), point["seq"]), {
-        **sharded(shard), "tensor": tensor, "context": context, "checkpointing": ac, "micro_batch": 1 if stages > 1 else local}, stages)  # fmt: skip
+    model = llama(llama_name(point["model"]), point["seq"] // context)
+    layout = Layout(**sharded(shard), tensor=tensor, pipeline=stages, checkpointing=ac, micro_batch=1 if stages > 1 else local)
     run = Run(recipe_of(model, layout, local * shard), Cluster(device_of(point, "H100-96GB-500W"), n), "titan", ac, "fp8" if "float8" in text else "",
-              asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")), stages=apart, virtual=2 if schedule == "interleaved" else 1)  # fmt: skip
+              asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")), context=context, virtual=2 if schedule == "interleaved" else 1)  # fmt: skip
     return made(point, "torchtitan", "torchtitan " + ("70B" if "asyncTP" in point["source"] else "405B"), run)
 
 
@@ -231,10 +224,10 @@ def bridge(point: Point) -> Case:
         raise NotCovered(f"the fp4 peak of {device.name} is not known")
     shard = c.get("fsdp") or 1
     frozen = 16 * (point["params"] or 0) > n * device.memory  # what cannot be trained whole on so few is an adapter's fine-tuning
-    held = sharded(shard) if shard > 1 else {"precision": "pure_bf16"}
-    model, layout, apart = staged(llama(llama_name(point["model"]), point["seq"]), {
-        **held, "tensor": tensor, "context": context, "micro_batch": micro}, stages)  # fmt: skip
-    run = Run(recipe_of(model, layout, point["batch"]), Cluster(device, n), "mcore", dtype=dtype, frozen=frozen, stages=apart, virtual=virtual)
+    held = sharded(shard * context) if shard > 1 else {"precision": "pure_bf16"}
+    layout = Layout(**held, tensor=tensor, pipeline=stages, micro_batch=micro)
+    model = llama(llama_name(point["model"]), point["seq"] // context)
+    run = Run(recipe_of(model, layout, point["batch"] * context), Cluster(device, n), "mcore", dtype=dtype, frozen=frozen, context=context, virtual=virtual)
     return made(point, "megatron-bridge", "megatron-bridge", run)
 
 
@@ -288,14 +281,14 @@ def elsewhere(point: Point) -> Case:
     whole = whole and groups > 1
     half = "fp16" if "fp16" in text else "fp32" if "fp32" in str(c.get("precision")) else "bf16"
     pure = software.table()[name].precision.startswith("pure_") and half != "fp32" and not whole
-    held = sharded(groups, half=half) if whole and half != "fp32" else {"precision": f"pure_{half}" if pure else half, "shard": groups if whole else 1}
-    model, layout, apart = staged(model, {
-        **held, "tensor": tensor, "context": context, "micro_batch": micro,
-        "attention": "naive" if software.table()[name].attention == "plain" else "sdpa",
-        "sequence_parallel": tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")),
-        "checkpointing": "full" if recompute == "full" else "none"}, stages)  # fmt: skip
+    held = sharded(groups * context, half=half) if whole and half != "fp32" else {"precision": f"pure_{half}" if pure else half, "shard": groups * context if whole else 1}
+    layout = Layout(**held, tensor=tensor, pipeline=stages, micro_batch=micro, attention="naive" if software.table()[name].attention == "plain" else "sdpa",
+                    sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")),
+                    checkpointing="full" if recompute == "full" else "none")  # fmt: skip
+    if context > 1:
+        model = model.model_copy(update={"seq_len": (point["seq"] or model.seq_len) // context})
     samples = max(1, round(batch / (groups * micro))) * groups * micro
-    case = made(point, "elsewhere", str(point["source"])[:40], Run(recipe_of(model, layout, samples), Cluster(device, n), name, recompute, stages=apart))
+    case = made(point, "elsewhere", str(point["source"])[:40], Run(recipe_of(model, layout, samples * context), Cluster(device, n), name, recompute, context=context))
     case.note = f"a source without a reader of its own: read as a run of {name}, its layout where it is stated"
     return case
 

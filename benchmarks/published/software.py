@@ -13,7 +13,7 @@ import yaml
 from gradus.plan import engine
 from gradus.plan.engine import Process
 from gradus.plan.work import Op, Transfer, Work
-from gradus.recipe.schema import Layout, Recipe
+from gradus.recipe.schema import Recipe
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
 CORE = {"softmax", "native_dropout"}
@@ -55,15 +55,13 @@ _kept: dict[str, Traced] = {}
 
 
 def whole(run: Any) -> Work:
-    """The traced work of a run, of the whole model: what its metrics count."""
-    work = traced(run.recipe, run.cluster.n // run.stages).busiest
-    if run.stages == 1:
+    """The traced work of a run as its metrics count it: the attention of whole sequences, where processes share them."""
+    work = traced(run.recipe, run.cluster.n).busiest
+    if run.context == 1:
         return work
     model = run.recipe.model
-    layers = model.n_layers * run.stages
-    alone = run.recipe.model_copy(update={"model": model.model_copy(update={"n_layers": layers}), "layout": Layout(device="cuda", micro_batch=1),
-                                          "batch": run.recipe.batch.model_copy(update={"samples": 1})})  # fmt: skip
-    return dataclasses.replace(work, model_flops=traced(alone, 1).busiest.model_flops * work.samples)
+    more = 12.0 * model.n_layers * model.n_heads * model.head_dim * model.seq_len * (run.context - 1)  # a token (Chowdhery et al. 2022)
+    return dataclasses.replace(work, model_flops=work.model_flops + more * work.tokens, samples=work.samples / run.context)
 
 
 def traced(recipe: Recipe, n: int) -> Traced:
@@ -172,24 +170,30 @@ def _optimizer(software: Software, t: Traced, ops: list[Op]) -> list[Op]:
     return small[:20] + [Op("memory", "adam", "fp32", "optimizer", 0.0, software.optimizer * t.held / share, launches=8)]
 
 
-def _pipelined(run: Any, work: Work, transfers: list[Transfer], ops: list[Op]) -> tuple[list[Transfer], list[Op]]:
-    """Interleaved stages send as many times as often; a pipeline that was left out of the trace sends the hidden states of its part of a
-    sequence, and its head (products with the vocabulary) is the last stage's alone."""
-    if run.stages == 1:
-        return [dataclasses.replace(x, calls=x.calls * run.virtual) if x.axis == "pipeline" and x.phase != "optimizer" else x for x in transfers], ops
-    layout, model = run.recipe.layout, run.recipe.model
-    vocab = model.vocab_size / (layout.tensor if layout.vocab_parallel else 1)
-    ops = [dataclasses.replace(op, name="logits_" + op.name) if op.kind == "matmul" and vocab in op.shape else op for op in ops]
-    payload = 2.0 * work.tokens / run.replicas / work.micro_batches / layout.context * model.d_model / layout.tensor
-    sends = [Transfer("pipeline", "send", payload, work.micro_batches * run.virtual, run.stages, run.cluster.n // run.stages, phase, "both")
-             for phase in ("forward", "backward")]  # fmt: skip
-    return transfers + sends, ops
+def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches: int) -> tuple[list[Op], list[Transfer]]:
+    """Processes that share a sequence: each part's queries see all keys (half of them, balanced), which go round while they do."""
+    if run.context == 1:
+        return ops, transfers
+    model, layout, k = run.recipe.model, run.recipe.layout, run.context
+    ops = [dataclasses.replace(op, flops=op.flops * k, bytes=op.bytes * k) if op.kind == "attention" else op for op in ops]
+    heads = getattr(model, "n_kv_heads", None) or model.n_heads
+    payload = 4.0 * (layout.micro_batch or 1) * model.seq_len * model.head_dim * max(1, heads // layout.tensor)
+    calls = (k - 1) * micro_batches * model.n_layers / layout.pipeline
+    return ops, transfers + [Transfer("context", "send", payload * times, calls, k, layout.tensor, phase, phase) for phase, times in (("forward", 1), ("backward", 2))]
+
+
+def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> list[Transfer]:
+    """Interleaved stages send as many times as often; each tensor rank sends its part (Narayanan et al. 2021, section 4.1)."""
+    layout = run.recipe.layout
+    part = layout.tensor if software.precision.startswith("pure_") and not layout.sequence_parallel else 1
+    return [dataclasses.replace(x, payload=x.payload / part, calls=x.calls * run.virtual) if x.axis == "pipeline" and x.phase != "optimizer" else x
+            for x in transfers]  # fmt: skip
 
 
 def work_of(run: Any) -> Work:
     """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
     software, layout = table()[run.software], run.recipe.layout
-    t = traced(run.recipe, run.cluster.n // run.stages)
+    t = traced(run.recipe, run.cluster.n)
     ops = _head(t.busiest, t.first)
     if software.mask:
         ops = _fused_mask(ops)
@@ -198,22 +202,20 @@ def work_of(run: Any) -> Work:
     if run.dtype:
         ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0)
     width = 2.0 if layout.precision.startswith("pure_") else 4.0
+    m = max(1, round(run.recipe.batch.samples / (run.replicas * (layout.micro_batch or run.recipe.batch.samples))))
     step, transfers = _optimizer(software, t, t.busiest.step), _sums(software, t, width)
+    if m < t.busiest.micro_batches:  # a schedule of Gradus runs at least one a stage
+        transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
     if run.frozen:
-        ops, step = _frozen(ops, t.busiest.tokens / (run.replicas * t.busiest.micro_batches)), []
+        ops, step = _frozen(ops, t.busiest.tokens / (run.replicas * m)), []
         transfers = [x for x in transfers if x.axis != "replicate" and not (x.axis == "shard" and x.kind == "reduce_scatter")]
-    if layout.tensor > 1 and software.precision.startswith("pure_"):  # each tensor rank sends its part (Narayanan et al. 2021, section 4.1)
-        transfers = [dataclasses.replace(x, payload=x.payload / (1 if layout.sequence_parallel else layout.tensor)) if x.axis == "pipeline" and x.phase != "optimizer" else x for x in transfers]
-    transfers = _beside(transfers, software.hidden)
-    if run.asynchronous:  # products and their gathers run in pieces beside one another
-        transfers = [dataclasses.replace(x, hidden_by="both") if x.axis == "tensor" else x for x in transfers]
-    if run.stages > 1 or run.virtual > 1:
-        transfers, ops = _pipelined(run, t.busiest, transfers, ops)
+    transfers = _between_stages(run, software, transfers)
     if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
         transfers = [dataclasses.replace(x, calls=x.calls / t.busiest.micro_batches) if x.axis == "shard" else x for x in transfers]
-    stages = max(layout.pipeline, run.stages)
-    return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, software=software.name, stages=stages, virtual=run.virtual,
-                               schedule="interleaved" if run.virtual > 1 else "1f1b", data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes)  # fmt: skip
+    ops, transfers = _together(run, ops, _beside(transfers, software.hidden + (("tensor", "sequence") if run.asynchronous else ())), m)
+    return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, micro_batches=m, software=software.name, virtual=run.virtual,
+                               schedule="interleaved" if run.virtual > 1 else "1f1b",
+                               data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes)  # fmt: skip
 
 
 # ---------------------------------------------------------------- memory
