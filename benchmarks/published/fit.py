@@ -10,11 +10,11 @@ import dataclasses
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from gradus.plan import roofline
-from gradus.plan.roofline import OF_CHIP, OF_SOFTWARE
 from published.price import NAMES, Runs
 
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
@@ -61,23 +61,67 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
             start, wide = KNOWN.get((field, software), known)
             out.append(Term(field, software, math.log(start), wide))
     out += [Term(field, name, math.log(start / NETWORK[field][0]), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
-    return [t for t in out if t.spread] + [t for t in out if not t.spread]
+    return out
+
+
+def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
+    """Where the weighted errors, of the size of 1, and the distance from the prior are least: Levenberg-Marquardt (Marquardt 1963) with
+    numerical derivatives; errors beyond 1 count less (soft L1). What has no spread stays. together: sets of parameters of which an error
+    depends on one, and on which each depends. Deterministic."""
+    free = np.flatnonzero(spread)
+    together = together or [([i], None) for i in free]
+
+    def cost(e, x) -> float:
+        return float(np.sum(weights * 2 * (np.sqrt(1 + e**2) - 1)) + np.sum(((x - prior)[free] / spread[free]) ** 2))
+
+    x, damping, e = start.copy(), 1e-3, errors(start)
+    best = cost(e, x)
+    for _ in range(rounds):
+        slopes = np.zeros((len(e), len(x)))
+        for columns, on in together:
+            moved = x.copy()
+            moved[columns] -= 1e-3
+            slope = ((e - errors(moved)) / 1e-3)[:, None]
+            slopes[:, columns] = slope if on is None else slope * on
+        slopes = slopes[:, free]
+        weight = weights / np.sqrt(1 + e**2)
+        matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(1 / spread[free] ** 2)
+        slope = slopes.T @ (weight * e) + (x - prior)[free] / spread[free] ** 2
+        for _ in range(8):
+            tried = x.copy()
+            tried[free] -= np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope)
+            found = errors(tried)
+            value = cost(found, tried)
+            if value < best:
+                break
+            damping *= 5
+        else:
+            break
+        done = best - value < 1e-4 * best
+        x, e, best, damping = tried, found, value, damping / 5
+        if done:
+            break
+    return x
 
 
 class Fit:
-    """The fit of all runs; `solve` with some of them left out. runs: (chip, software) of each; weights: of each."""
+    """Of all runs together. runs: (chip, software) of each; seconds: measured."""
 
-    def __init__(self, priced: Runs, runs: list[tuple[str, str]], targets: np.ndarray, signs: np.ndarray, weights: np.ndarray):
-        """targets: measured seconds (or what `priced` says), signs unused where seconds; weights: of each run's error."""
-        self.priced, self.runs, self.targets, self.weights = priced, runs, targets, weights
+    def __init__(self, priced: Runs, runs: list[tuple[str, str]], seconds: np.ndarray, weights: np.ndarray):
+        self.priced, self.runs, self.measured, self.weights = priced, runs, seconds, weights
         self.terms = terms(runs)
-        self.free = sum(1 for t in self.terms if t.spread)
         self.prior = np.array([t.prior for t in self.terms])
-        self.spread = np.array([t.spread or 1.0 for t in self.terms])
-        keys = [keys_of(*run) for run in runs]
-        self.has = np.array([[t.key in k for t in self.terms] for k in keys], dtype=float)  # runs × terms
+        self.spread = np.array([t.spread for t in self.terms])
+        self.has = np.array([[t.key in keys_of(*run) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
+        chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
+        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip, one maker and one software
+        for i, t in enumerate(self.terms):
+            if t.spread:
+                level = "chip" if t.key in chips else "software" if t.key in softwares else "*" if t.key == "*" else "maker"
+                alike.setdefault((t.field, level), []).append(i)
+        self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         default = dataclasses.asdict(roofline.Parameters())
         self.base = np.array([0.0 if any(t.field == name for t in self.terms) else math.log(default[name] or 1e-12) for name in NAMES])
 
@@ -85,58 +129,32 @@ class Fit:
         return np.exp(np.minimum((self.has * x) @ self.into + self.base, self.limit))
 
     def errors(self, x: np.ndarray) -> np.ndarray:
-        return np.log(self.priced.seconds(self.parameters(x)) / self.targets) / SIGMA
-
-    def _cost(self, e, x, w) -> float:
-        return float(np.sum(w * 2 * (np.sqrt(1 + e**2) - 1)) + np.sum(((x - self.prior) / self.spread) ** 2))
-
-    def slopes(self, x: np.ndarray, e: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(e), self.free))
-        for i in range(self.free):
-            moved = x.copy()
-            moved[i] -= 1e-3
-            out[:, i] = (e - self.errors(moved)) / 1e-3
-        return out
+        """Logarithms of predicted over measured seconds."""
+        return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
 
     def solve(self, without: np.ndarray | None = None, start: np.ndarray | None = None, rounds: int = 30) -> np.ndarray:
-        """Levenberg-Marquardt (Marquardt 1963) with numerical derivatives; errors beyond SIGMA count less (soft L1). Deterministic."""
-        w = self.weights * (1.0 if without is None else ~without)
-        x = (self.prior if start is None else start).copy()
-        damping, e = 1e-3, self.errors(x)
-        best = self._cost(e, x, w)
-        for _ in range(rounds):
-            j = self.slopes(x, e)
-            weight = w / np.sqrt(1 + e**2)
-            matrix = j.T @ (j * weight[:, None]) + np.diag(1 / self.spread[: self.free] ** 2)
-            slope = j.T @ (weight * e) + ((x - self.prior) / self.spread**2)[: self.free]
-            for _ in range(8):
-                tried = x.copy()
-                tried[: self.free] -= np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope)
-                found = self.errors(tried)
-                value = self._cost(found, tried, w)
-                if value < best:
-                    break
-                damping *= 5
-            else:
-                break
-            done = best - value < 1e-4 * best
-            x, e, best, damping = tried, found, value, damping / 5
-            if done:
-                break
-        return x
+        weights = self.weights * (1.0 if without is None else ~without)
+        start = self.prior if start is None else start
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
+
+    def entry(self, x: np.ndarray, key: str, fields: Iterable[str]) -> dict[str, float]:
+        """The parameters that a chip, a maker or a software has in the end."""
+        keys = keys_of(key, key)
+        sums = {name: sum(v for t, v in zip(self.terms, x) if t.field == name and t.key in keys) for name in fields}
+        known = {t.field for t in self.terms}
+        return {name: float(f"{min(math.exp(v), LIMIT.get(name, math.inf)):.4g}") for name, v in sums.items() if name in known}
+
+
+def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> np.ndarray:
+    """Errors of the runs, each with all of its label left out. whole: the fit of all, where the search starts."""
+    out, labels = np.zeros(len(labels)), np.array(labels)
+    for label in sorted(set(labels)):
+        without = labels == label
+        out[without] = fit.errors(fit.solve(without, whole, rounds=5))[without]
+    return out
 
 
 def weights_of(sources: list[str]) -> np.ndarray:
     """A source of n runs counts as the root of n."""
     many = Counter(sources)
     return np.array([3 * many[s] ** -0.5 for s in sources])
-
-
-def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Errors (log of predicted over measured seconds) with each label's runs left out, and how many runs and labels stood in each fit."""
-    out, labels = np.zeros(len(labels)), np.array(labels)
-    for label in sorted(set(labels)):
-        without = labels == label
-        x = fit.solve(without, whole, rounds=4)
-        out[without] = fit.errors(x)[without] * SIGMA
-    return out, labels

@@ -35,25 +35,40 @@ class NotCovered(Exception):
 
 @dataclasses.dataclass
 class Case:
-    """A point as the planner sees it."""
+    """A point as the planner sees it: the work of a step, or a direct formula."""
 
     point: Point
     group: str  # of the table
     source: str  # what one publication measured on one machine: left out together
     model: str  # likewise
     measured: float
-    run: Any = None  # runs.Run: a step's time, or memory
+    work: Work | None = None  # of a step, as its software does it
+    cluster: Cluster | None = None
     value: Callable[[float], float] = float  # seconds of a step → the point's own unit
     direct: Callable[[dict[str, float]], float] | None = None  # of parameters to the value, for what is no step's time
     entry: str = ""  # whose parameters `direct` takes: of `others`
     base: float | None = None  # of which the baseline is a constant multiple, for what is no step's time
-    identity: bool = False  # a count, or the source's own arithmetic: nothing is predicted
+    kind: str = "plan"  # other: a formula that no plan uses; identity: a count, or the source's own arithmetic: nothing is predicted
     note: str = ""
+
+    @property
+    def chip(self) -> str:
+        return roofline.family(self.cluster.device) if self.cluster else ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, that the measured value means."""
+        one = self.value(1.0)
+        return one / self.measured if self.rate else self.measured / one
 
     @property
     def rate(self) -> bool:
         """Whether more is faster."""
         return self.value(2.0) < self.value(1.0)
+
+    def at_mfu(self, mfu: float) -> float:
+        """The value at a constant model FLOPs utilisation."""
+        return self.value(self.work.model_flops / (self.cluster.n * roofline.peak(self.cluster.device, self.work.micro[0].dtype) * mfu))
 
 
 def load(path: str | Path) -> list[Point]:

@@ -52,9 +52,9 @@ def made(point: Point, group: str, source: str, run: Run, **more: Any) -> Case:
     """The case of a run. Raises NotCovered where the metric is no step's time, UserError where the layout does not fit."""
     if not timed(point["metric"]):
         raise NotCovered(f"metric {point['metric']} of this source: nothing predicts it")
-    work = software.whole(run)
+    work = software.work_of(run)
     value = in_metric(point, work, run.cluster, run.recompute, more.pop("hardware_flops", None))
-    return Case(point, group, source, point["model"], float(point["value"]), run, value, **more)
+    return Case(point, group, source, point["model"], float(point["value"]), work, run.cluster, value, **more)
 
 
 def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
@@ -288,7 +288,7 @@ def elsewhere(point: Point) -> Case:
     if context > 1:
         model = model.model_copy(update={"seq_len": (point["seq"] or model.seq_len) // context})
     samples = max(1, round(batch / (groups * micro))) * groups * micro
-    case = made(point, "elsewhere", str(point["source"])[:40], Run(recipe_of(model, layout, samples * context), Cluster(device, n), name, recompute, context=context))
+    case = made(point, "elsewhere", "elsewhere " + str(point["source"])[:40], Run(recipe_of(model, layout, samples * context), Cluster(device, n), name, recompute, context=context))
     case.note = f"a source without a reader of its own: read as a run of {name}, its layout where it is stated"
     return case
 

@@ -301,7 +301,7 @@ def plan(args) -> int | Iterable[str]:
     mode = modes[0] if modes else "plan"
     _only_with(args, mode)
     if mode == "accuracy":
-        return room("plan.accuracy").lines(args.accuracy or None)
+        return room("plan.published").lines(args.accuracy or None)
     if mode == "examples":
         examples = room("plan.examples")
         return (row.json() for row in examples.rows()) if args.json else examples.lines()
