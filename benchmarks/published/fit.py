@@ -24,7 +24,7 @@ CHIPS = {"matmul": (0.8, 0.1, 0.08), "depth": (120.0, 0.7, 0.3), "attention": (0
 NETWORK = {"network": (0.8, 0.3, 0.0), "latency": (2e-5, 0.7, 0.0)}
 SOFTWARE = {"elementwise": (0.8, 0.3), "host": (1.2e-5, 1.0), "wait": (2e-5, 1.0), "overlap": (0.9, 0.1), "contention": (0.1, 0.7), "straggle": (0.003, 1.0)}
 # What is known of a software beside the runs: DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200
-KNOWN = {("network", "zero3"): (0.125, 0.3), ("overlap", "zero3"): (0.01, 0.0), ("elementwise", "timm"): (1.0, 0.15), ("elementwise", "mosaic"): (1.0, 0.15)}
+KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0), ("elementwise", "timm"): (1.0, 0.15), ("elementwise", "mosaic"): (1.0, 0.15)}
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "low": 1.0, "misaligned": 1.0, "elementwise": 1.0}
 
 
@@ -60,7 +60,7 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
         for field, known in SOFTWARE.items():
             start, wide = KNOWN.get((field, software), known)
             out.append(Term(field, software, math.log(start), wide))
-    out += [Term(field, name, math.log(start / NETWORK[field][0]), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
+    out += [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
     return out
 
 
@@ -112,7 +112,7 @@ class Fit:
         self.terms = terms(runs)
         self.prior = np.array([t.prior for t in self.terms])
         self.spread = np.array([t.spread for t in self.terms])
-        self.has = np.array([[t.key in keys_of(*run) for t in self.terms] for run in runs], dtype=float)  # runs × terms
+        self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
         chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
@@ -124,6 +124,11 @@ class Fit:
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         default = dataclasses.asdict(roofline.Parameters())
         self.base = np.array([0.0 if any(t.field == name for t in self.terms) else math.log(default[name] or 1e-12) for name in NAMES])
+
+    @staticmethod
+    def applies(t: Term, keys: set[str]) -> bool:
+        """Whether a term is of such a run; of a network that is known of its software, no other."""
+        return t.key in keys and not (t.key == "*" and any((t.field, key) in KNOWN for key in keys))
 
     def parameters(self, x: np.ndarray) -> np.ndarray:
         return np.exp(np.minimum((self.has * x) @ self.into + self.base, self.limit))
@@ -137,10 +142,9 @@ class Fit:
         start = self.prior if start is None else start
         return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
 
-    def entry(self, x: np.ndarray, key: str, fields: Iterable[str]) -> dict[str, float]:
-        """The parameters that a chip, a maker or a software has in the end."""
-        keys = keys_of(key, key)
-        sums = {name: sum(v for t, v in zip(self.terms, x) if t.field == name and t.key in keys) for name in fields}
+    def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
+        """The sums of the terms with these keys: what a chip, a maker or a software has in the end."""
+        sums = {name: sum(v for t, v in zip(self.terms, x) if t.field == name and self.applies(t, keys)) for name in fields}
         known = {t.field for t in self.terms}
         return {name: float(f"{min(math.exp(v), LIMIT.get(name, math.inf)):.4g}") for name, v in sums.items() if name in known}
 

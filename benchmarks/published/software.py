@@ -32,6 +32,7 @@ class Software:
     gradients: str = "buckets"
     reduced: float | None = None
     distributed: bool = False
+    accumulated: bool = False
     hidden: tuple[str, ...] = ()
 
 
@@ -130,9 +131,20 @@ def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
     return [dataclasses.replace(op, dtype=dtype) if linear(op) else op for op in ops]
 
 
+def _of_weights(op: Op, tokens: float) -> bool:
+    """Whether a product gives the gradient of a weight."""
+    return op.kind == "matmul" and op.phase == "backward" and op.shape[0] == 1 and op.shape[3] == tokens
+
+
 def _frozen(ops: list[Op], tokens: float) -> list[Op]:
     """Only small adapters are trained: no gradients of the weights."""
-    return [op for op in ops if not (op.kind == "matmul" and op.phase == "backward" and op.shape[0] == 1 and op.shape[3] == tokens)]
+    return [op for op in ops if not _of_weights(op, tokens)]
+
+
+def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
+    """Gradients of weights are added up by the products that give them, not by additions (three half tensors of their size)."""
+    sizes = {6.0 * op.shape[1] * op.shape[2] for op in ops if _of_weights(op, tokens)}
+    return [op for op in ops if not (op.kind == "memory" and op.name == "add" and op.phase == "backward" and op.bytes in sizes)]
 
 
 def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:
@@ -206,8 +218,11 @@ def work_of(run: Any) -> Work:
     step, transfers = _optimizer(software, t, t.busiest.step), _sums(software, t, width)
     if m < t.busiest.micro_batches:  # a schedule of Gradus runs at least one a stage
         transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
+    tokens = t.busiest.tokens / (run.replicas * m)
+    if software.accumulated or run.frozen:
+        ops = _accumulated(ops, tokens)
     if run.frozen:
-        ops, step = _frozen(ops, t.busiest.tokens / (run.replicas * m)), []
+        ops, step = _frozen(ops, tokens), []
         transfers = [x for x in transfers if x.axis != "replicate" and not (x.axis == "shard" and x.kind == "reduce_scatter")]
     transfers = _between_stages(run, software, transfers)
     if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
@@ -238,7 +253,9 @@ def memory_of(run: Any) -> float:
     software = table()[run.software]
     most = 0.0
     for p in engine.processes(run.recipe, run.cluster.n, "cuda", None):
-        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)})
+        # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
+        every = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.every]
+        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"every": every})
         if software.state:
             theirs.each = software.state
         wide = 4.0 * theirs.own / theirs.width if run.wide_gradients else 0.0

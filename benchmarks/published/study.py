@@ -331,6 +331,9 @@ def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]
 # ---------------------------------------------------------------- what is kept
 
 
+EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose host and overlap Gradus's are taken to be; its operations are a kernel each
+
+
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
@@ -356,13 +359,16 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
     makers = sorted({fitting.maker(c.chip) for c in study.priced} - {"other"})
-    chips = {m: fit.entry(x, m, OF_CHIP if m == "nvidia" else ["matmul"]) for m in makers}
+    chips = {m: fit.entry(x, {"*", m}, OF_CHIP if m == "nvidia" else ["matmul"]) for m in makers}
     for chip in sorted({c.chip for c in study.priced}):
         run = any(c.work.software for c in study.priced if c.chip == chip)
-        chips[chip] = _own(fit, x, chip, OF_CHIP if run else ["matmul"])
-    softwares = {s: fit.entry(x, s, [*OF_SOFTWARE, *(("network",) if ("network", s) in fitting.KNOWN else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
+        chips[chip] = fit.entry(x, {"*", fitting.maker(chip), chip}, OF_CHIP if run else ["matmul"])
+    known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
+    softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
+    softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
-             "network": fit.entry(x, "*", OF_NETWORK), "software": {"gradus": GRADUS} | softwares, "links": study.tables()}  # fmt: skip
+             "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
     by_source = study.results("source", progress)
     first["intervals"] = intervals(by_source)
     first |= {"uncovered": {why: len(p) for why, p in reasons.items()}}
@@ -370,17 +376,6 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     many = Counter(kind(c) for c in study.cases)  # a constant of so few would be their own value
     entries["constants"] = {k: _short(v) for k, v in sorted(constants(study.cases).items()) if many[k] > 3}
     return first, entries
-
-
-# Gradus's own: an operation a kernel; the host as PyTorch's eager mode has it in the softwares that were measured (mosaic, timm)
-GRADUS = {"elementwise": 1.0, "host": 1.2e-5, "wait": 2e-5, "overlap": 0.9, "contention": 0.2, "straggle": 0.003}
-
-
-def _own(fit: fitting.Fit, x: np.ndarray, chip: str, fields: list[str]) -> dict[str, float]:
-    """Of a chip: its own and its maker's."""
-    keys = {"*", fitting.maker(chip), chip}
-    sums = {name: sum(v for t, v in zip(fit.terms, x) if t.field == name and t.key in keys) for name in fields}
-    return {name: _short(min(math.exp(v), fitting.LIMIT.get(name, math.inf))) for name, v in sums.items()}
 
 
 def rows(results: list[Result], reasons: dict[str, list[Point]]) -> Iterator[str]:
