@@ -78,8 +78,8 @@ class Runs:
 
     def seconds(self, parameters: np.ndarray) -> np.ndarray:
         p = {name: parameters[:, i] for i, name in enumerate(NAMES)}
-        of = {name: p[name][self.case] for name in ("matmul", "depth", "attention", "bandwidth", "kernel", "misaligned", "low", "elementwise", "host")}
-        rate = np.where(self.kind == 0, of["matmul"] * np.minimum(self.used, 1.0) * self.k / (self.k + of["depth"]), of["attention"])
+        of = {name: p[name][self.case] for name in ("matmul", "depth", "attention", "bandwidth", "kernel", "misaligned", "low", "fused", "elementwise", "host")}
+        rate = np.where(self.kind == 0, of["matmul"] * np.minimum(self.used, 1.0) * self.k / (self.k + of["depth"]), of["attention"] * of["fused"])
         rate = rate * np.where(self.odd > 0, of["misaligned"], 1.0) * np.where(self.low > 0, of["low"], 1.0)
         memory = self.bytes / of["bandwidth"]
         fused = np.where(self.chained > 0, of["elementwise"], 1.0)

@@ -139,7 +139,7 @@ def inside(c: Case, value: float, foreign: bool) -> bool | None:
 
 def kind(c: Case) -> str:
     """Within which the baseline is one constant: chip and kind of source."""
-    return f"{c.chip} {c.group}".strip()
+    return f"{c.chip} {c.group}" if c.work is not None and c.work.software else c.group
 
 
 def constant_of(c: Case) -> float | None:
@@ -227,7 +227,7 @@ class Study:
     def beside(self, c: Case, label: str) -> tuple[int, int]:
         """Models and sources that are left with its chip or its software, or its formula."""
         def alike(o: Case) -> bool:
-            return o.entry == c.entry if c.work is None else o.work is not None and (o.chip == c.chip or o.work.software == c.work.software)
+            return o.entry == c.entry if c.work is None else o.work is not None and (o.chip == c.chip or o.work.software == c.work.software != "")
 
         left = [o for o in self.cases if alike(o) and getattr(o, label) != getattr(c, label)]
         return len({o.model for o in left}), len({o.source for o in left})
@@ -342,9 +342,10 @@ def quantile(values: list[float], q: float) -> float:
     return float(np.quantile(np.array(values), q))
 
 
-def intervals(results: list[Result]) -> dict[str, list[float]]:
-    """Of each software with runs of several sources, else of all: between which 80 % of the measured steps lie, by the prediction with their
-    source left out."""
+def intervals(results: Iterable[Result]) -> dict[str, list[float]]:
+    """Of each software with runs of several sources, else of all: between which 80 % of the measured steps lie, by predictions with their
+    source, and with their model, left out."""
+    results = list(results)
     found: dict[str, list[float]] = {}
     for r in results:
         if r.case.work is not None and r.case.work.software and r.case.group != "elsewhere":
@@ -369,8 +370,7 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
-    by_source = study.results("source", progress)
-    first["intervals"] = intervals(by_source)
+    first["intervals"] = intervals([*study.results("source", progress), *study.results("model", progress)])
     first |= {"uncovered": {why: len(p) for why, p in reasons.items()}}
     entries = {e: {k: _short(v) for k, v in _formula([c for c in study.direct if c.entry == e], e).items()} for e in sorted({c.entry for c in study.direct}) if e in others.starts()}
     many = Counter(kind(c) for c in study.cases)  # a constant of so few would be their own value

@@ -28,7 +28,7 @@ UNITS = {"P100": 56, "V100": 80, "T4": 40, "A100": 108, "A800": 108, "A10": 72, 
 # Whose parameters a device without its own takes: the nearest of the same maker.
 NEAREST = {"P100": "V100", "T4": "V100", "A800": "A100", "A10": "RTX3090", "A40": "RTX3090", "L4": "RTX3090", "L40": "RTX3090",
            "RTX4090": "RTX3090", "RTX5090": "RTX3090", "H800": "H100", "H200": "H100", "H20": "H100", "GH200": "H100", "B300": "B200"}  # fmt: skip
-MAKERS = (("amd", r"MI\d"), ("nvidia", r"([APVHBTL]|RTX|G[BH])\d"))  # by the name of a chip
+MAKERS = (("amd", r"MI\d"), ("intel", r"GAUDI"), ("nvidia", r"([APVHBTL]|RTX|G[BH])\d"))  # by the name of a chip
 UNITS_ASSUMED = 108  # an A100's, of a GPU whose number is not known
 
 # Chains of element-wise operations that a compiler or hand-written kernels make one of; not normalisation, softmax, look-ups and copies.
@@ -49,6 +49,7 @@ class Parameters:
     low: float = 0.75  # rate of fp8 and fp4 products, of what matmul says of their peak
     network: float = 0.8  # share of the network's bandwidth that collectives between nodes reach
     latency: float = 2e-5  # s of a collective between nodes, for each doubling of the nodes
+    fused: float = 1.0  # rate of the software's fused attention, by the chip's `attention` (FlashAttention in Triton or CUDA, cuDNN)
     elementwise: float = 1.0  # bytes and kernels of chains of element-wise operations, by those of one kernel an operation
     host: float = 8e-6  # s that the host needs to launch one kernel
     wait: float = 2e-5  # s that the ranks of a group wait for one another at a collective that nothing hides
@@ -74,7 +75,7 @@ def fitted(path: Path = FITTED) -> dict[str, Any]:
 def family(device: Device | str) -> str:
     """A100-80GB-SXM → A100, "RTX 3090" → RTX3090: what names the chip."""
     name = device if isinstance(device, str) else device.name
-    found = re.search(r"(RTX[ -]?\d+|GB\d+|GH\d+|MI\d+|[A-Z]\d+)", name.upper())
+    found = re.search(r"(RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|GB\d+|GH\d+|MI\d+|[A-Z]\d+)", name.upper())
     return found.group(1).replace(" ", "").replace("-", "") if found else name
 
 
@@ -166,5 +167,5 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
             rate *= fit.low
         return max(op.flops / rate, memory) + base
     if op.kind == "attention":
-        return max(op.flops / (peak(device, op.dtype) * fit.attention), memory) + base
+        return max(op.flops / (peak(device, op.dtype) * fit.attention * fit.fused), memory) + base
     return memory + base
