@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 import yaml
+from published import others, points, study
 
 from gradus.errors import UserError
 from gradus.plan import roofline
-from published import others, points, study
 
 HEAD = "# Fitted by `python benchmarks/groundtruth.py POINTS.json --fit`: do not edit. Units are SI. What each parameter means: roofline.Parameters.\n"
 COLUMNS = ["n", "mean", "median", "max", "bias", "inside", "constant", "skill", "models", "sources"]

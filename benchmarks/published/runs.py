@@ -11,7 +11,21 @@ from gradus import hardware
 from gradus.hardware import Cluster, Device, Link
 from gradus.recipe.schema import Layout, ModelConfig, Recipe, ViTConfig
 from published import software
-from published.points import GPT, MPT, Case, NotCovered, Point, device_of, divisor, gpt, in_metric, llama, llama_name, model_of, timed
+from published.points import (
+    GPT,
+    MPT,
+    Case,
+    NotCovered,
+    Point,
+    device_of,
+    divisor,
+    gpt,
+    in_metric,
+    llama,
+    llama_name,
+    model_of,
+    timed,
+)
 
 VIT = {"tiny": (12, 192, 3, 768), "small": (12, 384, 6, 1536), "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
        "huge": (32, 1280, 16, 5120), "giant": (40, 1408, 16, 6144), "gigantic": (48, 1664, 16, 8192)}  # fmt: skip

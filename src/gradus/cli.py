@@ -115,7 +115,7 @@ def _planning(verb: Verb) -> None:
     add("--length", **whole(limits.LENGTH), help="of --serve: tokens a sequence (default: all its positions)")
     add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const="", metavar="FILE", help="how far from published measurements; a file of them is for benchmarks/groundtruth.py")
+    add("--accuracy", nargs="?", const="", metavar="FILE", help="how far from published measurements (without a file)")
     add("--examples", **FLAG, help="the worked examples of the sources, computed (docs/errata.md)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")

@@ -58,7 +58,7 @@ def test_a_point_becomes_work():
     assert case.work.micro_batches == 2
     assert {t.axis for t in case.work.transfers} == {"tensor", "replicate", "control"}
     assert not [op for op in case.work.micro if op.name in software.MASKS and op.bytes > 1e6]  # fused with the softmax
-    assert [op for op in case.work.step if op.name == "adam"][0].bytes == pytest.approx(46 * 12 * 512**2 * 4 / 2, rel=0.15)
+    assert next(op for op in case.work.step if op.name == "adam").bytes == pytest.approx(46 * 12 * 512**2 * 4 / 2, rel=0.15)
     assert study.predicted(case) > 0
 
 
@@ -220,13 +220,14 @@ def test_summary_by_hand():
 def test_four_of_five_lie_within_the_interval_that_they_make():
     def result(i: int, software: str, source: str):
         case = Case({}, "g", source, str(i), 1.0, Work([Op("memory", "x", "bf16", "forward", 0.0, 1.0)], [], [], software=software), Cluster(hardware.find("A100"), 1))
-        return study.Result(case, 1.0 + 0.01 * i)
+        return study.Result(case, 0.5 + 0.01 * i)
 
     results = [result(i, "one", f"s{i % 3}") for i in range(100)] + [result(0, "few", "t")]
     found = study.intervals(results)
     low, high = found["one"]
     assert sum(low <= study.slower(r.case, r.predicted) <= high for r in results[:100]) == pytest.approx(80, abs=1)
     assert found["few"][0] == pytest.approx(low, rel=0.02)  # of all
+    assert found["gradus"][0] < low < high < found["gradus"][1]
 
 
 def test_the_constant_is_a_utilisation_whatever_the_metric():
@@ -266,7 +267,7 @@ def test_the_bars_of_the_kept_table():
     for label, bar in (("model", 0.12), ("source", 0.17)):
         table = roofline.fitted()[f"without its {label}"]
         row = dict(zip(table["columns"], table["all together"]))
-        assert row["mean"] <= bar
+        assert row["mean"] <= bar, label
         assert 0.75 <= row["inside"] <= 0.85
     assert table["bloom memory"][1] <= 0.12
 

@@ -132,8 +132,8 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
 
 
 def interval(work: Work, foreign: bool = False) -> tuple[float, float]:
-    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its source left out. Of Gradus, none of
-    whose steps on a GPU was measured, and of a software that none of them used, the widest; a fifth more each way where the device's
+    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its source left out; the widest of
+    Gradus, no step of which was measured on a GPU, and of a software that none of them used. A fifth more each way where the device's
     parameters are another's (`foreign`)."""
     table = fitted().get("intervals") or {"none": (0.75, 1.35)}
     low, high = table.get(work.software) or (min(v[0] for v in table.values()), max(v[1] for v in table.values()))
