@@ -117,8 +117,8 @@ PRETRAINED = {"llama 7": 1e12, "llama 13": 1e12, "llama 33": 1.4e12, "llama 65":
 
 
 def hours(point: Point) -> Case:
-    """Device-hours of a whole run from its tokens: the operations of a token, over what large products reach of the peak, over one share for
-    all runs (the rest of the step, restarts, stages of training)."""
+    """Device-hours of a whole run from its tokens: the operations of a token, over one share of the peak for all runs (steps, restarts,
+    stages of training)."""
     c, n, metric = point["config"], point["params"], point["metric"]
     name = re.sub(r"[\s_-]+", " ", str(point["model"]).lower())
     name = re.sub(r"(llama \d)\.\d", r"\1", name).removesuffix("b").strip()
@@ -133,7 +133,7 @@ def hours(point: Point) -> Case:
     sizes = (*LLAMA[name][:2], point["seq"] or 4096) if name in LLAMA else WHOLE.get(name)
     attention = 12 * math.prod(sizes) if sizes else 0.0  # its full matrix (Chowdhery et al. 2022); not counted where the sizes are not known
     whole = (6 * (c.get("active_params") or n) + attention) * tokens
-    whole /= roofline.peak(device, "bf16") * roofline.parameters(device)[0].matmul * 3600
+    whole /= roofline.peak(device, "bf16") * 3600
     watts, pue, grid = c.get("tdp_w") or device.power or math.nan, 1.1, 0.385  # the model cards' own convention
 
     def value(v: dict[str, float]) -> float:

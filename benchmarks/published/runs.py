@@ -53,8 +53,14 @@ class Run:
         return self.cluster.n // (layout.tensor * layout.pipeline)
 
 
+LARGEST = 2**22, 10**5  # tokens of a micro-batch, micro-batches: what is traced in seconds
+
+
 def recipe_of(model: ModelConfig, layout: Layout, samples: int) -> Recipe:
-    images = isinstance(model, ViTConfig)
+    """Raises NotCovered for what no device was given."""
+    images, micro = isinstance(model, ViTConfig), min(layout.micro_batch or samples, samples)
+    if micro * (1 if images else model.seq_len) > LARGEST[0] or samples / micro / layout.shard > LARGEST[1]:
+        raise NotCovered(f"{samples} samples a step, {micro} at a time: too many for a device")
     return Recipe.model_validate({
         "name": "published", "model": model.model_dump(), "task": {"name": "classification" if images else "causal_lm"},
         "data": {"kind": "images" if images else "text", "path": "-"}, "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"samples": samples},

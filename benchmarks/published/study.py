@@ -193,10 +193,14 @@ class Study:
         self.cases = cases
         self.direct = [c for c in cases if c.work is None]
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
-        collectives.MEASURED = self.tables()  # what follows is fitted on top of them
         self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere"]
-        self.fit = fitting.Fit(Runs([(c.work, c.cluster) for c in self.priced]), [(c.chip, c.work.software) for c in self.priced],
-                               np.array([c.seconds for c in self.priced]), fitting.weights_of([c.source for c in self.priced]))  # fmt: skip
+        collectives.MEASURED = self.tables()  # what follows is fitted on top of them
+        try:
+            priced = Runs([(c.work, c.cluster) for c in self.priced])
+        finally:
+            collectives.MEASURED = None
+        self.fit = fitting.Fit(priced, [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
+                               fitting.weights_of([c.source for c in self.priced]))  # fmt: skip
         self.x = self.fit.solve()
 
     def tables(self) -> dict[str, Any]:
@@ -227,7 +231,7 @@ class Study:
     def beside(self, c: Case, label: str) -> tuple[int, int]:
         """Models and sources that are left with its chip or its software, or its formula."""
         def alike(o: Case) -> bool:
-            return o.entry == c.entry if c.work is None else o.work is not None and (o.chip == c.chip or o.work.software == c.work.software != "")
+            return o.entry == c.entry if c.work is None else o.work is not None and (o.chip == c.chip or o.work.software == c.work.software)
 
         left = [o for o in self.cases if alike(o) and getattr(o, label) != getattr(c, label)]
         return len({o.model for o in left}), len({o.source for o in left})
