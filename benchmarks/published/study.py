@@ -174,7 +174,7 @@ def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     start = {"alpha": 5e-5, "beta": 1.5e11} if entry.startswith("links/") else others.starts().get(entry, {})
     names = [name for name in start if name != "tokens"]
     if not cases or not names:
-        return {} if entry.startswith("links/") else start
+        return {"nominal": 1.0} if entry.startswith("links/") else start
 
     def values(x) -> dict[str, float]:
         return start | {name: math.exp(v) for name, v in zip(names, x)}
