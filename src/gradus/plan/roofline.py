@@ -92,7 +92,7 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
         notes.append(f"no fitted parameters for {chip}: those of {found} are taken, expect errors of 20 % and more; gradus calibrate measures it")
     elif set(chips[chip]) < set(chips.get("nvidia", ())):
         notes.append(f"of {chip} only {', '.join(chips[chip])} was measured: the rest is what other chips have; gradus calibrate measures it")
-    values = {**chips.get("nvidia", {}), **chips.get(maker, {}), **chips.get(found, {}), **file.get("network", {}), **file.get("software", {}).get(software, {})}
+    values = {**chips.get("nvidia", {}), **chips.get(maker, {}), **chips.get(NEAREST.get(chip, ""), {}), **chips.get(found, {}), **file.get("network", {}), **file.get("software", {}).get(software, {})}
     return Parameters(**{k: v for k, v in values.items() if k in FIELDS}), tuple(notes)
 
 
