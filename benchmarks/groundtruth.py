@@ -2,8 +2,8 @@
 
     python benchmarks/groundtruth.py POINTS.json                     # a table: per group and overall
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
-    python benchmarks/groundtruth.py POINTS.json --leave-one-out     # fitted on the file itself, each point's model left out
-    python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file
+    python benchmarks/groundtruth.py POINTS.json --leave-out source  # fitted on the file itself, each point's source (or model) left out
+    python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file: some ten minutes
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
 """
@@ -12,47 +12,77 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 from pathlib import Path
 
 import yaml
+from published import others, points, study
 
 from gradus.errors import UserError
-from gradus.plan import accuracy, roofline
+from gradus.plan import roofline
+
+HEAD = "# Fitted by `python benchmarks/groundtruth.py POINTS.json --fit`: do not edit. Units are SI. What each parameter means: roofline.Parameters.\n"
+COLUMNS = ["n", "mean", "median", "max", "bias", "inside", "constant", "skill", "models", "sources"]
+
+
+def written(file: dict, depth: int = 1) -> str:
+    """YAML with a line for each entry of the second level."""
+    out = []
+    for key, value in file.items():
+        if not isinstance(value, dict):
+            out.append(yaml.safe_dump({key: value}, default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1])
+            continue
+        out.append(f"{key}:")
+        for name, entry in value.items():
+            text = yaml.safe_dump({name: entry}, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True).strip()
+            out.append("  " + text[1:-1])
+    return "\n".join(out) + "\n"
+
+
+def fit(found: list[points.Point], date: str) -> None:
+    """Writes the parameters, and the errors of each point with its model and with its source left out."""
+    progress = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    cases, reasons = study.read(found)
+    of = study.Study(cases)
+    file, entries = study.kept(of, found, reasons, date, progress)
+    roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
+    (others.HERE / "others-fitted.yaml").write_text("# As fitted.yaml, of what only published points need.\n" + written(entries), encoding="utf-8")
+    roofline.fitted.cache_clear()
+    roofline.find_parameters.cache_clear()
+    others.fitted.cache_clear() if hasattr(others.fitted, "cache_clear") else None
+    for label in ("model", "source"):
+        table = study.grouped(of.results(label, progress))
+        file[f"without its {label}"] = {"columns": COLUMNS} | {
+            name: [v if v is None or k in ("n", "models", "sources") else round(v, 3) for k, v in ((k, row[k]) for k in COLUMNS)] for name, row in table.items()}
+        print(f"each point's {label} left out\n" + "\n".join(study.lines(table)))
+    roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("points", type=Path)
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
-    parser.add_argument("--leave-one-out", action="store_true", help="fit on the file, each point's model left out")
+    parser.add_argument("--leave-out", choices=("model", "source"), help="fit on the file, each point's model or source left out")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
     arguments = parser.parse_args()
     try:
-        points = accuracy.load(arguments.points)
+        found = points.load(arguments.points)
     except UserError as error:
         sys.exit(str(error))
-    progress = lambda text: print(f"fitting {text}", file=sys.stderr)  # noqa: E731
     if arguments.fit:
-        file = accuracy.refit(points, datetime.date.today().isoformat(), progress)
-        head = "# Fitted by `python benchmarks/groundtruth.py POINTS.json --fit`: do not edit. Units are SI; meanings below.\n"
-        roofline.FITTED.write_text(head + yaml.safe_dump(file, sort_keys=False, width=150, allow_unicode=True), encoding="utf-8")
-        print("\n".join(accuracy.table_lines(file["accuracy"])))
+        fit(found, datetime.date.today().isoformat())
         return
-    results, reasons = accuracy.leave_one_out(points, progress) if arguments.leave_one_out else accuracy.score(points)
-    print(f"{len(points)} points, {len(results)} predicted, {sum(map(len, reasons.values()))} not")
-    print("\n".join(accuracy.table_lines(accuracy.grouped(results) | ({"all": accuracy.summary(results)} if results else {}))))
-    print("\n".join([*accuracy.remarks(points, results), *accuracy.not_predicted(reasons)]))
+    if arguments.leave_out:
+        cases, reasons = study.read(found)
+        results = study.Study(cases).results(arguments.leave_out)
+    else:
+        results, reasons = study.score(found)
+    print(f"{len(found)} points, {len(results)} predicted, {sum(map(len, reasons.values()))} not")
+    table = study.grouped(results)
+    print("\n".join(study.lines(table)))
+    print("\n".join([*study.remarks(found, results), *study.not_predicted(reasons)]))
     if arguments.to:
-        with open(arguments.to, "w", encoding="utf-8") as file:
-            for r in results:
-                p = r.case.point
-                file.write(json.dumps({"id": p.get("id"), "group": r.case.group, "model": p.get("model"), "metric": p.get("metric"), "unit": p.get("unit"),
-                                       "measured": r.case.measured, "predicted": r.predicted, "error": r.error, "constant": r.baseline}) + "\n")  # fmt: skip
-            for reason, missed in reasons.items():
-                for p in missed:
-                    file.write(json.dumps({"id": p.get("id"), "model": p.get("model"), "metric": p.get("metric"), "not_predicted": reason}) + "\n")
+        arguments.to.write_text("".join(row + "\n" for row in study.rows(results, reasons)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def _planning(verb: Verb) -> None:
     add("--length", **whole(limits.LENGTH), help="of --serve: tokens a sequence (default: all its positions)")
     add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const="", metavar="POINTS.json", help="how far from published measurements")
+    add("--accuracy", nargs="?", const="", metavar="FILE", help="how far from published measurements (without a file)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
     add("--host", help="of --web (default 127.0.0.1: this machine only)")
@@ -300,7 +300,7 @@ def plan(args) -> int | Iterable[str]:
     mode = modes[0] if modes else "plan"
     _only_with(args, mode)
     if mode == "accuracy":
-        return room("plan.accuracy").lines(args.accuracy or None)
+        return room("plan.published").lines(args.accuracy or None)
     request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
         port = 8000 if args.port is None else args.port

@@ -1,20 +1,33 @@
-"""Published measurements: how they are read, how parameters are fitted, and how far the plan is off."""
+"""Published measurements: how they are read and priced, how parameters are fitted, and how far the plan is off."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gradus import hardware
 from gradus.errors import UserError
-from gradus.plan import accuracy, roofline
-from gradus.plan.accuracy import Case, NotCovered
+from gradus.hardware import Cluster
+from gradus.plan import published as kept
+from gradus.plan import roofline
+from gradus.plan.roofline import Parameters
+from gradus.plan.step import step_time
+from gradus.plan.work import Op, Transfer, Work
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "groundtruth.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "groundtruth.py"
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+from published import fit as fitting  # noqa: E402
+from published import price, software, study  # noqa: E402
+from published.points import Case, NotCovered, load  # noqa: E402
 
 
 def point(**fields):
@@ -22,8 +35,10 @@ def point(**fields):
             "metric": "step_time", "value": 4.0, "unit": "s", "kind": "measured", "source": "", "note": None, **fields}  # fmt: skip
 
 
-MULTI = {"source": "VIA-Research/vTrain@f8dda84 data/ground_truth_multi.csv",
-         "config": {"hidden": 3072, "heads": 32, "layers": 30, "tp": 2, "dp": 32, "pp": 1, "micro_batch": 8, "recompute": "full", "vocab": 50257}}  # fmt: skip
+SMALL = {"hidden": 512, "heads": 8, "layers": 4, "tp": 2, "pp": 1, "micro_batch": 4, "recompute": "full", "vocab": 1000}
+MULTI = {"source": "VIA-Research/vTrain@f8dda84 data/ground_truth_multi.csv", "config": SMALL, "n_devices": 8, "batch": 32, "seq": 256, "value": 0.05}
+MOSAIC = {"source": "mosaicml/llm-foundry", "metric": "tokens_per_s_per_gpu", "hardware": "a100_80gb", "n_devices": 8, "seq": 512}
+PRODUCT = {"source": "MAMF", "metric": "max_achievable_matmul_tflops", "config": {"theoretical": 100}}
 
 
 @pytest.fixture(scope="module")
@@ -31,150 +46,48 @@ def points(shared_data):
     path = shared_data.parent / "groundtruth" / "calibration.json"
     if not path.exists():
         pytest.skip("no calibration points beside the data")
-    return accuracy.load(path)
+    return load(path)
 
 
-# ---------------------------------------------------------------- without the file
+# ---------------------------------------------------------------- reading
 
 
 def test_a_point_becomes_work():
-    case = accuracy.case(point(**MULTI))
-    assert case.profile == "A100/megatron@vtrain-multi"
+    case = study.case(point(**MULTI))
+    assert (case.group, case.chip, case.work.software) == ("vtrain-multi", "A100", "megatron")
     assert case.work.micro_batches == 2
-    assert {t.axis for t in case.work.transfers} == {"tensor", "replicate"}
-    assert case.predict(accuracy.committed(case.profile)) == pytest.approx(3.98, rel=0.1)  # measured
+    assert {t.axis for t in case.work.transfers} == {"tensor", "replicate", "control"}
+    assert not [op for op in case.work.micro if op.name in software.MASKS and op.bytes > 1e6]  # fused with the softmax
+    assert next(op for op in case.work.step if op.name == "adam").bytes == pytest.approx(46 * 12 * 512**2 * 4 / 2, rel=0.15)
+    assert study.predicted(case) > 0
+
+
+def test_a_pipelines_head_is_the_last_stages():
+    case = study.case(point(**MULTI | {"config": SMALL | {"pp": 2}}))
+    names = {op.name for op in case.work.micro}
+    assert "logits_mm" in names
+    assert case.work.stages == 2
+    assert case.work.micro_batches == 4
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"metric": "loss"}, "metric loss"),
-        ({**MULTI, "config": {"hidden": 3072}}, "step_time"),  # no layers
-        ({**MULTI, "n_devices": None, "config": {**MULTI["config"], "dp": None}}, "n_devices not given"),
+        ({**MULTI, "config": {"hidden": 3072}, "params": None}, "step_time"),  # no layers
+        ({**MULTI, "n_devices": None, "config": {**SMALL, "dp": None}}, "n_devices not given"),
         ({**MULTI, "value": None}, "the value is None"),
-        ({"hardware": "Unheard-of 9", "config": MULTI["config"]}, "Unheard-of 9"),
-        ({"source": "mosaicml/llm-foundry", "metric": "tokens_per_s_per_gpu", "model": "MPT-9t"}, "MPT-9t"),
+        ({"hardware": "Unheard-of 9", "config": SMALL}, "Unheard-of 9"),
+        ({**MOSAIC, "model": "MPT-9t"}, "MPT-9t"),
         ({"source": "", "metric": "parameter_count", "model": "Unheard-of 3B"}, "Unheard-of 3B"),
     ],
 )
 def test_what_cannot_be_predicted_is_counted_with_its_reason(fields, why):
     with pytest.raises(NotCovered, match=why):
-        if "config" in fields and "layers" not in fields["config"] and fields.get("n_devices", 1):
-            fields = {**fields, "params": None}
-        accuracy.case(point(**fields))
-    results, reasons = accuracy.score([point(**fields), point(**MULTI)])
+        study.case(point(**fields))
+    results, reasons = study.score([point(**fields), point(**PRODUCT, hardware="A100 SXM")])
     assert len(results) == 1
     assert sum(map(len, reasons.values())) == 1
-
-
-def test_fitting_finds_the_parameters_that_made_the_points():
-    truth = {"matmul": 0.7, "bandwidth": 0.6}
-    start, _ = accuracy.specification("A100/mosaic")
-    cases = []
-    for size, micro, seq in (("125m", 32, 2048), ("350m", 16, 1024), ("1b", 8, 512), ("7b", 4, 2048), ("125m", 64, 512), ("7b", 2, 4096)):
-        config = {"micro_batch": micro, "mixed_precision_mode": "DEFAULT", "precision": "amp_bf16", "activation_checkpointing": size == "7b"}
-        case = accuracy.case(point(source="mosaicml/llm-foundry", metric="tokens_per_s_per_gpu", model=f"MPT-{size}", hardware="a100_80gb", n_devices=8,
-                                   batch=8 * micro, seq=seq, config=config))  # fmt: skip
-        case.measured = case.predict({**start, **truth})
-        cases.append(case)
-    found = accuracy.fit(cases, "A100/mosaic")
-    for case in cases:
-        assert case.predict(found) == pytest.approx(case.measured, rel=0.03)  # each parameter is drawn towards its start
-    assert found["matmul"] == pytest.approx(0.7, rel=0.05)
-    assert accuracy.fit(cases, "A100/mosaic") == found  # the same again
-
-
-def test_outliers_count_less_than_squares():
-    cases = [Case({}, "g", str(i), 0.5 if i else 5.0, "matmul/x", direct=lambda v: v["share"]) for i in range(9)]
-    assert accuracy.fit(cases, "matmul/x")["share"] == pytest.approx(0.5, rel=0.02)
-
-
-def test_left_out_means_left_out():
-    """Ten points of one model at another share: predicted from the other's alone, and so is the constant."""
-    source = {"source": "MAMF", "metric": "max_achievable_matmul_tflops", "config": {"theoretical": 100}}
-    points = [point(**source, hardware="A100 one", value=80.0)] + [point(**source, hardware="H100 two", value=40.0) for _ in range(10)]
-    results, _ = accuracy.leave_one_out(points)
-    one = next(r for r in results if r.case.measured == 80.0)
-    two = next(r for r in results if r.case.measured == 40.0)
-    assert one.predicted == pytest.approx(40.0, rel=0.03)
-    assert one.baseline == pytest.approx(40.0)
-    assert two.baseline == pytest.approx(80.0)
-
-
-def test_summary_by_hand():
-    def result(measured, predicted, baseline):
-        return accuracy.Result(Case({}, "g", "m", measured), predicted, baseline)
-
-    row = accuracy.summary([result(10.0, 11.0, 14.0), result(10.0, 8.0, 8.0)])
-    assert row["mean"] == pytest.approx(0.15)
-    assert row["max"] == pytest.approx(0.2)
-    assert row["baseline"] == pytest.approx(0.3)
-    assert row["skill"] == pytest.approx(0.5)
-    assert row["bias"] == pytest.approx(math.sqrt(1.1 * 0.8) - 1)
-
-
-def test_the_constant_is_a_utilisation_whatever_the_metric():
-    """A time and a rate of the same run mean the same utilisation."""
-    seconds = accuracy.case(point(**MULTI))
-    rate = accuracy.case(point(**MULTI))
-    rate.value, rate.measured = (lambda t: 100 / t), 25.0
-    assert accuracy._constant(seconds) == pytest.approx(accuracy._constant(rate))
-    assert accuracy._baseline(seconds, accuracy._constant(seconds)) == pytest.approx(4.0)
-    assert accuracy._baseline(rate, accuracy._constant(rate)) == pytest.approx(25.0)
-
-
-def test_korthikantis_own_bars():
-    source = "Korthikanti et al. 2022 Figure 1"
-    for metric, value in (("params_optimizer_memory", 45.5625), ("activation_memory_no_recompute", 59.25), ("activation_memory_seq_parallel+selective", 9.5625)):
-        case = accuracy.case(point(source=source, metric=metric, model="GPT-22B", value=value, config={}))
-        assert case.predict({}) == pytest.approx(value, rel=1e-6)
-
-
-def test_without_a_file_the_kept_table_is_printed():
-    text = "\n".join(accuracy.lines())
-    assert roofline.fitted()["date"] in text
-    for group in ("vtrain-multi", "vtrain-single", "mosaic (all)", "bloom memory", "parameters (exact)", "not predicted"):
-        assert group in text
-
-
-def test_every_parameter_has_a_meaning_and_its_data():
-    file = roofline.fitted()
-    for name, profile in file["profiles"].items():
-        assert profile["data"], name
-        assert profile["points"] >= len(profile["fitted"]) or profile["points"] >= 1
-        for parameter in profile["fitted"]:
-            assert parameter in file["meanings"], f"{name}: {parameter}"
-
-
-def test_a_file_that_is_no_list_of_points(tmp_path):
-    for text in ("{", "{}", "[1]"):
-        (tmp_path / "p.json").write_text(text)
-        with pytest.raises(UserError, match=r"p\.json"):
-            accuracy.load(tmp_path / "p.json")
-    with pytest.raises(UserError, match=r"none\.json"):
-        accuracy.load(tmp_path / "none.json")
-
-
-def test_the_script_scores_any_file(tmp_path):
-    file, rows = tmp_path / "points.json", tmp_path / "rows.jsonl"
-    file.write_text(json.dumps([point(**MULTI), point(metric="loss"), {"metric": "nothing else"}]))
-    run = subprocess.run([sys.executable, SCRIPT, file, "--to", rows], capture_output=True, text=True, timeout=60, check=True)
-    assert "3 points, 1 predicted, 2 not" in run.stdout
-    first, *rest = map(json.loads, rows.read_text().splitlines())
-    assert first["group"] == "vtrain-multi"
-    assert [row["metric"] for row in rest] == ["loss", "nothing else"]
-    assert all(row["not_predicted"] for row in rest)
-
-
-def test_a_run_of_any_software_is_predicted_and_said_to_be_foreign():
-    config = {"hidden": 3072, "heads": 32, "layers": 30, "tp": 2, "recompute": "full", "micro_batch": 8}
-    times = [point(source="elsewhere/trainer@1", hardware="A100", config=config, metric=metric) for metric in ("step_time", "tokens_per_s", "mfu", "hfu")]
-    cases = [accuracy.case(p) for p in times]
-    step, rate, mfu, hfu = (c.predict(accuracy.committed(c.profile)) for c in cases)
-    assert rate == pytest.approx(512 * 2048 / step)
-    assert mfu == pytest.approx(100 * cases[0].work.model_flops / step / 64 / 312e12)
-    assert hfu == pytest.approx(mfu * 4 / 3)
-    assert any("without parameters of its own" in remark for remark in accuracy.remarks(times, accuracy.score(times)[0]))
 
 
 @pytest.mark.parametrize("field", ["config", "n_devices", "batch", "seq", "model", "params", "hardware", "source", "unit", "value", "id"])
@@ -182,48 +95,212 @@ def test_no_field_makes_it_fail(field):
     """Whatever stands in a field, a point is predicted or its reason is told."""
     odd = [{**point(**MULTI), field: value} for value in (None, "", "many", [], {"tp": None, "layers": -1}, -1, 0, 2.5, True, float("nan"), 1e300)]
     odd.append({k: v for k, v in point(**MULTI).items() if k != field})
-    results, reasons = accuracy.score(odd)
+    results, reasons = study.score(odd)
     assert len(results) + sum(map(len, reasons.values())) == len(odd)
-    assert accuracy.remarks(odd, results) is not None
-    assert len(list(accuracy.not_predicted(reasons))) == len(reasons)
+    assert study.remarks(odd, results) is not None
+    assert len(list(study.not_predicted(reasons))) == len(reasons)
+
+
+def test_a_run_of_any_software_is_predicted_and_said_to_be_foreign():
+    times = [point(**{**MULTI, "source": "elsewhere/trainer@1"}, metric=metric) for metric in ("step_time", "tokens_per_s", "mfu", "hfu")]
+    cases = [study.case(p) for p in times]
+    step, rate, mfu, hfu = map(study.predicted, cases)
+    assert rate == pytest.approx(32 * 256 / step)
+    assert mfu == pytest.approx(100 * cases[0].work.model_flops / step / 8 / 312e12)
+    assert hfu == pytest.approx(mfu * 4 / 3)
+    assert any("without a reader of its own" in remark for remark in study.remarks(times, study.score(times)[0]))
+
+
+def test_context_parallel_runs_see_all_keys():
+    llama = {"source": "pytorch/torchtitan", "model": "Llama 3 8B", "hardware": "H100", "metric": "tokens_per_s_per_gpu", "n_devices": 8, "seq": 2048}
+    whole, parts = (study.case(point(**llama, batch=8, config={"cp": k, "local_batch": k})) for k in (1, 2))
+    attention = [sum(op.flops * op.count for op in c.work.micro if op.kind == "attention") * c.work.micro_batches for c in (whole, parts)]
+    assert attention[0] == pytest.approx(attention[1], rel=1e-6)
+    assert whole.work.model_flops == pytest.approx(parts.work.model_flops, rel=1e-6)
+    assert [t for t in parts.work.transfers if t.axis == "context"]
+
+
+def test_korthikantis_own_bars():
+    source = "Korthikanti et al. 2022 Figure 1"
+    for metric, value in (("params_optimizer_memory", 45.5625), ("activation_memory_no_recompute", 59.25), ("activation_memory_seq_parallel+selective", 9.5625)):
+        case = study.case(point(source=source, metric=metric, model="GPT-22B", value=value, config={}))
+        assert case.kind == "identity"
+        assert case.direct({}) == pytest.approx(value, rel=1e-6)
+
+
+def test_a_file_that_is_no_list_of_points(tmp_path):
+    for text in ("{", "{}", "[1]"):
+        (tmp_path / "p.json").write_text(text)
+        with pytest.raises(UserError, match=r"p\.json"):
+            load(tmp_path / "p.json")
+    with pytest.raises(UserError, match=r"none\.json"):
+        load(tmp_path / "none.json")
+
+
+# ---------------------------------------------------------------- pricing
+
+
+def made_work(software: str = "megatron") -> Work:
+    """A bit of everything."""
+    ops = [Op("matmul", "mm", dtype, phase, 2.0 * m * 50_257 * 512, 1e8, (1, m, 50_257, 512), 3) for m in (64, 4096) for dtype in ("bf16", "fp8")
+           for phase in ("forward", "backward", "recompute")]  # fmt: skip
+    ops += [Op("attention", "flash", "bf16", "forward", 1e12, 1e8, (1, 8, 512, 512, 64), 4), Op("memory", "gelu", "bf16", "backward", 0.0, 1e8, (), 7, 3),
+            Op("memory", "logits_add", "bf16", "forward", 0.0, 3e8), Op("memory", "softmax", "bf16", "recompute", 0.0, 1e6, (), 500)]  # fmt: skip
+    sent = [Transfer(axis, kind, payload, 8, group, stride, phase, hidden) for axis, kind, payload, group, stride, phase, hidden in (
+        ("tensor", "all_reduce", 1e8, 8, 1, "forward", ""), ("replicate", "all_reduce", 1e9, 4, 8, "optimizer", ""), ("shard", "all_gather", 1e9, 32, 1, "forward", "forward"),
+        ("shard", "reduce_scatter", 2e9, 32, 1, "backward", "backward"), ("pipeline", "send", 1e8, 4, 8, "backward", "both"), ("expert", "all_to_all", 1e8, 16, 2, "backward", ""))]  # fmt: skip
+    step = [Op("memory", "adam", "fp32", "optimizer", 0.0, 1e9, (), 1, 300)]
+    return Work(ops, step, sent, 8, 4, 2, "interleaved", 64, 1e6, 1e15, 1e6, software)
+
+
+@pytest.mark.parametrize("device", ["A100-80GB", "H100", "RTX-3090", "MI300X"])
+def test_many_runs_at_once_are_what_step_time_says_of_each(device):
+    cluster = Cluster(hardware.find(device), 32)
+    works = [made_work(), dataclasses.replace(made_work(), micro_batches=1, schedule="1f1b"), dataclasses.replace(made_work(), transfers=[]), study.case(point(**MULTI)).work]
+    fits = [Parameters(), Parameters(host=1e-3, elementwise=0.5), Parameters(network=0.05, contention=0.4, straggle=0.02, overlap=0.1), Parameters(wait=1e-3, depth=500.0)]
+    seconds = price.Runs([(w, cluster) for w in works]).seconds(np.array([[getattr(f, name) for name in price.NAMES] for f in fits]))
+    assert seconds == pytest.approx([step_time(w, cluster, f).total for w, f in zip(works, fits)], rel=1e-12)
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def cases_of(truth: Parameters) -> list[Case]:
+    found = []
+    for size, micro, seq in (("125m", 8, 1024), ("125m", 4, 512), ("350m", 8, 512), ("1b", 4, 512)):
+        config = {"micro_batch": micro, "mixed_precision_mode": "DEFAULT", "precision": "amp_bf16"}
+        case = study.case(point(**MOSAIC | {"seq": seq}, model=f"MPT-{size}", batch=8 * micro, config=config))
+        case.measured = case.value(step_time(case.work, case.cluster, truth).total)
+        found.append(case)
+    return found
+
+
+def test_fitting_finds_the_parameters_that_made_the_points_and_the_same_again():
+    truth = Parameters(matmul=0.7, attention=0.3, bandwidth=0.7, contention=0.3, depth=80.0)
+    of = study.Study(cases_of(truth))
+    assert np.abs(of.fit.errors(of.x)).max() < 0.06  # each parameter is drawn towards its prior
+    assert of.fit.entry(of.x, {"*", "nvidia", "A100"}, ["matmul"])["matmul"] == pytest.approx(0.7, rel=0.1)
+    assert (study.Study(of.cases).x == of.x).all()
+
+
+def test_outliers_count_less_than_squares():
+    values = np.array([math.log(5.0)] + [math.log(0.5)] * 8)
+    x = fitting.minimise(lambda x: (x[0] - values) / 0.05, np.zeros(1), np.ones(1), np.ones(9), np.zeros(1))
+    assert math.exp(x[0]) == pytest.approx(0.5, rel=0.02)
+
+
+def test_left_out_means_left_out():
+    """Two products of chips of their own: each predicted by what the other says of all chips, and so is the constant."""
+    points = [point(**PRODUCT, hardware="A100 one", value=280.0), point(**PRODUCT, hardware="H100 two", value=500.0)]
+    of = study.Study([study.case(p) for p in points])
+    one, two = of.results("model")
+    assert one.others == (1, 1)
+    assert one.predicted < 0.8 * 312 < two.predicted / 989 * 312 < 0.9 * 312
+    assert one.predicted / 312 > 500 / 989  # drawn to the prior
+
+
+def test_a_source_of_many_points_does_not_rule_the_others():
+    weights = fitting.weights_of(["many"] * 100 + ["few"])
+    assert weights[:100].sum() == pytest.approx(10 * weights[100])
+
+
+def test_summary_by_hand():
+    def result(measured, predicted, baseline, inside):
+        return study.Result(Case({}, "g", "s", "m", measured), predicted, baseline, inside, (3, 2))
+
+    row = study.summary([result(10.0, 11.0, 14.0, True), result(10.0, 8.0, 8.0, False), result(10.0, 10.0, None, None)])
+    assert row["mean"] == pytest.approx(0.1)
+    assert row["max"] == pytest.approx(0.2)
+    assert row["constant"] == pytest.approx(0.3)
+    assert row["skill"] == pytest.approx(0.5)
+    assert row["inside"] == 0.5  # of those with an interval
+    assert (row["models"], row["sources"]) == (3, 2)
+
+
+def test_as_many_as_wanted_lie_within_the_interval_that_they_make():
+    def result(i: int, software: str, source: str):
+        case = Case({}, "g", source, str(i), 1.0, Work([Op("memory", "x", "bf16", "forward", 0.0, 1.0)], [], [], software=software), Cluster(hardware.find("A100"), 1))
+        return study.Result(case, 0.5 + 0.01 * i)
+
+    results = [result(i, "one", f"s{i % 3}") for i in range(100)] + [result(0, "few", "t")]
+    found = study.intervals(results)
+    low, high = found["one"]
+    assert sum(low <= study.slower(r.case, r.predicted) <= high for r in results[:100]) == pytest.approx(100 * (1 - 2 * study.OUTSIDE), abs=1)
+    assert found["few"][0] == pytest.approx(low, rel=0.02)  # of all
+    assert found["gradus"][0] < low < high < found["gradus"][1]
+
+
+def test_the_constant_is_a_utilisation_whatever_the_metric():
+    """A time and a rate of the same run mean the same utilisation."""
+    seconds, rate = study.case(point(**MULTI)), study.case(point(**MULTI))
+    rate.value, rate.measured = (lambda t: 100 / t), 100 / seconds.measured
+    assert study.constant_of(seconds) == pytest.approx(study.constant_of(rate))
+    assert study.baseline(seconds, study.constant_of(seconds)) == pytest.approx(seconds.measured)
+    assert seconds.seconds == pytest.approx(rate.seconds)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_kept_table_is_printed_and_a_file_is_the_benchmarks():
+    text = "\n".join(kept.lines())
+    assert roofline.fitted()["date"] in text
+    for group in ("vtrain-multi", "vtrain-single", "mosaic (all)", "bloom memory", "parameters (exact)", "all together", "not predicted"):
+        assert group in text
+    with pytest.raises(UserError, match=r"benchmarks/groundtruth\.py points\.json"):
+        list(kept.lines("points.json"))
+
+
+def test_no_constant_for_a_paper():
+    file = roofline.fitted()
+    assert set(file["software"]) == {"gradus", *software.table()}
+    assert len(roofline.FITTED.read_text().splitlines()) <= 150
+    fields = {f.name for f in dataclasses.fields(Parameters)}
+    for table in ("chips", "software"):
+        for name, entry in file[table].items():
+            assert set(entry) <= fields, name
+    assert file["network"].keys() <= fields
+
+
+def test_the_bars_of_the_kept_table():
+    """All points with their model left out; four of five within the stated interval, left out either way."""
+    for label, bar in (("model", 0.12), ("source", 0.17)):
+        table = roofline.fitted()[f"without its {label}"]
+        row = dict(zip(table["columns"], table["all together"]))
+        assert row["mean"] <= bar, label
+        assert 0.75 <= row["inside"] <= 0.85
+    assert table["bloom memory"][1] <= 0.12
+
+
+def test_the_script_scores_any_file(tmp_path):
+    file, rows = tmp_path / "points.json", tmp_path / "rows.jsonl"
+    file.write_text(json.dumps([point(**MULTI), point(metric="loss"), {"metric": "nothing else"}]))
+    run = subprocess.run([sys.executable, SCRIPT, file, "--to", rows], capture_output=True, text=True, timeout=120, check=True)
+    assert "3 points, 1 predicted, 2 not" in run.stdout
+    first, *rest = map(json.loads, rows.read_text().splitlines())
+    assert first["group"] == "vtrain-multi"
+    assert [row["metric"] for row in rest] == ["loss", "nothing else"]
+    assert all(row["not_predicted"] for row in rest)
 
 
 # ---------------------------------------------------------------- with the calibration points
 
 
 @pytest.mark.shared_data
-def test_bars_with_the_model_left_out(points):
-    """The bars of docs/accuracy.md on the groups that are fitted in seconds; the others are in the kept table, below."""
-    wanted = [p for p in points if any(text in p["source"] for text in ("ground_truth_multi", "llm-foundry")) or (p["metric"] == "peak_memory" and "bigscience" in p["source"])]
-    table = accuracy.grouped(accuracy.leave_one_out(wanted)[0])
-    assert table["vtrain-multi"]["n"] == 62
-    assert table["vtrain-multi"]["mean"] <= 0.10
-    assert table["mosaic (all)"]["n"] == 77
-    assert table["mosaic (all)"]["mean"] <= 0.07
-    assert table["bloom memory"]["n"] == 28
-    assert table["bloom memory"]["mean"] <= 0.06
-    for group in ("vtrain-multi", "mosaic (all)", "bloom memory"):
-        assert table[group]["skill"] > 0.2
-        assert table[group]["mean"] == pytest.approx(roofline.fitted()["accuracy"][group]["mean"], abs=0.005)  # the kept table is this code's
-
-
-@pytest.mark.shared_data
-def test_the_kept_table_and_the_committed_parameters(points):
-    kept = roofline.fitted()["accuracy"]
-    assert kept["vtrain-single"]["n"] == 360
-    assert kept["vtrain-single"]["mean"] <= 0.12
-    assert kept["multi-node A100, Megatron (all)"]["mean"] <= 0.10
-    results, reasons = accuracy.score(points)
-    assert len(results) + sum(map(len, reasons.values())) == len(points)
-    table = accuracy.grouped(results)
-    for group in ("vtrain-multi", "vtrain-single", "mosaic (all)", "bloom memory", "bloom time"):
-        assert table[group]["mean"] <= kept[group]["mean"] + 0.01, group  # seen points are not worse than left out ones
-
-
-@pytest.mark.shared_data
 def test_all_26_counts_are_exact(points):
-    counts = [p for p in points if p["metric"] == "parameter_count"]
-    results, reasons = accuracy.score(counts)
+    results, reasons = study.score([p for p in points if p["metric"] == "parameter_count"])
     assert len(results) == 26
     assert not reasons
-    assert all(r.predicted == r.case.measured for r in results)
+    assert all(r.predicted == r.case.measured and r.case.kind == "identity" for r in results)
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_the_kept_table_is_this_codes(points):
+    cases, reasons = study.read(points)
+    assert len(cases) + sum(map(len, reasons.values())) == len(points)
+    of = study.Study(cases)
+    for label in ("model", "source"):
+        table = roofline.fitted()[f"without its {label}"]
+        for name, row in study.grouped(of.results(label)).items():
+            assert row["mean"] == pytest.approx(dict(zip(table["columns"], table[name]))["mean"], abs=0.01), name

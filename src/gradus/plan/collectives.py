@@ -9,6 +9,7 @@ import math
 
 from gradus.hardware import Cluster, Link
 from gradus.plan.roofline import Parameters, family, fitted, parameters
+from gradus.plan.work import Transfer
 
 NODE_LATENCY = 3e-5  # s, of a collective within a node where none was measured: between A100's 2 and 8 ranks (nccl-tests)
 MEASURED: dict | None = None  # while parameters are fitted: latency and bandwidth by chip and size of the group, in place of the file's
@@ -36,6 +37,19 @@ def within(kind: str, payload: float, group: int, cluster: Cluster) -> float:
         latency = link.latency if kind == "send" else max(link.latency, NODE_LATENCY)
         bandwidth = link.bandwidth * link.efficiency
     return latency + passes(kind, group) * payload / bandwidth
+
+
+def unknown_links(transfers: list[Transfer], cluster: Cluster) -> tuple[str, ...]:
+    """What is to be said of links that the hardware file does not have."""
+    device, notes = cluster.device, []
+    spans = [cluster.link_of(t.group, t.stride) for t in transfers]
+    if any(local > 1 for local, _ in spans) and device.link is None:
+        instead = f"its network's {device.network.bandwidth / 1e9:g}" if device.network else f"{HOST.name}'s {HOST.bandwidth / 1e9:g}"
+        notes.append(f"no link between the devices of a node is known for {device.name}: {instead} GB/s are assumed")
+    if any(nodes > 1 for _, nodes in spans) and device.network is None:
+        instead = f"its link's {device.link.bandwidth / 1e9:g}" if device.link else f"{HOST.name}'s {HOST.bandwidth / 1e9:g}"
+        notes.append(f"no network between nodes is known for {device.name}: {instead} GB/s are assumed")
+    return tuple(notes)
 
 
 def collective_seconds(kind: str, payload: float, group: int, stride: int, cluster: Cluster, fit: Parameters | None = None) -> float:

@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 from gradus.hardware import Cluster
-from gradus.plan.collectives import collective_seconds
-from gradus.plan.roofline import Parameters, fitted, op_seconds, parameters
-from gradus.plan.work import Op, Work
+from gradus.plan.collectives import collective_seconds, unknown_links
+from gradus.plan.roofline import Parameters, chained, fitted, op_seconds, parameters
+from gradus.plan.work import Op, Transfer, Work
 
 HEAD = ("logits", "loss", "embedding")  # names of what only the first or the last stage of a pipeline does
 HOST_TO_DEVICE = 12e9  # bytes/s, from pinned memory over PCIe 4 (nominal 31e9 one way; what copies of batches reach)
@@ -50,9 +50,22 @@ def _sum(ops: list[Op], cluster: Cluster, fit: Parameters, parts: dict[str, floa
         parts[op.kind] = parts.get(op.kind, 0.0) + seconds
         phase = phases.setdefault(op.phase, [0.0, 0.0])
         phase[0] += seconds
-        phase[1] += op.launches * op.count * fit.host
+        phase[1] += op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
         if not op.name.startswith(HEAD):
             spread[0] += seconds
+
+
+def _hide(hidden: list[tuple[Transfer, float]], room: dict[str, float], fit: Parameters, parts: dict[str, float]) -> None:
+    """Adds what computing does not hide of the transfers, and what it loses beside them: first those of one pass, then those of either."""
+    for able in (("forward",), ("backward",), ("forward", "backward")):
+        among = [(t, seconds) for t, seconds in hidden if (("forward", "backward") if t.hidden_by == "both" else (t.hidden_by,)) == able]
+        total, free = sum(seconds for _, seconds in among), sum(room[phase] for phase in able)
+        covered = min(total, free)
+        for phase in able:
+            room[phase] -= covered * room[phase] / free if free > 0 else 0.0
+        for t, seconds in among:
+            axis = "comm/" + t.axis
+            parts[axis] = parts.get(axis, 0.0) + seconds - (1 - fit.contention) * covered * (seconds / total if total else 0.0)
 
 
 def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> StepTime:
@@ -65,6 +78,7 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     notes: tuple[str, ...] = ()
     if fit is None:
         fit, notes = parameters(cluster.device, work.software)
+        notes += unknown_links(work.transfers, cluster)
     measured = cluster.device.measured is not None
     m = max(work.micro_batches, 1)
     micro: dict[str, float] = {}
@@ -99,17 +113,7 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     computing = {phase: device * m for phase, (device, _) in phases.items()}
     computing["forward"] = computing.get("forward", 0.0)
     computing["backward"] = computing.get("backward", 0.0) + computing.pop("recompute", 0.0)
-    room = {phase: seconds * fit.overlap for phase, seconds in computing.items()}
-    for transfer, seconds in hidden:
-        able = ("forward", "backward") if transfer.hidden_by == "both" else (transfer.hidden_by,)
-        free = sum(room.get(phase, 0.0) for phase in able)
-        covered = min(seconds, free)
-        for phase in able:
-            if free > 0:
-                room[phase] -= covered * room.get(phase, 0.0) / free
-        axis = "comm/" + transfer.axis
-        # what computing loses beside it counts as exposed communication
-        parts[axis] = parts.get(axis, 0.0) + seconds - covered + covered * fit.contention
+    _hide(hidden, {phase: seconds * fit.overlap for phase, seconds in computing.items()}, fit, parts)
 
     optimizer: dict[str, float] = {}
     stepped: dict[str, list[float]] = {}
@@ -128,8 +132,9 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
 
 
 def interval(work: Work, foreign: bool = False) -> tuple[float, float]:
-    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its model left out. Of a software
-    that none of them used the widest; a fifth more each way where the device's parameters are another's (`foreign`)."""
+    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its source left out; the widest of
+    Gradus, no step of which was measured on a GPU, and of a software that none of them used. A fifth more each way where the device's
+    parameters are another's (`foreign`)."""
     table = fitted().get("intervals") or {"none": (0.75, 1.35)}
-    low, high = table.get(work.software.split("@")[0]) or (min(v[0] for v in table.values()), max(v[1] for v in table.values()))
+    low, high = table.get(work.software) or (min(v[0] for v in table.values()), max(v[1] for v in table.values()))
     return (low * 0.8, high * 1.2) if foreign else (low, high)

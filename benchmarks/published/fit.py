@@ -1,0 +1,166 @@
+"""Chips' and softwares' parameters from all runs together: least squares on logarithms, robust, drawn to priors.
+
+The logarithm of a run's parameter is a sum of terms: what all chips have, what its maker's and its chip have more (of a chip's parameters),
+or its software's own. A chip or a software that no run is left of has the rest of the sum, as a plan for it would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from gradus.plan import roofline
+from published.price import NAMES, Runs
+
+SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
+# field → (prior of all chips, how far its logarithm is expected to lie from it; how far a maker's and a chip's lies from that)
+CHIPS = {"matmul": (0.8, 0.1, 0.08), "depth": (120.0, 0.7, 0.3), "attention": (0.35, 0.4, 0.2), "bandwidth": (0.8, 0.15, 0.08),
+         "kernel": (3e-6, 0.5, 0.2), "misaligned": (0.33, 0.5, 0.0), "low": (0.75, 0.2, 0.1)}  # fmt: skip
+NETWORK = {"network": (0.8, 0.3, 0.0), "latency": (2e-5, 0.7, 0.0)}
+SOFTWARE = {"fused": (1.0, 0.1), "elementwise": (0.8, 0.3), "host": (1.2e-5, 1.0), "wait": (2e-5, 1.0), "overlap": (0.9, 0.1), "contention": (0.2, 1.0), "straggle": (0.005, 1.5)}
+# What is known of a software beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
+# cuDNN's attention, which Transformer Engine calls, is up to twice FlashAttention 2 on an H100 (Shah et al. 2024).
+KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0), ("fused", "mcore"): (1.8, 0.3), ("elementwise", "timm"): (1.0, 0.15),
+         ("elementwise", "mosaic"): (1.0, 0.15)}  # fmt: skip
+LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "low": 1.0, "misaligned": 1.0, "elementwise": 1.0}
+
+
+@dataclasses.dataclass
+class Term:
+    """A summand of the logarithm of a field: of all runs (key "*"), a maker's, a chip's or a software's."""
+
+    field: str
+    key: str
+    prior: float
+    spread: float
+
+
+def maker(chip: str) -> str:
+    return next((name for name, text in roofline.MAKERS if re.match(text, chip)), "other")
+
+
+def keys_of(chip: str, software: str) -> set[str]:
+    return {"*", maker(chip), chip, software}
+
+
+def terms(runs: list[tuple[str, str]]) -> list[Term]:
+    """Of runs as (chip, software)."""
+    chips, softwares = sorted({chip for chip, _ in runs}), sorted({s for _, s in runs if s})
+    out = []
+    for field, (start, wide, apart) in (CHIPS | NETWORK).items():
+        out.append(Term(field, "*", math.log(start), wide))
+        if field in CHIPS and apart:
+            out += [Term(field, chip, 0.0, apart) for chip in chips]
+        if field == "matmul":
+            out += [Term(field, name, 0.0, 0.15) for name in sorted({maker(chip) for chip in chips} - {"nvidia"})]
+    for software in softwares:
+        for field, known in SOFTWARE.items():
+            start, wide = KNOWN.get((field, software), known)
+            out.append(Term(field, software, math.log(start), wide))
+    out += [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
+    return out
+
+
+def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
+    """Where the weighted errors, of the size of 1, and the distance from the prior are least: Levenberg-Marquardt (Marquardt 1963) with
+    numerical derivatives; errors beyond 1 count less (soft L1). What has no spread stays. together: sets of parameters of which an error
+    depends on one, and on which each depends. Deterministic."""
+    free = np.flatnonzero(spread)
+    together = together or [([i], None) for i in free]
+
+    def cost(e, x) -> float:
+        return float(np.sum(weights * 2 * (np.sqrt(1 + e**2) - 1)) + np.sum(((x - prior)[free] / spread[free]) ** 2))
+
+    x, damping, e = start.copy(), 1e-3, errors(start)
+    best = cost(e, x)
+    for _ in range(rounds):
+        slopes = np.zeros((len(e), len(x)))
+        for columns, on in together:
+            moved = x.copy()
+            moved[columns] -= 1e-3
+            slope = ((e - errors(moved)) / 1e-3)[:, None]
+            slopes[:, columns] = slope if on is None else slope * on
+        slopes = slopes[:, free]
+        weight = weights / np.sqrt(1 + e**2)
+        matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(1 / spread[free] ** 2)
+        slope = slopes.T @ (weight * e) + (x - prior)[free] / spread[free] ** 2
+        for _ in range(8):
+            tried = x.copy()
+            tried[free] -= np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope)
+            found = errors(tried)
+            value = cost(found, tried)
+            if value < best:
+                break
+            damping *= 5
+        else:
+            break
+        done = best - value < 1e-4 * best
+        x, e, best, damping = tried, found, value, damping / 5
+        if done:
+            break
+    return x
+
+
+class Fit:
+    """Of all runs together. runs: (chip, software) of each; seconds: measured."""
+
+    def __init__(self, priced: Runs, runs: list[tuple[str, str]], seconds: np.ndarray, weights: np.ndarray):
+        self.priced, self.runs, self.measured, self.weights = priced, runs, seconds, weights
+        self.terms = terms(runs)
+        self.prior = np.array([t.prior for t in self.terms])
+        self.spread = np.array([t.spread for t in self.terms])
+        self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
+        self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
+        self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
+        chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
+        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip, one maker and one software
+        for i, t in enumerate(self.terms):
+            if t.spread:
+                level = "chip" if t.key in chips else "software" if t.key in softwares else "*" if t.key == "*" else "maker"
+                alike.setdefault((t.field, level), []).append(i)
+        self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
+        default = dataclasses.asdict(roofline.Parameters())
+        self.base = np.array([0.0 if any(t.field == name for t in self.terms) else math.log(default[name] or 1e-12) for name in NAMES])
+
+    @staticmethod
+    def applies(t: Term, keys: set[str]) -> bool:
+        """Whether a term is of such a run; of a network that is known of its software, no other."""
+        return t.key in keys and not (t.key == "*" and any((t.field, key) in KNOWN for key in keys))
+
+    def parameters(self, x: np.ndarray) -> np.ndarray:
+        return np.exp(np.minimum((self.has * x) @ self.into + self.base, self.limit))
+
+    def errors(self, x: np.ndarray) -> np.ndarray:
+        """Logarithms of predicted over measured seconds."""
+        return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
+
+    def solve(self, without: np.ndarray | None = None, start: np.ndarray | None = None, rounds: int = 30) -> np.ndarray:
+        weights = self.weights * (1.0 if without is None else ~without)
+        start = self.prior if start is None else start
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
+
+    def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
+        """The sums of the terms with these keys: what a chip, a maker or a software has in the end."""
+        sums = {name: sum(v for t, v in zip(self.terms, x) if t.field == name and self.applies(t, keys)) for name in fields}
+        known = {t.field for t in self.terms}
+        return {name: float(f"{min(math.exp(v), LIMIT.get(name, math.inf)):.4g}") for name, v in sums.items() if name in known}
+
+
+def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> np.ndarray:
+    """Errors of the runs, each with all of its label left out. whole: the fit of all, where the search starts."""
+    out, labels = np.zeros(len(labels)), np.array(labels)
+    for label in sorted(set(labels)):
+        without = labels == label
+        out[without] = fit.errors(fit.solve(without, whole, rounds=5))[without]
+    return out
+
+
+def weights_of(sources: list[str]) -> np.ndarray:
+    """A source of n runs counts as the root of n."""
+    many = Counter(sources)
+    return np.array([3 * many[s] ** -0.5 for s in sources])

@@ -1,0 +1,263 @@
+"""A step of Gradus as another program does it: the same profiles of blocks, with what `software.yaml` says of that program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gradus.plan import engine
+from gradus.plan.engine import Process
+from gradus.plan.work import Op, Transfer, Work
+from gradus.recipe.schema import Recipe
+
+MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
+CORE = {"softmax", "native_dropout"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Software:
+    """See software.yaml."""
+
+    name: str
+    precision: str = "bf16"
+    attention: str = "fused"
+    mask: bool = False
+    optimizer: float | None = None
+    state: float | None = None
+    gradients: str = "buckets"
+    reduced: float | None = None
+    distributed: bool = False
+    accumulated: bool = False
+    hidden: tuple[str, ...] = ()
+
+
+@functools.cache
+def table() -> dict[str, Software]:
+    found = yaml.safe_load(Path(__file__).with_name("software.yaml").read_text())
+    return {name: Software(name, **{**entry, "hidden": tuple(entry.get("hidden", ()))}) for name, entry in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What is kept of the engine's processes: the work of the busiest and of the first, elements of the busiest."""
+
+    busiest: Work
+    first: Work | None  # of a pipeline: without the head
+    held: float  # elements of its parameters
+    replicas: int
+
+
+_kept: dict[str, Traced] = {}
+
+
+def whole(run: Any) -> Work:
+    """The traced work of a run as its metrics count it: the attention of whole sequences, where processes share them."""
+    work = traced(run.recipe, run.cluster.n).busiest
+    if run.context == 1:
+        return work
+    model = run.recipe.model
+    more = 12.0 * model.n_layers * model.n_heads * model.head_dim * model.seq_len * (run.context - 1)  # a token (Chowdhery et al. 2022)
+    return dataclasses.replace(work, model_flops=work.model_flops + more * work.tokens, samples=work.samples / run.context)
+
+
+def traced(recipe: Recipe, n: int) -> Traced:
+    key = f"{n} {recipe.model_dump_json()}"
+    if key not in _kept:
+        found = engine.processes(recipe, n, "cuda", None)
+        busiest = max(found, key=lambda p: sum(op.flops * op.count for op in p.work.micro))
+        layout = recipe.layout
+        replicas = n // (layout.tensor * layout.pipeline * layout.context * layout.expert * layout.shard)
+        first = found[0].work if found[0] is not busiest else None
+        _kept[key] = Traced(busiest.work, first, busiest.own / busiest.width, replicas)
+    return _kept[key]
+
+
+# ---------------------------------------------------------------- the step
+
+
+def _known(op: Op) -> tuple:
+    return op.kind, op.name, op.dtype, op.phase, op.flops, op.bytes, op.shape
+
+
+def _head(work: Work, first: Work | None) -> list[Op]:
+    """Operations that only the last stage has are named so that the pipeline's bubble leaves them out (step.HEAD)."""
+    if first is None:
+        return work.micro
+    others = Counter()
+    for op in first.micro:
+        others[_known(op)] += op.count
+    out = []
+    for op in work.micro:
+        alike = min(op.count, others[_known(op)])
+        others[_known(op)] -= alike
+        if alike:
+            out.append(dataclasses.replace(op, count=alike))
+        if op.count > alike:
+            out.append(dataclasses.replace(op, name="logits_" + op.name, count=op.count - alike))
+    return out
+
+
+def _scores(ops: list[Op]) -> set[float]:
+    """Elements of the attention's scores: of batched products of the forward pass, queries × keys."""
+    return {float(op.shape[0] * op.shape[1] * op.shape[2]) for op in ops if op.kind == "matmul" and op.shape[0] > 1 and op.phase == "forward"}
+
+
+def _of_scores(op: Op, scores: set[float]) -> bool:
+    return op.kind == "memory" and any(1 <= op.bytes / size <= 16 for size in scores)
+
+
+def _fused_mask(ops: list[Op]) -> list[Op]:
+    return [op for op in ops if not (op.kind == "memory" and op.name in MASKS and op.bytes > 1e6)]
+
+
+def _selective(ops: list[Op]) -> list[Op]:
+    """Attention's inner part once more in the backward pass (Korthikanti et al. 2022, section 5)."""
+    scores = _scores(ops)
+    again = [op for op in ops if op.phase == "forward" and (op.kind == "attention" or (op.kind == "matmul" and op.shape[0] > 1)
+             or (op.name in CORE and _of_scores(op, scores)))]  # fmt: skip
+    return ops + [dataclasses.replace(op, phase="recompute") for op in again]
+
+
+def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
+    """Products of linear layers, but for the head's, in fp8 or fp4."""
+    def linear(op: Op) -> bool:
+        return op.kind == "matmul" and op.shape[0] == 1 and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:])
+
+    return [dataclasses.replace(op, dtype=dtype) if linear(op) else op for op in ops]
+
+
+def _of_weights(op: Op, tokens: float) -> bool:
+    """Whether a product gives the gradient of a weight."""
+    return op.kind == "matmul" and op.phase == "backward" and op.shape[0] == 1 and op.shape[3] == tokens
+
+
+def _frozen(ops: list[Op], tokens: float) -> list[Op]:
+    """Only small adapters are trained: no gradients of the weights."""
+    return [op for op in ops if not _of_weights(op, tokens)]
+
+
+def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
+    """Gradients of weights are added up by the products that give them, not by additions (three half tensors of their size)."""
+    sizes = {6.0 * op.shape[1] * op.shape[2] for op in ops if _of_weights(op, tokens)}
+    return [op for op in ops if not (op.kind == "memory" and op.name == "add" and op.phase == "backward" and op.bytes in sizes)]
+
+
+def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:
+    """Collectives between replicas: of the whole gradient after the backward pass, or beside it; of a distributed optimizer in two halves."""
+    found = [x for x in t.busiest.transfers if x.axis in ("replicate", "context") and x.kind in ("all_reduce", "broadcast") and x.payload > 1e4]
+    rest = [x for x in t.busiest.transfers if x not in found]
+    reduced = [x for x in found if x.kind == "all_reduce"]
+    if not reduced:
+        return rest + found
+    payload = sum(x.payload * x.calls for x in reduced) * (software.reduced or width) / width
+    hidden = "backward" if software.gradients == "buckets" else ""
+    one = dataclasses.replace(reduced[0], payload=payload, calls=1, phase="backward" if hidden else "optimizer", hidden_by=hidden)
+    if not software.distributed:
+        return [*rest, one]
+    return [*rest, dataclasses.replace(one, kind="reduce_scatter"),
+            dataclasses.replace(one, kind="all_gather", payload=payload * 2 / (software.reduced or width), phase="forward", hidden_by="forward")]  # fmt: skip
+
+
+def _beside(transfers: list[Transfer], axes: tuple[str, ...]) -> list[Transfer]:
+    def hidden(t: Transfer) -> str:
+        if t.axis not in axes or t.phase == "optimizer":
+            return t.hidden_by
+        if t.axis == "pipeline":
+            return "both" if t.phase == "backward" or "tensor" in axes else t.hidden_by  # travels while another micro-batch is computed
+        return "both"
+
+    return [dataclasses.replace(t, hidden_by=hidden(t)) for t in transfers]
+
+
+def _optimizer(software: Software, t: Traced, ops: list[Op]) -> list[Op]:
+    if software.optimizer is None:
+        return ops
+    share = t.replicas if software.distributed else 1
+    small = [op for op in ops if op.bytes * op.count < 1e6]
+    return small[:20] + [Op("memory", "adam", "fp32", "optimizer", 0.0, software.optimizer * t.held / share, launches=8)]
+
+
+def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches: int) -> tuple[list[Op], list[Transfer]]:
+    """Processes that share a sequence: each part's queries see all keys (half of them, balanced), which go round while they do."""
+    if run.context == 1:
+        return ops, transfers
+    model, layout, k = run.recipe.model, run.recipe.layout, run.context
+    ops = [dataclasses.replace(op, flops=op.flops * k, bytes=op.bytes * k) if op.kind == "attention" else op for op in ops]
+    heads = getattr(model, "n_kv_heads", None) or model.n_heads
+    payload = 4.0 * (layout.micro_batch or 1) * model.seq_len * model.head_dim * max(1, heads // layout.tensor)
+    calls = (k - 1) * micro_batches * model.n_layers / layout.pipeline
+    return ops, transfers + [Transfer("context", "send", payload * times, calls, k, layout.tensor, phase, phase) for phase, times in (("forward", 1), ("backward", 2))]
+
+
+def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> list[Transfer]:
+    """Interleaved stages send as many times as often; each tensor rank sends its part (Narayanan et al. 2021, section 4.1)."""
+    layout = run.recipe.layout
+    part = layout.tensor if software.precision.startswith("pure_") and not layout.sequence_parallel else 1
+    return [dataclasses.replace(x, payload=x.payload / part, calls=x.calls * run.virtual) if x.axis == "pipeline" and x.phase != "optimizer" else x
+            for x in transfers]  # fmt: skip
+
+
+def work_of(run: Any) -> Work:
+    """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
+    software, layout = table()[run.software], run.recipe.layout
+    t = traced(run.recipe, run.cluster.n)
+    ops = _head(t.busiest, t.first)
+    if software.mask:
+        ops = _fused_mask(ops)
+    if run.recompute == "selective" and layout.checkpointing == "none":
+        ops = _selective(ops)
+    if run.dtype:
+        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0)
+    width = 2.0 if layout.precision.startswith("pure_") else 4.0
+    m = max(1, round(run.recipe.batch.samples / (run.replicas * (layout.micro_batch or run.recipe.batch.samples))))
+    step, transfers = _optimizer(software, t, t.busiest.step), _sums(software, t, width)
+    if m < t.busiest.micro_batches:  # a schedule of Gradus runs at least one a stage
+        transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
+    tokens = t.busiest.tokens / (run.replicas * m)
+    if software.accumulated or run.frozen:
+        ops = _accumulated(ops, tokens)
+    if run.frozen:
+        ops, step = _frozen(ops, tokens), []
+        transfers = [x for x in transfers if x.axis != "replicate" and not (x.axis == "shard" and x.kind == "reduce_scatter")]
+    transfers = _between_stages(run, software, transfers)
+    if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
+        transfers = [dataclasses.replace(x, calls=x.calls / t.busiest.micro_batches) if x.axis == "shard" else x for x in transfers]
+    ops, transfers = _together(run, ops, _beside(transfers, software.hidden + (("tensor", "sequence") if run.asynchronous else ())), m)
+    return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, micro_batches=m, software=software.name, virtual=run.virtual,
+                               schedule="interleaved" if run.virtual > 1 else "1f1b",
+                               data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes)  # fmt: skip
+
+
+# ---------------------------------------------------------------- memory
+
+
+class _Theirs(Process):
+    """A process whose optimizer's state is another's: bytes a parameter, a part of which each replica has (ZeRO-1)."""
+
+    each: float = 12.0
+
+    @property
+    def state(self) -> float:
+        layout = self.recipe.layout
+        replicas = self.n // (layout.tensor * layout.pipeline * layout.context * layout.shard)
+        return self.stepped * self.each / replicas
+
+
+def memory_of(run: Any) -> float:
+    """Bytes that the caching allocator takes on the process that needs most; gradients that are added up in fp32 are four bytes more."""
+    software = table()[run.software]
+    most = 0.0
+    for p in engine.processes(run.recipe, run.cluster.n, "cuda", None):
+        # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
+        every = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.every]
+        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"every": every})
+        if software.state:
+            theirs.each = software.state
+        wide = 4.0 * theirs.own / theirs.width if run.wide_gradients else 0.0
+        most = max(most, max(theirs.alive.reserved, theirs.alive.bytes) + wide)
+    return most

@@ -1,0 +1,36 @@
+"""How far the plan's times are off what others published: the table that was kept when the parameters were fitted.
+
+`gradus plan --accuracy` prints it; `python benchmarks/groundtruth.py POINTS.json` scores any file of points, and fits the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradus.errors import UserError
+from gradus.plan.roofline import fitted
+
+EXPLAINED = (
+    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant utilisation (or",
+    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside (medians).",
+    "Honest reading: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
+)
+
+
+def lines(path: str | None = None) -> Iterator[str]:
+    """The kept tables. Raises UserError for a file, which is the benchmark's."""
+    if path:
+        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: python benchmarks/groundtruth.py {path} scores it, --fit fits on it.")
+    file = fitted()
+    yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
+    yield from EXPLAINED
+    for label in ("model", "source"):
+        table = dict(file.get(f"without its {label}", {}))
+        columns = table.pop("columns", [])
+        yield ""
+        yield f"{'each point’s ' + label + ' left out':34}" + "".join(f"{name:>9}" for name in columns)
+        for group, row in table.items():
+            cells = ("–" if v is None else f"{v:.0f}" if name in ("n", "models", "sources") else f"{v:.2f}" if name == "skill" else f"{100 * v:.1f}" for name, v in zip(columns, row))
+            yield f"{group:34}" + "".join(f"{cell:>9}" for cell in cells)
+    yield ""
+    yield from (f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1]))
