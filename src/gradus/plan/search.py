@@ -182,7 +182,7 @@ class Space:
         """Seconds of a step on one device whose products reach its peak, recomputation left out."""
         one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
         rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
-        flops = sum(op.flops * op.count for section, many in rough.held for op in section.times(many))
+        flops = sum(op.flops * op.count * many for section, many in rough.held for op in section.ops)
         return flops * self.samples / max(self.cluster.device.peaks.values())
 
     def of(self, layout: Layout) -> engine.Given:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from gradus import models
-from gradus.hardware import Cluster
+from gradus.hardware import Cluster, Device
 from gradus.parallel.pipeline import bounds, needed
 from gradus.plan import engine
 from gradus.plan.compose import sharded_over, stages_of, widths
 from gradus.plan.engine import Given
 from gradus.plan.profiles import INDEX, MiB, N, Part, Profile, Stretch, Weight
-from gradus.plan.step import StepTime, step_time
+from gradus.plan.roofline import parameters
+from gradus.plan.step import StepTime, Sums, step_time
 from gradus.plan.traffic import nearest
 from gradus.plan.work import Op, Transfer, Work
 from gradus.recipe.axes import sizes, stages_per_process, strides
@@ -42,15 +42,18 @@ class Section:
     casts: float = 0.0  # and such as autocast forgets at the end of the forward pass
     rise: float = 0.0  # bytes that its backward pass needs at most beside what the forward passes have left
     weights: list[Weight] = dataclasses.field(default_factory=list)
+    priced: tuple[Device, Sums] | None = None
 
     @functools.cached_property
     def elements(self) -> tuple[int, int]:
         """Of experts that are split over processes, and of all else."""
         return sum(w.size for w in self.weights if w.expert), sum(w.size for w in self.weights if not w.expert)
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019  (a section lives as long as its search)
-    def times(self, n: int) -> list[Op]:
-        return [dataclasses.replace(op, count=op.count * n) for op in self.ops]
+    def seconds(self, cluster: Cluster) -> Sums:
+        """Of its operations, on a device of the cluster."""
+        if self.priced is None or self.priced[0] is not cluster.device:
+            self.priced = cluster.device, Sums().of(self.ops, cluster, parameters(cluster.device)[0])
+        return self.priced[1]
 
     def with_samples(self, factor: float, rows: set[int]) -> Section:
         """Of a micro-batch with so many times the samples. rows: how many vectors enter the linear layers."""
@@ -112,6 +115,7 @@ class Sketch:
             home = next((section for block, section in of.items() if f"{unit}.".startswith(f"{block}.")), None)
             for name, w in weights.items():
                 (home or (self.first if f"{name}.".startswith(before) else self.last)).weights.append(w)
+        self.last_with_tied = dataclasses.replace(self.last, weights=self.last.weights + self.tied)
         traced = sum(w.size for weights in profile.units.values() for w in weights.values())
         self.stepped = sum(key[6] * count for key, count in profile.optimizer.ops.items()) / traced  # bytes an element
 
@@ -120,6 +124,7 @@ class Sketch:
         rows = {op.shape[1] for section in (*self.blocks, self.first, self.last) for op in section.ops if op.kind == "matmul" and op.phase == "forward" and op.shape[0] == 1}
         other = copy.copy(self)
         other.first, other.last = self.first.with_samples(factor, rows), self.last.with_samples(factor, rows)
+        other.last_with_tied = dataclasses.replace(other.last, weights=self.last_with_tied.weights)
         other.blocks = [section.with_samples(factor, rows) for section in self.blocks]
         return other
 
@@ -149,7 +154,7 @@ class Rough:
         limits = bounds(sum(counts), layout.pipeline * stages_per_process(layout))
         own = [Part.of(counts, limits[s], limits[s + 1]).stacks for s in stages_of(self.rank, layout)]
         blocks = [(section, sum(stage[i][1] for stage in own)) for i, section in enumerate(self.sketch.blocks)]
-        last = dataclasses.replace(self.sketch.last, weights=self.sketch.last.weights + self.sketch.tied) if layout.pipeline > 1 else self.sketch.last
+        last = self.sketch.last if layout.pipeline == 1 else self.sketch.last_with_tied
         ends = [(self.sketch.first, any(stage[0][0] == 0 for stage in own)), (last, any(stage[-1][2] == 0 for stage in own))]
         return [(section, int(many)) for section, many in (*blocks, *ends) if many]
 
@@ -262,9 +267,18 @@ class Rough:
 
     def step_time(self, cluster: Cluster) -> StepTime:
         layout, m = self.layout, self.micro
-        ops = list(itertools.chain.from_iterable(section.times(many) for section, many in self.held))
+        total = Sums()
+        for section, many in self.held:
+            of = section.seconds(cluster)
+            for kind, seconds in of.kinds.items():
+                total.kinds[kind] = total.kinds.get(kind, 0.0) + seconds * many
+            for phase, (device, host) in of.phases.items():
+                found = total.phases.setdefault(phase, [0.0, 0.0])
+                found[0] += device * many
+                found[1] += host * many
+            total.spread += of.spread * many
         dtype = "bf16" if self.sketch.pure else "fp32"
-        ops.append(Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0))
+        ops = [Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0)]
         replicas = sizes(layout, self.n)["replicate"] if layout.shard_optimizer else 1
         step = [Op("memory", "adamw", dtype, "optimizer", 0.0, self.sketch.stepped * self.own / replicas * self.width / (2 if self.sketch.pure else 4))]
         work = Work(
@@ -272,4 +286,4 @@ class Rough:
             virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.places, model_flops=0.0,
             data_bytes=self.given.nbytes,
         )  # fmt: skip
-        return step_time(work, cluster)
+        return step_time(work, cluster, known=total)

@@ -42,17 +42,28 @@ def bubble_share(schedule: str, stages: int, virtual: int, micro_batches: int) -
     return share
 
 
-def _sum(ops: list[Op], cluster: Cluster, fit: Parameters, parts: dict[str, float], phases: dict[str, list[float]], spread: list[float]) -> None:
-    """Adds the ops' seconds to `parts` by kind, and by phase (device, host) to `phases`; in `spread` those all stages have."""
-    device = cluster.device
-    for op in ops:
-        seconds = op_seconds(op, device, fit) * op.count
-        parts[op.kind] = parts.get(op.kind, 0.0) + seconds
-        phase = phases.setdefault(op.phase, [0.0, 0.0])
-        phase[0] += seconds
-        phase[1] += op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
-        if not op.name.startswith(HEAD):
-            spread[0] += seconds
+@dataclasses.dataclass
+class Sums:
+    """Seconds of operations: by kind; by phase, what the device takes and what the host takes to launch; and of those that all stages have."""
+
+    kinds: dict[str, float] = dataclasses.field(default_factory=dict)
+    phases: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    spread: float = 0.0
+
+    def add(self, kind: str, phase: str, device: float, host: float, spread: float) -> None:
+        self.kinds[kind] = self.kinds.get(kind, 0.0) + device
+        found = self.phases.setdefault(phase, [0.0, 0.0])
+        found[0] += device
+        found[1] += host
+        self.spread += spread
+
+    def of(self, ops: list[Op], cluster: Cluster, fit: Parameters) -> Sums:
+        """With these operations too."""
+        for op in ops:
+            seconds = op_seconds(op, cluster.device, fit) * op.count
+            launching = op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
+            self.add(op.kind, op.phase, seconds, launching, 0.0 if op.name.startswith(HEAD) else seconds)
+        return self
 
 
 def _hide(hidden: list[tuple[Transfer, float]], room: dict[str, float], fit: Parameters, parts: dict[str, float]) -> None:
@@ -68,12 +79,13 @@ def _hide(hidden: list[tuple[Transfer, float]], room: dict[str, float], fit: Par
             parts[axis] = parts.get(axis, 0.0) + seconds - (1 - fit.contention) * covered * (seconds / total if total else 0.0)
 
 
-def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> StepTime:
+def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, known: Sums | None = None) -> StepTime:
     """Seconds of one optimizer step of `work` on `cluster`, and an interval.
 
     A micro-batch takes, phase by phase, the longer of what the device does (operations and the collectives it waits for) and of what the
     host launches. The pipeline's bubble, and the stages' waiting for one another, follow. Collectives with `hidden_by` run beside the
-    computing of those phases; what is longer is exposed, and the computing meanwhile is slower by `contention`.
+    computing of those phases; what is longer is exposed, and the computing meanwhile is slower by `contention`. known: of operations of a
+    micro-batch besides those of `work`.
     """
     notes: tuple[str, ...] = ()
     if fit is None:
@@ -81,10 +93,8 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
         notes += unknown_links(work.transfers, cluster)
     measured = cluster.device.measured is not None
     m = max(work.micro_batches, 1)
-    micro: dict[str, float] = {}
-    phases: dict[str, list[float]] = {}
-    spread = [0.0]
-    _sum(work.micro, cluster, fit, micro, phases, spread)
+    micro = (known or Sums()).of(work.micro, cluster, fit)
+    phases = micro.phases
     waited: dict[str, float] = {}  # by axis, of a micro-batch
     hidden = []
     for transfer in work.transfers:
@@ -102,9 +112,9 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
             phase[1] += transfer.calls / m * fit.host
     behind = 0.0 if measured else sum(max(0.0, host - device) for device, host in phases.values())
     one = sum(device for device, _ in phases.values()) + behind  # seconds of a micro-batch
-    body = spread[0] + behind + sum(v for k, v in waited.items() if not k.startswith("/"))  # without embedding and head
+    body = micro.spread + behind + sum(v for k, v in waited.items() if not k.startswith("/"))  # without embedding and head
 
-    parts = {kind: micro.get(kind, 0.0) * m for kind in ("matmul", "attention", "memory")}
+    parts = {kind: micro.kinds.get(kind, 0.0) * m for kind in ("matmul", "attention", "memory")}
     parts["launch"] = behind * m
     for axis, seconds in waited.items():
         parts["comm/" + axis.lstrip("/")] = parts.get("comm/" + axis.lstrip("/"), 0.0) + (seconds if axis.startswith("/") else seconds * m)
@@ -115,13 +125,11 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     computing["backward"] = computing.get("backward", 0.0) + computing.pop("recompute", 0.0)
     _hide(hidden, {phase: seconds * fit.overlap for phase, seconds in computing.items()}, fit, parts)
 
-    optimizer: dict[str, float] = {}
-    stepped: dict[str, list[float]] = {}
-    _sum(work.step, cluster, fit, optimizer, stepped, [0.0])
-    parts["optimizer"] = sum(optimizer.values())
+    stepped = Sums().of(work.step, cluster, fit)
+    parts["optimizer"] = sum(stepped.kinds.values())
     parts["host"] = 0.0
     if not measured:
-        parts["host"] += sum(max(0.0, host - device) for device, host in stepped.values())
+        parts["host"] += sum(max(0.0, host - device) for device, host in stepped.phases.values())
     parts["data"] = 0.0 if cluster.device.kind == "cpu" else work.data_bytes / HOST_TO_DEVICE
     nodes = -(-cluster.n // cluster.device.node)
     if nodes > 1 and fit.straggle:
