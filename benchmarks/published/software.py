@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,28 +77,6 @@ def traced(recipe: Recipe, n: int) -> Traced:
 
 
 # ---------------------------------------------------------------- the step
-
-
-def _known(op: Op) -> tuple:
-    return op.kind, op.name, op.dtype, op.phase, op.flops, op.bytes, op.shape
-
-
-def _head(work: Work, first: Work | None) -> list[Op]:
-    """Operations that only the last stage has are named so that the pipeline's bubble leaves them out (step.HEAD)."""
-    if first is None:
-        return work.micro
-    others = Counter()
-    for op in first.micro:
-        others[_known(op)] += op.count
-    out = []
-    for op in work.micro:
-        alike = min(op.count, others[_known(op)])
-        others[_known(op)] -= alike
-        if alike:
-            out.append(dataclasses.replace(op, count=alike))
-        if op.count > alike:
-            out.append(dataclasses.replace(op, name="logits_" + op.name, count=op.count - alike))
-    return out
 
 
 def _scores(ops: list[Op]) -> set[float]:
@@ -206,7 +183,7 @@ def work_of(run: Any) -> Work:
     """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
     software, layout = table()[run.software], run.recipe.layout
     t = traced(run.recipe, run.cluster.n)
-    ops = _head(t.busiest, t.first)
+    ops = engine.told_apart(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
     if software.mask:
         ops = _fused_mask(ops)
     if run.recompute == "selective" and layout.checkpointing == "none":

@@ -197,6 +197,14 @@ def chunking_of_fsdp() -> tuple[Any, str]:
     return _fsdp_param, "_chunk_with_empty"
 
 
+def trying_of_dtensor() -> tuple[Any, str]:
+    """(owner, name) of DTensor's method that runs an operator on whole tensors, once for each kind of
+    arguments, to learn the shapes of its results."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
 def ddp_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[int]]:
     """DDP's buckets: indices of parameters."""
     import torch.distributed as dist

@@ -401,5 +401,24 @@ def traced_work(
 
 
 def work_of(found: list[Process]) -> Work:
-    """Of the process that computes most."""
-    return max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))
+    """Of the process that computes most; what the first of the pipeline does not do is told apart: it waits for that meanwhile."""
+    work = max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))
+    return work if work is found[0].work else dataclasses.replace(work, micro=told_apart(work.micro, found[0].work.micro))
+
+
+def told_apart(ops: list[Op], others: list[Op]) -> list[Op]:
+    """The operations, marked where they are not among the others."""
+
+    def kind(op: Op) -> Op:
+        return dataclasses.replace(op, count=0)
+
+    left: dict[Op, float] = {}
+    for op in others:
+        left[kind(op)] = left.get(kind(op), 0.0) + op.count
+    out = []
+    for op in ops:
+        both = min(op.count, left.get(kind(op), 0.0))
+        left[kind(op)] = left.get(kind(op), 0.0) - both
+        out += [dataclasses.replace(op, count=both)] * (both > 0)
+        out += [dataclasses.replace(op, count=op.count - both, apart=True)] * (op.count > both)
+    return out

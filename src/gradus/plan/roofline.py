@@ -135,7 +135,7 @@ def matmul_share(batch: float, m: float, n: float, k: float, units: int, depth: 
 
 @functools.lru_cache(maxsize=4096)
 def _chained(name: str) -> bool:
-    return CHAINED.fullmatch(name.removeprefix("logits_")) is not None
+    return CHAINED.fullmatch(name) is not None
 
 
 def chained(op: Op) -> bool:

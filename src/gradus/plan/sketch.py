@@ -276,7 +276,7 @@ class Rough:
                 found = total.phases.setdefault(phase, [0.0, 0.0])
                 found[0] += device * many
                 found[1] += host * many
-            total.spread += of.spread * many
+            total.spread += of.spread * many * (section in self.sketch.blocks)  # the others wait for what the ends do
         dtype = "bf16" if self.sketch.pure else "fp32"
         ops = [Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0)]
         replicas = sizes(layout, self.n)["replicate"] if layout.shard_optimizer else 1

@@ -10,7 +10,6 @@ from gradus.plan.collectives import collective_seconds, unknown_links
 from gradus.plan.roofline import Parameters, chained, fitted, op_seconds, parameters
 from gradus.plan.work import Op, Transfer, Work
 
-HEAD = ("logits", "loss", "embedding")  # names of what only the first or the last stage of a pipeline does
 HOST_TO_DEVICE = 12e9  # bytes/s, from pinned memory over PCIe 4 (nominal 31e9 one way; what copies of batches reach)
 
 
@@ -62,7 +61,7 @@ class Sums:
         for op in ops:
             seconds = op_seconds(op, cluster.device, fit) * op.count
             launching = op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
-            self.add(op.kind, op.phase, seconds, launching, 0.0 if op.name.startswith(HEAD) else seconds)
+            self.add(op.kind, op.phase, seconds, launching, 0.0 if op.apart else seconds)
         return self
 
 

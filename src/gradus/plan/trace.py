@@ -259,15 +259,14 @@ _COLLECTS = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
 
 
 _entered: tuple[tuple[int, int], contextlib.ExitStack, World] | None = None  # (processes, rank) and their world
-_computed = False  # whether a step was computed in it
 
 
 def _enter_world(n: int, rank: int) -> World:
-    global _entered, _computed
+    global _entered
     if _entered is None or _entered[0] != (n, rank):
         _leave_world()
         stack = contextlib.ExitStack()
-        _entered, _computed = ((n, rank), stack, stack.enter_context(fake_world(n, rank))), False
+        _entered = (n, rank), stack, stack.enter_context(fake_world(n, rank))
     return _entered[2]
 
 
@@ -403,6 +402,7 @@ class Recorder(TorchDispatchMode):
         self.ops: dict[tuple, float] = {}
         self.transfers: dict[tuple, float] = {}
         self.in_loss = False
+        self.paused = False
         self.weights: set[int] = set()
 
     # ------------------------------------------------------------ phases
@@ -426,6 +426,8 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, DTensor) or torch_private.is_awaited(t) for t in types):
             return NotImplemented  # what they make of it comes by here again
         kwargs = kwargs or {}
+        if self.paused:
+            return function(*args, **kwargs)
         phase = self._phase()
         self.timeline.enter("backward" if phase == "recompute" else phase)
         namespace, name = _names(function)
@@ -686,6 +688,7 @@ def _trace(
     recorder = Recorder(mesh or Mesh.single(), chosen, fake)
     timeline = recorder.timeline
     stack.enter_context(_resizes(timeline))
+    stack.enter_context(_untried(recorder))
     if target == "cpu":  # a GPU's generator has its state, 16 bytes, on the host
         stack.enter_context(_random_states(timeline))
     if target == "cuda":
@@ -792,22 +795,16 @@ def max_gradients(timeline: Timeline, start: int) -> int:
 
 
 def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
-    """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's and DTensor's
-    own, which tries each operator once on whole tensors. What makes itself ready while it computes is given two micro-batches (the second
-    adds to the gradients); the others none."""
+    """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's own. FSDP makes
+    itself ready while it computes, and is given two micro-batches (the second adds to the gradients); the others none."""
     parallel, layout = stepper.parallel, stepper.recipe.layout
-    global _computed
-    computes = layout.shard > 1 or (max(layout.tensor, layout.expert) > 1 and not _computed)
     if parallel.pipeline and (layout.shard > 1 or layout.schedule == "zero_bubble"):
         stepper.step(batches, counts)
         return
-    if computes and not parallel.pipeline:
-        _computed = True
+    if layout.shard > 1:
         stepper.step([batches[0], batches[-1]][: len(batches)], counts)  # also where the last one has another shape
         return
-    _computed = _computed or computes
-    finish, compute = parallel._finish_gradients, Stage.forward
-    computed: dict[int, int] = {}  # stage → micro-batches
+    finish = parallel._finish_gradients
 
     def finish_with_gradients() -> None:
         for held in parallel.local_parameters:
@@ -822,9 +819,6 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
 
     def little(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
         pipeline = stage.pipeline
-        computed[stage.index] = computed.get(stage.index, 0) + 1
-        if computes and computed[stage.index] <= 2:
-            return compute(stage, received, index=index)
         if stage.last:
             return received.sum().float().reshape(1)
         if received is None:
@@ -909,6 +903,23 @@ def _resizes(timeline: Timeline) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = inner
+
+
+@contextlib.contextmanager
+def _untried(recorder: Recorder) -> Iterator[None]:
+    """What DTensor tries on whole tensors is no part of a step."""
+    owner, name = torch_private.trying_of_dtensor()
+    tries = getattr(owner, name)
+
+    def unseen(*args: Any) -> Any:
+        before, recorder.paused = recorder.paused, True
+        try:
+            return tries(*args)
+        finally:
+            recorder.paused = before
+
+    with replaced(owner, name, unseen):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What the parts of the plan tell each other: the work of one training step, as a device does it.
 
-`trace` reads it off the real module and step under fake tensors, `analytic` writes it down from sizes alone; `step` prices it.
+`engine` puts it together from what was traced; `step` prices it.
 Units: bytes, floating-point operations, seconds. One multiply-add is two operations.
 """
 
@@ -42,6 +42,7 @@ class Op:
     shape: tuple[int, ...] = ()
     count: float = 1
     launches: float = 1  # kernels one of them takes
+    apart: bool = False  # whether one process of a pipeline alone does it
     layout: str = ""  # of a matmul, which operand lies transposed, n or t each: nt forward, nn for the input, tn for the weight; "": not known
 
 
