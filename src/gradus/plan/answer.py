@@ -284,7 +284,7 @@ def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: 
     if cluster and fits is not False:  # of what does not fit there is no time, no price
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
-        rows += _budget_rows(request, recipe, task, time, cluster, work, notes)
+        rows += _budget_rows(request, recipe, task, time, cluster, notes)
     return Answer(recipe, cluster, n, rows, [], notes, fits, layout_keys(recipe.layout))
 
 
@@ -441,7 +441,7 @@ def computed_in(layout: Layout) -> str:
     return "tf32" if numbers == "fp32" and layout.tf32 else numbers
 
 
-def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, work: Work, notes: list[str]) -> list[Row]:
+def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, notes: list[str]) -> list[Row]:
     from gradus.plan.budget import budget
 
     seconds = (min(time.low, time.total), time.total, max(time.high, time.total))
@@ -449,9 +449,9 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
         steps = total_steps(recipe, task)
     except UserError as e:
         notes.append(str(e).replace("without", "how long in all: without", 1))
-        made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts, work=work)
+        made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts)
         return [row for row in made if row.name == "energy/step"]
-    made = budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, work=work)
+    made = budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
     made[0] = _steps_row(request, recipe, steps)
     return made
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Grid, Price
 from gradus.plan.figures import figure
 from gradus.rows import Row
-
-if TYPE_CHECKING:
-    from gradus.plan.work import Work
 
 Cases = tuple[float, float, float]  # low, expected, high
 CASES = ("low", "expected", "high")
@@ -54,51 +50,24 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
     return joules, joules / KWH * kg_per_kwh
 
 
-def devices_for(parameters: float, tokens: float, rate_per_device: float, days: float, factor: int = 6) -> Row:
-    """Devices needed by the rule of thumb: factor · parameters · tokens / (rate · time).
-
-    factor: 6 operations a parameter and token (forward 2, backward 4; Kaplan et al. 2020), 8 with full recomputation (Narayanan et al. 2021,
-    section 5.1). rate_per_device: operations a second that a device reaches, counted the same way; a rate that includes recomputation belongs
-    to 8. days: of nothing but training.
-    """
-    exact = factor * parameters * tokens / (rate_per_device * days * DAY)
-    given = {"parameters": parameters, "tokens": tokens, "operations/s a device": rate_per_device, "days": days, "exact": exact}
-    source = {6: "Kaplan et al. 2020: 6ND", 8: "Narayanan et al. 2021, equation 4: 8ND, full recomputation"}.get(factor, "")
-    return figure("budget/devices", math.ceil(exact), "devices", f"{factor} N D / (rate · days · 86400), rounded up", given, source, factor=factor)
-
-
 def budget(
     *,
     cluster: Cluster,
+    steps: float,
     seconds_per_step: float | Cases,
-    steps: float | None = None,
-    tokens: float | None = None,
-    samples: float | None = None,
-    units_per_step: float | None = None,
     goodput: Cases | None = None,
-    price: Price | None = None,
     pue: Cases | None = None,
     grid: Grid | str | None = None,
     days: float | None = None,
     parts: dict[str, float] | None = None,
-    embodied: tuple[float, float, str] | None = None,
-    work: Work | None = None,
 ) -> list[Row]:
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
 
-    How long: `steps`, or `tokens` or `samples` and how many of them a step takes (`units_per_step`, else read from `work`).
-    seconds_per_step: (low, expected, high), or one figure. goodput, pue: (low, expected, high). price: default the hardware's; without one
-    there is no cost. grid: a country's code or a Grid; default the world's mean. days: a deadline. parts: seconds of a step by part
-    (StepTime.parts), for the part of the time in which the device computes. embodied: (kg CO2 of making one device, seconds it lives, source).
+    seconds_per_step: (low, expected, high), or one figure. goodput, pue: (low, expected, high). grid: a country's code or a Grid; default the
+    world's mean. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the part of the time in which the device computes.
     What is not known has no row: cost without a price, energy and CO2 without the device's power.
     """
     device, n = cluster.device, cluster.n
-    if steps is None:
-        units = tokens if tokens is not None else samples
-        if units_per_step is None and work is not None:
-            units_per_step = work.tokens if tokens is not None else work.samples
-        assert units is not None and units_per_step, "steps, or tokens or samples and how many a step takes"
-        steps = units / units_per_step
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
     assert step[0] <= step[1] <= step[2], step
     one_node = n <= device.node
@@ -106,7 +75,7 @@ def budget(
     good_source = "as given" if goodput else GOODPUT_NODE_SOURCE if one_node else GOODPUT_SOURCE
     assert 0 < good[0] <= good[1] <= good[2] <= 1, good
 
-    rows = [figure("budget/steps", steps, "steps", "as given, or units / units a step", source="the recipe")]
+    rows = [figure("budget/steps", steps, "steps", "as given", source="the recipe")]
     time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
@@ -119,31 +88,18 @@ def budget(
             note = "at the same rate of each device: more devices reach less"
             rows.append(figure("budget/devices", math.ceil(hours[i] / (days * 24)), "devices", "device-hours / (days × 24)", given, note, case=case))
 
-    price = price or hardware.price(device)
-    if price is not None:
-        for i, case in enumerate(CASES):
-            rate = (price.low, price.expected, price.high)[i]
-            given = {"device-hours": hours[i], f"{price.currency} a device-hour": rate}
-            source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
-            rows.append(
-                figure(
-                    "budget/cost",
-                    hours[i] * rate,
-                    SIGNS.get(price.currency, price.currency),
-                    "device-hours × price",
-                    given,
-                    source,
-                    case=case,
-                    date=price.date,
-                )
-            )
+    rows += _cost(hours, hardware.price(device))
+    return rows + _energy(cluster, step, hours, power(device, busy_share(parts)), busy_share(parts), pue, grid)
 
-    rows += _energy(cluster, step, hours, power(device, busy_share(parts)), busy_share(parts), pue, grid)
-    if embodied is not None:
-        kg, lifetime, source = embodied
-        for i, case in enumerate(CASES):
-            given = {"device-hours": hours[i], "kg a device": kg, "hours it lives": lifetime / HOUR}
-            rows.append(figure("budget/embodied", hours[i] * HOUR / lifetime * kg, "kg", "device-hours × kg / lifetime", given, source, case=case))
+
+def _cost(hours: Cases, price: Price | None) -> list[Row]:
+    if price is None:
+        return []
+    rows, unit = [], SIGNS.get(price.currency, price.currency)
+    source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
+    for case, each, rate in zip(CASES, hours, (price.low, price.expected, price.high)):
+        given = {"device-hours": each, f"{price.currency} a device-hour": rate}
+        rows.append(figure("budget/cost", each * rate, unit, "device-hours × price", given, source, case=case, date=price.date))
     return rows
 
 

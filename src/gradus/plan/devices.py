@@ -75,14 +75,13 @@ def rank_devices(
     whole: bool = False,
 ) -> list[dict[str, Any]]:
     """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a step),
-    hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes).
+    hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes), notes: whose
+    parameters a device takes that has none of its own. The software is the same on all: Gradus's.
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
     micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name or precision.
     """
     from gradus.plan.engine import plan_memory, traced_work
-    from gradus.plan.step import step_time
-
     wanted = precisions or list(PRECISIONS)
     for numbers in wanted:
         if numbers not in PRECISIONS:
@@ -100,34 +99,28 @@ def rank_devices(
 
     found = []
     for device in _candidates(path, names):
-        price = hardware.price(device)
-        for numbers in wanted:
-            if numbers not in device.peaks:
-                continue
+        for numbers in (numbers for numbers in wanted if numbers in device.peaks):
             memory, work = plan(numbers, "cpu" if device.kind == "cpu" else "cuda")
-            steps, per = epoch_of(recipe, task, work, whole)
-            capacity, taken = device.capacity, memory.reserved + memory.framework
-            fits = taken <= capacity
-            seconds = step_time(work, Cluster(device, 1)).total if fits else None
-            hours = steps * seconds / 3600 if fits else None
-            found.append(
-                {
-                    "device": device.name,
-                    "precision": numbers,
-                    "memory": taken,
-                    "capacity": capacity,
-                    "fits": fits,
-                    "layout": layout_keys(alone(recipe, numbers).layout, recipe.layout, ("precision",)),
-                    "missing": max(0.0, taken - capacity),
-                    "seconds": seconds,
-                    "hours": hours,
-                    "per": per,
-                    "cost": None if price is None or not fits else (hours * price.low, hours * price.expected, hours * price.high),
-                    "currency": None if price is None else price.currency,
-                    "date": None if price is None else price.date,
-                }
-            )
+            epoch = epoch_of(recipe, task, work, whole)
+            words = layout_keys(alone(recipe, numbers).layout, recipe.layout, ("precision",))
+            found.append({"device": device.name, "precision": numbers, "layout": words, **_priced(device, memory.reserved + memory.framework, work, epoch)})
     return sorted(found, key=order)
+
+
+def _priced(device: Device, taken: int, work: Work, epoch: tuple[float, str]) -> dict[str, Any]:
+    """What `rank_devices` says of work that takes so many bytes."""
+    from gradus.plan.step import step_time
+
+    steps, per = epoch
+    price, fits = hardware.price(device), taken <= device.capacity
+    time = step_time(work, Cluster(device, 1)) if fits else None
+    hours = steps * time.total / 3600 if time else None
+    return {
+        "memory": taken, "capacity": device.capacity, "fits": fits, "missing": max(0.0, taken - device.capacity), "per": per,
+        "seconds": time and time.total, "hours": hours, "notes": time.notes if time else (),
+        "cost": None if price is None or not time else (hours * price.low, hours * price.expected, hours * price.high),
+        "currency": price and price.currency, "date": price and price.date,
+    }  # fmt: skip
 
 
 def order(one: dict[str, Any]) -> tuple:
@@ -170,6 +163,7 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -
         "",
     ]
     answer += table(header, body, {2, 3, 5, 6, 7, 8, 9})
+    answer += ["", *(f"note: {note}" for note in dict.fromkeys(note for one in ranked for note in one["notes"]))]
     if served:
         at = served[0][0].conditions
         source = f" and {at['source_len']:,} of source" if "source_len" in at else ""
