@@ -231,7 +231,7 @@ def memory_of(run: Any) -> float:
     most = 0.0
     for p in engine.processes(run.recipe, run.cluster.n, "cuda", None):
         # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
-        every = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.every]
+        every = {s: dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for s, stage in p.every.items()}
         theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"every": every})
         if software.state:
             theirs.each = software.state
