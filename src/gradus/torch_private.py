@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as uncompiled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTensorMode",  # makes all tensors fake: the plan traces a step in it
     "TorchDispatchMode",  # sees every operator that runs: the plan's recorder, the counter of what travels
     "tree_leaves",  # the tensors in an operator's arguments
+    "uncompiled",  # torch.compiler.disable, which imports the compiler (half a second) when it is called first
     "unset_fake_temporarily",  # for what must have values although all tensors are fake
 ]
 
@@ -203,6 +205,12 @@ def trying_of_dtensor() -> tuple[Any, str]:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
+def constant_for_compiler(function: Any) -> Any:
+    """torch.compiler.assume_constant_result, without importing the compiler."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def ddp_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -69,6 +70,20 @@ def test_the_keys_make_the_same_layout(found):
 def test_the_same_question_has_the_same_answer(found):
     again = search(found.recipe, found.cluster)
     assert [(c.keys, c.n, c.seconds, c.reason) for c in again.table] == [(c.keys, c.n, c.seconds, c.reason) for c in found.table]
+
+
+def test_a_second_search_reads_which_layouts_won(tmp_path, monkeypatch):
+    """And prices them again; what is torn is not read."""
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    recipe, on = recipe_of("gpt2-small", **SMALL), hardware.cluster("2xH100")
+    first = best_of(recipe, on)
+    (path,) = (tmp_path / "layouts").iterdir()
+    monkeypatch.setattr(Space, "walk", lambda space: pytest.fail("looked at all layouts again"))
+    assert best_of(recipe, on) == dataclasses.replace(first, rough=0.0)
+    monkeypatch.undo()
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    path.write_text(path.read_text()[:40])
+    assert best_of(recipe, on) == first
 
 
 @pytest.mark.parametrize("on", ["H100", "4xA100-40GB"])

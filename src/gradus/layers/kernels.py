@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gradus import torch_private
 from gradus.layers.masks import Documents, flex
 
 
@@ -90,7 +91,7 @@ def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
     """A kernel of `chunk` queries at a time: never more than chunk × k_len scores a head are alive, nor in the backward
     pass, which makes each chunk's weights again (and draws its dropout again from the generator's saved state)."""
 
-    @torch.compiler.disable  # a compiler would unroll the chunks and keep their buffers
+    @torch_private.uncompiled  # a compiler would unroll the chunks and keep their buffers
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
         causal: bool = False, scale: float | None = None, dropout: float = 0.0,
@@ -293,7 +294,7 @@ def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
     return mask.dense()
 
 
-@torch.compiler.assume_constant_result
+@torch_private.constant_for_compiler
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)  # which PyTorch 2.11 cannot compile
 

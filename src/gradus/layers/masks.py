@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from gradus.torch_private import uncompiled
+
 BLOCK = 128  # queries and keys a block of flex_attention's
 
 
@@ -31,7 +33,7 @@ class Documents:
         self.blocks = _blocks(segments, keep)
         self.made: Tensor | None = None
 
-    @torch.compiler.disable
+    @uncompiled
     def dense(self) -> Tensor:
         """(batch, 1, seq, seq), for kernels that take no blocks; that a query looks backwards alone is left to them."""
         if self.made is None:

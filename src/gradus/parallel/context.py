@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from gradus import models
+from gradus import models, torch_private
 from gradus.data.collate import IGNORE
 from gradus.errors import divisors, either
 from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel, kernels
@@ -181,24 +181,24 @@ class Context:
 
         return attention
 
-    @torch.compiler.disable
+    @torch_private.uncompiled
     def _set(self, positions: Tensor | None) -> None:
         self.sequence = getattr(positions, "sequence", None)
 
-    @torch.compiler.disable
+    @torch_private.uncompiled
     def _before_first(self, block: nn.Module, args: tuple):
         x, *rest = args  # (batch, seq, d_model)
         self.sequence = _Sequence(Split(x.shape[1], self.n, folded=False))
         return _on_whole(lambda x: self.sequence.split.take(x, self.rank), x), *rest  # (batch, local, d_model)
 
-    @torch.compiler.disable
+    @torch_private.uncompiled
     def _after_last(self, block: nn.Module, args: tuple, out: Tensor):
         length = self.sequence.split.length
         return _on_whole(lambda x: all_gather(x, 1, self.group)[:, :length], out)  # (batch, seq, d_model)
 
     # ------------------------------------------------------------ attention
 
-    @torch.compiler.disable
+    @torch_private.uncompiled
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
         causal: bool = False, scale: float | None = None, dropout: float = 0.0,

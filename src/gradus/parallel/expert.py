@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from gradus import torch_private
 from gradus.errors import divisors, either
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
@@ -62,7 +63,7 @@ class Exchange:
     def __init__(self, mesh: DeviceMesh):
         self.group, self.n = mesh.get_group(), mesh.size()
 
-    @torch.compiler.disable  # how many rows travel is a value
+    @torch_private.uncompiled  # how many rows travel is a value
     def __call__(self, experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         sent = counts.view(self.n, -1)  # (processes, experts of each)

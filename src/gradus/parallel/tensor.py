@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.overrides import TorchFunctionMode
 
-from gradus import models
+from gradus import models, torch_private
 from gradus.errors import divisors, either
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
 from gradus.parallel.replicate import as_one
@@ -225,7 +225,7 @@ def _own_random_numbers(function: Callable, mesh: DeviceMesh) -> Callable:
     The numbers follow from the generators' state alone, so that recomputation and a resumed run draw them again.
     """
 
-    @torch.compiler.disable
+    @torch_private.uncompiled
     def call(*args, **kwargs) -> Any:
         seed = torch.randint(2**62, ())  # the same on every process
         if isinstance(seed, FakeTensor):

@@ -67,11 +67,14 @@ _kept: dict[str, Profile] = {}
 KEPT = 2000  # in memory
 
 
+TRACED_ROOMS = "models", "layers", "parallel", "tasks", "train"
+
+
 @functools.cache
-def _code() -> str:
-    """Of all that a profile depends on: the model, the layout, the step, and how they are traced."""
+def code(*more: str) -> str:
+    """Of all that a profile depends on, the model, the layout, the step, and how they are traced; and of further rooms."""
     root = Path(__file__).parents[1]
-    rooms = [path for room in ("models", "layers", "parallel", "tasks", "train") for path in sorted((root / room).glob("*.py"))]
+    rooms = [path for room in (*TRACED_ROOMS, *more) for path in sorted((root / room).glob("*.[py]*")) if path.is_file()]
     own = [root / "plan" / f"{name}.py" for name in ("trace", "profiles", "batches")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
@@ -93,7 +96,7 @@ def profile_of(
         small.data.model_dump(mode="json", exclude={"path"}), small.optimizer.name,
         getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, micro, _family_code(small.model.family),
         [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
-         if isinstance(v, torch.Tensor)], __version__, torch.__version__, _code(),
+         if isinstance(v, torch.Tensor)], __version__, torch.__version__, code(),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
     if key in _kept:

@@ -6,13 +6,20 @@ and printed. The same question has the same answer; the plan's own choice of a l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import heapq
 import itertools
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from gradus import files
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
 from gradus.parallel import check
@@ -313,10 +320,15 @@ def contest(space: Space) -> Iterator[Candidate]:
 
 def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
     """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for, the first is the same:
-    what is roughly within SURE of the fastest is priced."""
+    what is roughly within SURE of the fastest is priced. Which layouts they are is kept on disk, by what was asked."""
+    path = _kept_at(space, most)
     good: list[Candidate] = []
     large: list[Candidate] = []
     with collecting():
+        if path and (kept := _kept(path)):
+            space.tried = kept["tried"]
+            good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
+            return good, large
         for c in contest(space):
             if (len(good) >= most and c.rough > SURE * good[0].seconds) or len(good) == MOST:
                 break
@@ -325,7 +337,29 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
     if not good and not large:
         check.validate(space._with(space.base), space.n)  # says what is wrong
         raise UserError(f"{space.recipe.name}: no layout is allowed on {space.n} devices. Take another number of devices, or another batch.samples.")
+    if path:
+        layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in (("good", good), ("large", large))}
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(path, json.dumps({"tried": space.tried, **layouts}))
     return good, large
+
+
+def _kept_at(space: Space, most: int) -> Path | None:
+    """Where the answer to this question is kept; None where it depends on data."""
+    if space.task:
+        return None
+    asked = space.recipe.model_dump_json(exclude={"name", "log", "evaluate"}), space.recipe.layout.model_fields_set, space.n, most
+    text = json.dumps([*asked, dataclasses.asdict(space.cluster.device), torch.__version__, engine.code("plan", "hardware")], default=sorted)
+    return files.cache_dir() / "layouts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+        return found if found.keys() >= {"tried", "good", "large"} else None
+    except (OSError, ValueError, AttributeError):  # absent, or torn
+        return None
 
 
 # ---------------------------------------------------------------- what is asked
