@@ -139,6 +139,13 @@ def test_a_stated_precision_stays():
         assert layout.precision == precision or (precision == "bf16" and layout.param_dtype == "bf16")
 
 
+def test_what_was_said_of_the_layout_stays():
+    for words in (("layout.checkpointing=full",), ("layout.precision=fp32",)):
+        layout = answer(Request("gpt2-small", (*WORDS, *words), "2xH100")).recipe.layout
+        for key, _, value in (word.removeprefix("layout.").partition("=") for word in words):
+            assert str(getattr(layout, key)).lower() == value, (words, layout)
+
+
 def test_nodes_have_their_own_size():
     tensors = {split.tensor for split in Space(recipe_of("gpt3-175b", samples=72), hardware.cluster("64xGB200")).splits()}
     assert 32 in tensors and max(s.tensor for s in Space(recipe_of("gpt3-175b"), hardware.cluster("64xH100")).splits()) == 8

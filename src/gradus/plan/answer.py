@@ -67,7 +67,7 @@ def answer(request: Request) -> Answer:
     if cluster and request.days and not counted:
         from gradus.plan.search import fewest_in_time
 
-        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=chosen)
+        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=chosen, said=said_keys(request.overrides))
         cluster = Cluster(cluster.device, found.n)
         notes.append(f"{found.n:,} is the fewest, in whole nodes, that are done in {request.days:g} days")
         made = _on(request, recipe, task, cluster, found.layout if chosen else None, notes)
@@ -76,7 +76,7 @@ def answer(request: Request) -> Answer:
     if chosen and cluster:
         from gradus.plan.search import best_layout
 
-        return _on(request, recipe, task, cluster, best_layout(recipe, cluster, task), notes)
+        return _on(request, recipe, task, cluster, best_layout(recipe, cluster, task, said_keys(request.overrides)), notes)
     return _on(request, recipe, task, cluster, None, notes)
 
 
@@ -498,8 +498,9 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    found = of_layouts(recipe, cluster, steps=steps, task=task)
-    found.said = said_keys(request.overrides)
+    said = said_keys(request.overrides)
+    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS)
+    found.said = said
     return [*found.lines(), *_notes(notes)], found.rows()
 
 

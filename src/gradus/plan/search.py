@@ -13,7 +13,7 @@ import heapq
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +115,17 @@ class Rough:
 
 
 class Space:
-    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. like: of the same recipe on others."""
+    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. said: keys of the recipe's layout that stay.
+    like: of the same recipe on others."""
 
-    def __init__(self, recipe: Recipe, cluster: Cluster, task: Task | None = None, like: Space | None = None):
+    def __init__(self, recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = (), like: Space | None = None):
+        self.said = like.said if like else frozenset(said)
         self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
         self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
         self.limit = HEADROOM * cluster.device.capacity
         default = Layout()
-        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT})
+        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT - self.said})
+        self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
         self.blocks = engine.blocks_of(recipe)
         self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // making.size_of(making.micro_batches(self._with(self.base, 1), task=task)[0]))
         self.optimizer = {"sgd": 1 if getattr(recipe.optimizer, "momentum", 0) else 0}.get(recipe.optimizer.name, 2)
@@ -157,6 +160,10 @@ class Space:
         """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in half instead of
         cast: the same numbers, without copies that autocast keeps."""
         own = self.recipe.layout
+        if self.said & {"precision", "param_dtype"} and not sharded:
+            return {"precision": own.precision, "param_dtype": None}
+        if "param_dtype" in self.said:
+            return {}
         if own.precision == "fp32" and own.param_dtype:
             return {"precision": "fp32", "param_dtype": own.param_dtype if sharded else None}
         free = own.precision == "fp32" and "precision" not in own.model_fields_set and "bf16" in self.cluster.device.peaks
@@ -181,7 +188,8 @@ class Space:
             found = ({"reshard": reshard} for reshard in (True, False))
         else:
             found = ({"shard_optimizer": some} for some in (False, True))
-        yield from (v for v in (layout.model_copy(update=more) for more in found) if self.allowed(v))
+        made = (layout.model_copy(update=more) for more in found)
+        yield from (v for v in made if all(getattr(v, key) == getattr(self.base, key) for key in self.said & SPLIT - {"param_dtype", "precision"}) and self.allowed(v))
 
     # ------------------------------------------------------------ sketches
 
@@ -247,12 +255,12 @@ class Space:
                 for layout in self.variants(found.layout):
                     self._push(other := self.rough(layout, found.way), other.seconds, "variant")
             else:
-                self.harder(found, WAYS[0])
+                self.harder(found, self.ways[0])
 
     def harder(self, found: Rough, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
-        at = WAYS.index(first) if first else WAYS.index(found.layout.checkpointing) + 1
-        ways = WAYS[at:] if found.layout.schedule != "zero_bubble" or found.layout.pipeline == 1 else WAYS[at:1]
+        at = self.ways.index(first) if first else self.ways.index(found.layout.checkpointing) + 1
+        ways = self.ways[at:] if found.layout.schedule != "zero_bubble" or found.layout.pipeline == 1 else self.ways[at:1]
         for checkpointing in ways:
             c = self.rough(found.layout.model_copy(update={"checkpointing": checkpointing}), found.way)
             if c.needed <= self.limit:
@@ -328,7 +336,7 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         if path and (kept := _kept(path)):
             space.tried = kept["tried"]
             good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
-            return good, large
+            return good, [dataclasses.replace(c, time=None) for c in large]
         for c in contest(space):
             if (len(good) >= most and c.rough > SURE * good[0].seconds) or len(good) == MOST:
                 break
@@ -349,7 +357,7 @@ def _kept_at(space: Space, most: int) -> Path | None:
     """Where the answer to this question is kept; None where it depends on data."""
     if space.task:
         return None
-    asked = space.recipe.model_dump_json(exclude={"name", "log", "evaluate"}), space.recipe.layout.model_fields_set, space.n, most
+    asked = space.recipe.model_dump_json(exclude={"name", "log", "evaluate"}), space.recipe.layout.model_fields_set, space.said, space.n, most
     text = json.dumps([*asked, dataclasses.asdict(space.cluster.device), torch.__version__, engine.code("plan", "hardware")], default=sorted)
     return files.cache_dir() / "layouts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -463,19 +471,21 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def search(recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None) -> Found:
+def search(
+    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None, said: Collection[str] = ()
+) -> Found:
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of the kind, the best of
-    each. task: with its data opened. Raises UserError where no layout is allowed at all.
+    each. task: with its data opened. said: keys of the recipe's layout that stay. Raises UserError where no layout is allowed at all.
     """
-    space = Space(recipe, cluster, task)
+    space = Space(recipe, cluster, task, said)
     good, large = ranked(space, top)
     n = cluster.n
     while fewer and n > 1 and n % 2 == 0 and good:
         n //= 2
         try:
-            best, miss = ranked(Space(recipe, Cluster(cluster.device, n), task, space))
+            best, miss = ranked(Space(recipe, Cluster(cluster.device, n), task, like=space))
         except UserError:  # not so few: the batch
             break
         good += best[:1]
@@ -554,7 +564,7 @@ def on_more(space: Space) -> Candidate | None:
     """The best layout on the fewest of twice, four times, ... as many devices on which one fits."""
     for i in range(1, 11):
         try:
-            good, _ = ranked(Space(space.recipe, Cluster(space.cluster.device, space.n * 2**i), space.task, space))
+            good, _ = ranked(Space(space.recipe, Cluster(space.cluster.device, space.n * 2**i), space.task, like=space))
         except UserError:
             continue  # the batch cannot be split so far
         if good:
@@ -562,9 +572,9 @@ def on_more(space: Space) -> Candidate | None:
     return None
 
 
-def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Layout:
-    """The search's first; where none fits the one that is nearest. Raises UserError where no layout is allowed."""
-    good, large = ranked(Space(recipe, cluster, task))
+def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = ()) -> Layout:
+    """The search's first; where none fits the one that is nearest. said: as of `Space`. Raises UserError where no layout is allowed."""
+    good, large = ranked(Space(recipe, cluster, task, said))
     return good[0].layout if good else min(large, key=lambda c: (c.needed, c.keys)).layout
 
 
@@ -586,16 +596,18 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     return good[0] if good else on_more(space)
 
 
-def fewest_in_time(recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True) -> Candidate:
+def fewest_in_time(
+    recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True, said: Collection[str] = ()
+) -> Candidate:
     """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many days, the usual goodput
-    counted. chosen: of all layouts; else the recipe's own, which need not fit. Raises UserError where no number of devices is enough."""
+    counted. chosen: of all layouts, but for the keys that were said; else the recipe's own, which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
     each, quickest, since = 1 if chosen else needed(recipe.layout), math.inf, 0
 
     def days_with(seconds: float, n: int) -> float:
         return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
 
-    space = Space(recipe, Cluster(device, 1), task)
+    space = Space(recipe, Cluster(device, 1), task, said)
     work = days_with(space.at_peak(), 1)  # device-days
     most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
     for n in itertools.chain((k for k in range(1, device.node) if device.node % k == 0), range(device.node, most + 1, device.node)):
