@@ -28,7 +28,7 @@ def lines(path: str | None = None) -> Iterator[str]:
         table = dict(file.get(f"without its {label}", {}))
         columns = table.pop("columns", [])
         yield ""
-        yield f"{'each point’s ' + label + ' left out':34}" + "".join(f"{name:>9}" for name in columns)
+        yield f"{'each point, its ' + label + ' left out':34}" + "".join(f"{name:>9}" for name in columns)
         for group, row in table.items():
             cells = ("–" if v is None else f"{v:.0f}" if name in ("n", "models", "sources") else f"{v:.2f}" if name == "skill" else f"{100 * v:.1f}" for name, v in zip(columns, row))
             yield f"{group:34}" + "".join(f"{cell:>9}" for cell in cells)
