@@ -53,7 +53,7 @@ COARSE = 0.9  # of what another layout's sketch says: this one is looked at befo
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
 MOST_DEVICES = 2**17
 NEAR = 0.9  # of the devices that the best so far would need
-GIVEN_UP = 40  # numbers of devices without any gain
+GIVEN_UP = 20  # numbers of devices without any gain, beyond as many as before
 FRAMEWORK = engine.CONTEXT + engine.WORKSPACE
 
 
@@ -199,6 +199,11 @@ class Space:
         rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
         flops = sum(op.flops * op.count * many for section, many in rough.held for op in section.ops)
         return flops * self.samples / max(self.cluster.device.peaks.values())
+
+    def least_devices(self) -> float:
+        """Fewer cannot hold the weights, their gradients and the optimizer's state."""
+        one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
+        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.optimizer) / self.cluster.device.capacity
 
     def of(self, layout: Layout) -> engine.Given:
         """The micro-batches of a process."""
@@ -602,31 +607,31 @@ def fewest_in_time(
     """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many days, the usual goodput
     counted. chosen: of all layouts, but for the keys that were said; else the recipe's own, which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
-    each, quickest, since = 1 if chosen else needed(recipe.layout), math.inf, 0
+    each, quickest, tried, last = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
 
     def days_with(seconds: float, n: int) -> float:
         return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
 
     space = Space(recipe, Cluster(device, 1), task, said)
-    work = days_with(space.at_peak(), 1)  # device-days
+    work, least = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
     most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
     for n in itertools.chain((k for k in range(1, device.node) if device.node % k == 0), range(device.node, most + 1, device.node)):
-        if n % each or n < work / days:
+        if n % each or n < max(work / days, least):
             continue
-        space = Space(recipe, Cluster(device, n), task, space)
-        found = space.quickest(chosen)
-        if found is None:
+        tried += 1
+        if tried > 2 * last + GIVEN_UP:  # as many without any gain as before the last
+            break
+        space = Space(recipe, Cluster(device, n), task, like=space)
+        if (found := space.quickest(chosen)) is None:
             continue
         took = days_with(found.seconds, n)
-        since = 0 if took < 0.99 * quickest else since + 1
+        last = tried if took < 0.99 * quickest else last
         work = n * took * NEAR if not math.isfinite(quickest) else min(work, n * took * NEAR)  # more devices do hardly more each
         quickest = min(quickest, took)
         if took <= 1.02 * days:
             good = ranked(space)[0][:1] if chosen else [space.price(found.layout)]
             if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
                 return good[0]
-        if since > GIVEN_UP:
-            break
     said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
     raise UserError(
         f"--days={days:g}: no number of {device.name} up to {n:,} is done in time, as the batch can be split.{said} "
