@@ -566,15 +566,17 @@ def _advice(space: Space, nearest: Candidate) -> list[str]:
 
 
 def on_more(space: Space) -> Candidate | None:
-    """The best layout on the fewest of twice, four times, ... as many devices on which one fits."""
+    """The best layout on the fewest of twice, four times, ... as many devices that leave the head room; without that on the next that fits."""
+    tight = None
     for i in range(1, 11):
         try:
             good, _ = ranked(Space(space.recipe, Cluster(space.cluster.device, space.n * 2**i), space.task, like=space))
         except UserError:
             continue  # the batch cannot be split so far
-        if good:
-            return good[0]
-    return None
+        if good and (tight or good[0].needed <= HEADROOM * good[0].capacity):
+            return min((good[0], tight or good[0]), key=lambda c: c.needed)
+        tight = good[0] if good else None
+    return tight
 
 
 def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = ()) -> Layout:

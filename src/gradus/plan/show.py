@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def size(n: float) -> str:
     """Bytes in decimal units: 1.5e9 → 1.50 GB."""
     for unit, suffix in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(n) >= unit:
+        if abs(n) >= 0.9995 * unit:  # three digits of it round up
             return f"{n / unit:.3g} {suffix}" if n / unit < 1000 else f"{n / unit:,.0f} {suffix}"
     return f"{n:.0f} B"
 
@@ -208,7 +208,7 @@ def _driver(answer: Answer, name: str, cases: dict[str, Row]) -> str:
     def put_in(cases: dict[str, Row], key: str) -> str:
         inputs = [cases[case].conditions["how"]["inputs"] for case in ("low", "high")]
         values = [value for given in inputs for k, value in given.items() if k.endswith(key)]
-        return " to ".join(dict.fromkeys(money(v, cases["low"].unit) if name == "cost" else f"{v:.3g}" for v in values))
+        return " to ".join(dict.fromkeys(money(v, cases["low"].unit) if name == "cost" else f"{v:,.0f}" if v >= 999.5 else f"{v:.3g}" for v in values))
 
     if name == "cost":
         return f" (price {put_in(cases, ' a device-hour')} an hour)"
