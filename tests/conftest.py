@@ -37,3 +37,11 @@ def pytest_runtest_makereport(item, call):
     report = outcome.get_result()
     if report.skipped and os.environ.get("GRADUS_REQUIRE_SHARED_DATA") and "shared_data" in item.fixturenames:
         report.outcome, report.longrepr = "failed", f"skipped, though the real data must be there: {report.longrepr}"
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch):
+    """No hardware, prices or grid of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
+        monkeypatch.delenv(name, raising=False)

@@ -14,13 +14,7 @@ from gradus.errors import UserError
 from gradus.hardware import files, tables
 from gradus.hardware.units import in_unit, quantity
 
-
-@pytest.fixture(autouse=True)
-def _own_files(tmp_path, monkeypatch):
-    """No file of whoever runs the tests."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_files")
 
 
 def write(path, text):

@@ -18,11 +18,7 @@ from gradus.plan.budget import CASES, GOODPUT, KWH, budget, busy_share, energy_a
 GB = 1e9
 
 
-@pytest.fixture(autouse=True)
-def _own_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_files")
 
 
 def cases(rows, name):

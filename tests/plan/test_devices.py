@@ -22,11 +22,7 @@ from gradus.train.session import open_session
 NAMES = ["P100", "V100", "T4", "A100", "H100", "RTX-4090"]
 
 
-@pytest.fixture(autouse=True)
-def _own_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_files")
 
 
 @pytest.fixture(scope="module")

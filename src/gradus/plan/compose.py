@@ -79,14 +79,14 @@ class Stage:
     part: Part
     profile: Profile
 
-    @functools.cache  # noqa: B019  (a stage lives as long as its plan)
+    @functools.cached_property
     def counts(self) -> dict[str, int]:
         own = [own for _, own, _ in self.part.stacks if own]
         return dict(zip(self.profile.stacks, own))
 
     def groups(self, pieces: list[Piece]) -> Iterator[tuple[list[Piece], int]]:
         """The pieces of one block, or of what is in none, after the other, and how often."""
-        counts = self.counts()
+        counts = self.counts
         for (stack, number), found in itertools.groupby(pieces, lambda piece: self._place(piece.unit)):
             group = list(found)
             if number != 1 or counts[stack] <= EACH:
@@ -107,7 +107,7 @@ class Stage:
         stack, number = self._place(unit)
         if not stack or (number == 0 and edge.startswith("post") and unit.count(".") == stack.count(".") + 1):
             return 1
-        own, traced = self.counts()[stack], self.profile.stacks[stack][1]
+        own, traced = self.counts[stack], self.profile.stacks[stack][1]
         return own if traced == 1 else own - 2 if number == 1 else 1
 
     def casts(self) -> np.ndarray:

@@ -30,7 +30,7 @@ from gradus.plan import compose, profiles, traffic
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
 from gradus.plan.trace import Target
-from gradus.plan.work import Op, Transfer, Work
+from gradus.plan.work import Op, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -123,6 +123,11 @@ def blocks_of(recipe: Recipe) -> tuple[int, ...]:
     model = recipe.model
     decoder = getattr(model, "n_decoder_layers", None) or model.n_layers
     return (model.n_layers, decoder)[: len(models.lookup(model.family).stacks)]
+
+
+def momenta(optimizer: Any) -> int:
+    """Numbers that it keeps of a parameter (a recipe's section)."""
+    return {"adamw": 2, "adam": 2, "sgd": 1 if getattr(optimizer, "momentum", 0) else 0}[optimizer.name]
 
 
 @dataclasses.dataclass
@@ -222,7 +227,7 @@ class Process:
     def state(self) -> float:
         """Bytes of the optimizer's state."""
         layout, optimizer = self.recipe.layout, self.recipe.optimizer
-        each = {"adamw": 2, "adam": 2, "sgd": 1 if getattr(optimizer, "momentum", 0) else 0}[optimizer.name] * self.width
+        each = momenta(optimizer) * self.width
         replicas = sizes(layout, self.n)["replicate"]
         tensors = sum(times for _, times in self.elements)
         if optimizer.name != "sgd":
@@ -288,14 +293,9 @@ def _work(p: Process) -> Work:
                 found[key] = found.get(key, 0) + count
     for key, count in compose.holding(p).items():
         ops[key] = ops.get(key, 0) + count
-    dtypes = {"fp32": "tf32"} if layout.tf32 else {}
-    found = []
-    for (_, kind, name, dtype, phase, flops, moved, shape), count in ops.items():
-        dtype = dtypes.get(dtype, dtype) if kind == "matmul" else dtype
-        found.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, flops, moved, shape, count * parts / whole / micro))
+    found = [op_of(key, count * parts / whole / micro, tf32=layout.tf32) for key, count in ops.items()]
     size = sizes(layout, p.n)
-    transfers = [Transfer(axis, kind, payload, calls, group, stride, phase, hidden) for (axis, kind, payload, group, stride, phase, hidden), calls in sent.items()]
-    transfers += traffic.holding(p)
+    transfers = [*(transfer_of(key, calls) for key, calls in sent.items()), *traffic.holding(p)]
     ranks = size["replicate"] * size["expert"] * size["shard"]
     return Work(
         micro=found, step=compose.optimizer(p), transfers=transfers, micro_batches=micro, stages=layout.pipeline, virtual=stages_per_process(layout),

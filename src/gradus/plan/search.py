@@ -128,7 +128,7 @@ class Space:
         self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
         self.blocks = engine.blocks_of(recipe)
         self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // making.size_of(making.micro_batches(self._with(self.base, 1), task=task)[0]))
-        self.optimizer = {"sgd": 1 if getattr(recipe.optimizer, "momentum", 0) else 0}.get(recipe.optimizer.name, 2)
+        self.momenta = engine.momenta(recipe.optimizer)
         self.given: dict[tuple, engine.Given] = like.given if like else {}
         self.sketches: dict[tuple, tuple[sketch.Sketch, int]] = like.sketches if like else {}
 
@@ -203,7 +203,7 @@ class Space:
     def least_devices(self) -> float:
         """Fewer cannot hold the weights, their gradients and the optimizer's state."""
         one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
-        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.optimizer) / self.cluster.device.capacity
+        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.momenta) / self.cluster.device.capacity
 
     def of(self, layout: Layout) -> engine.Given:
         """The micro-batches of a process."""
@@ -236,7 +236,7 @@ class Space:
         axes = sum(k > 1 for k in sizes(layout, self.n).values())
         framework = FRAMEWORK + engine.COMMUNICATOR * axes if self.target == "cuda" else 0
         time = max((end.step_time(self.cluster) for end in ends), key=lambda time: time.total)
-        needed, state = max((end.memory(self.optimizer), end.state(self.optimizer)) for end in ends)
+        needed, state = max((end.memory(self.momenta), end.state(self.momenta)) for end in ends)
         return Rough(layout, way, time.total, time.total - time.parts["bubble"], needed + framework, state + framework)
 
     def walk(self) -> Iterator[Rough]:

@@ -23,7 +23,7 @@ from gradus.plan.profiles import INDEX, MiB, N, Part, Profile, Stretch, Weight
 from gradus.plan.roofline import parameters
 from gradus.plan.step import StepTime, Sums, step_time
 from gradus.plan.traffic import nearest
-from gradus.plan.work import Op, Transfer, Work
+from gradus.plan.work import Op, Transfer, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 
@@ -130,11 +130,8 @@ class Sketch:
 
     @staticmethod
     def _add(section: Section, stretch: Stretch, tf32: bool) -> None:
-        for (_, kind, name, dtype, phase, flops, moved, shape), count in stretch.ops.items():
-            dtype = "tf32" if tf32 and dtype == "fp32" and kind == "matmul" else dtype
-            section.ops.append(Op(kind, name, dtype, "forward" if phase == "loss" else phase, flops, moved, shape, count))
-        for (axis, kind, payload, group, stride, phase, hidden), calls in stretch.transfers.items():
-            section.transfers.append(Transfer(axis, kind, payload, calls, group, stride, phase, hidden))
+        section.ops += [op_of(key, count, tf32=tf32) for key, count in stretch.ops.items()]
+        section.transfers += [transfer_of(key, calls) for key, calls in stretch.transfers.items()]
 
 
 @dataclasses.dataclass
@@ -269,14 +266,7 @@ class Rough:
         layout, m = self.layout, self.micro
         total = Sums()
         for section, many in self.held:
-            of = section.seconds(cluster)
-            for kind, seconds in of.kinds.items():
-                total.kinds[kind] = total.kinds.get(kind, 0.0) + seconds * many
-            for phase, (device, host) in of.phases.items():
-                found = total.phases.setdefault(phase, [0.0, 0.0])
-                found[0] += device * many
-                found[1] += host * many
-            total.spread += of.spread * many * (section in self.sketch.blocks)  # the others wait for what the ends do
+            total.add(section.seconds(cluster), many, apart=section not in self.sketch.blocks)  # the others wait for what the ends do
         dtype = "bf16" if self.sketch.pure else "fp32"
         ops = [Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0)]
         replicas = sizes(layout, self.n)["replicate"] if layout.shard_optimizer else 1

@@ -49,19 +49,22 @@ class Sums:
     phases: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     spread: float = 0.0
 
-    def add(self, kind: str, phase: str, device: float, host: float, spread: float) -> None:
-        self.kinds[kind] = self.kinds.get(kind, 0.0) + device
-        found = self.phases.setdefault(phase, [0.0, 0.0])
-        found[0] += device
-        found[1] += host
-        self.spread += spread
+    def add(self, other: Sums, times: int, apart: bool = False) -> None:
+        """apart: one stage alone does these."""
+        for kind, seconds in other.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0.0) + seconds * times
+        for phase, (device, host) in other.phases.items():
+            found = self.phases.setdefault(phase, [0.0, 0.0])
+            found[0] += device * times
+            found[1] += host * times
+        self.spread += 0.0 if apart else other.spread * times
 
     def of(self, ops: list[Op], cluster: Cluster, fit: Parameters) -> Sums:
         """With these operations too."""
         for op in ops:
             seconds = op_seconds(op, cluster.device, fit) * op.count
             launching = op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
-            self.add(op.kind, op.phase, seconds, launching, 0.0 if op.apart else seconds)
+            self.add(Sums({op.kind: seconds}, {op.phase: [seconds, launching]}, seconds), 1, op.apart)
         return self
 
 

@@ -38,7 +38,7 @@ from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.plan import batches as making
-from gradus.plan.work import COMPONENTS, Op, Transfer, Work
+from gradus.plan.work import COMPONENTS, Work, op_of, transfer_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import (
@@ -711,7 +711,8 @@ def _trace(
         _instrument(recorder, stepper)
         counts = _counts(batches)
         for i in range(2):
-            gc.collect()
+            if i == 1:
+                gc.collect()  # what the first step has left in circles is none of the second's
             timeline.phases.append((len(timeline.events), "build"))
             start = len(timeline.events)
             recorder.counting = i == 1
@@ -942,18 +943,12 @@ def _random_states(timeline: Timeline) -> Iterator[None]:
 def _work(recorder: Recorder, recipe: Recipe, parallel: Parallel, given: list[dict], stepper: Stepper) -> Work:
     n = len(given)
     micro, step = [], []
-    for (scope, kind, name, dtype, phase, flops, moved, shape), count in recorder.ops.items():
-        if kind == "matmul" and dtype == "fp32" and recipe.layout.tf32:
-            dtype = "tf32"
-        if scope == "micro":
-            phase = "forward" if phase == "loss" else phase
-            micro.append(Op(kind, name, dtype, phase, flops, moved, shape, count / n))
+    for key, count in recorder.ops.items():
+        if key[0] == "micro":
+            micro.append(op_of(key, count / n, tf32=recipe.layout.tf32))
         else:
-            step.append(Op(kind, name, dtype, "optimizer", flops, moved, shape, count))
-    transfers = [
-        Transfer(axis, kind, payload, calls, group, stride, phase, hidden)
-        for (axis, kind, payload, group, stride, phase, hidden), calls in recorder.transfers.items()
-    ]
+            step.append(op_of(key, count, tf32=recipe.layout.tf32, phase="optimizer"))
+    transfers = [transfer_of(key, calls) for key, calls in recorder.transfers.items()]
     mesh = recorder.mesh
     data = mesh.size("replicate", "expert", "shard")
     layout = recipe.layout

@@ -82,3 +82,16 @@ class Work:
     model_flops: float = 0  # of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
     data_bytes: float = 0  # a device's batch, from host to device
     software: str = "gradus"  # whose fitted parameters hold: gradus, megatron, mosaic
+
+
+def op_of(key: tuple, count: float, *, tf32: bool = False, phase: str | None = None) -> Op:
+    """What a trace has counted, as Traced.ops. tf32: of a layout that computes fp32 products so. phase: in place of its own."""
+    _, kind, name, dtype, own, flops, moved, shape = key
+    dtype = "tf32" if tf32 and dtype == "fp32" and kind == "matmul" else dtype
+    return Op(kind, name, dtype, phase or ("forward" if own == "loss" else own), flops, moved, shape, count)
+
+
+def transfer_of(key: tuple, calls: float) -> Transfer:
+    """As Traced.transfers."""
+    axis, kind, payload, group, stride, phase, hidden = key
+    return Transfer(axis, kind, payload, calls, group, stride, phase, hidden)
