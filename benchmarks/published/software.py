@@ -72,7 +72,7 @@ def traced(recipe: Recipe, n: int) -> Traced:
         layout = recipe.layout
         replicas = n // (layout.tensor * layout.pipeline * layout.context * layout.expert * layout.shard)
         first = found[0].work if found[0] is not busiest else None
-        _kept[key] = Traced(busiest.work, first, busiest.own / busiest.width, replicas)
+        _kept[key] = Traced(dataclasses.replace(busiest.work, model_flops=engine.model_flops(busiest)), first, busiest.own / busiest.width, replicas)
     return _kept[key]
 
 

@@ -46,11 +46,27 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: 
     family = lookup(config.family)
     if config.reads == "text" and config.vocab_size is None:
         raise UserError("model.vocab_size: not known. Set it, or give a tokenizer.")
-    with torch.device("meta"):
+    with torch.device("meta"), _undrawn():
         model = family.model(config)
     if lacks := list(family.lacks(model)):
         raise TypeError(f"family {family.name}: {'; '.join(lacks)}")
     return model
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """PyTorch's own initial values are not drawn: the family's are, once there is memory (`values.drawn`)."""
+    from torch import nn
+
+    kinds = nn.Linear, nn.Embedding
+    draws = [kind.reset_parameters for kind in kinds]
+    for kind in kinds:
+        kind.reset_parameters = lambda module: None
+    try:
+        yield
+    finally:
+        for kind, draw in zip(kinds, draws):
+            kind.reset_parameters = draw
 
 
 def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:

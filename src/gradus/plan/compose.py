@@ -385,6 +385,9 @@ def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, i
             if warm + i < micro:
                 yield "forward", 0, warm + i
         return
+    if layout.schedule == "interleaved":
+        yield from interleaved(layout.pipeline, stages_per_process(layout), micro, rank)
+        return
     from gradus.torch_private import schedule_of
 
     order = list(schedule_of(layout.schedule, layout.pipeline, stages_per_process(layout), micro, rank))
@@ -395,6 +398,23 @@ def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, i
         yield kind, own.index(stage), i
         if split and kind == "backward" and (stage, i) not in late:
             yield "weights", own.index(stage), i
+
+
+def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """As `actions`: rounds of as many micro-batches as there are processes, through one stage after the other (Narayanan et al. 2021,
+    section 2.2). What torch's schedule says, without importing its compiler."""
+    each = micro // max(1, micro // processes)  # micro-batches of a round
+    warm = min((stages - 1) * each + 2 * (processes - 1 - rank), micro * stages)
+
+    def at(i: int) -> tuple[int, int]:
+        return i // each % stages, i // (each * stages) * each + i % each
+
+    for i in range(micro * stages + warm):
+        if i < micro * stages:
+            yield "forward", *at(i)
+        if i >= warm:
+            stage, number = at(i - warm)
+            yield "backward", stages - 1 - stage, number
 
 
 def peak(p: Process) -> Alive:

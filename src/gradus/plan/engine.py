@@ -202,6 +202,12 @@ class Process:
         return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
 
     @property
+    def shares(self) -> int:
+        """Into how many the samples of a step are split."""
+        layout = self.recipe.layout
+        return self.n // (layout.tensor * layout.pipeline * layout.context)
+
+    @property
     def micro(self) -> int:
         return pipelines.needed(self.recipe.layout, self.given.count)
 
@@ -294,21 +300,17 @@ def _work(p: Process) -> Work:
     for key, count in compose.holding(p).items():
         ops[key] = ops.get(key, 0) + count
     found = [op_of(key, count * parts / whole / micro, tf32=layout.tf32) for key, count in ops.items()]
-    size = sizes(layout, p.n)
     transfers = [*(transfer_of(key, calls) for key, calls in sent.items()), *traffic.holding(p)]
-    ranks = size["replicate"] * size["expert"] * size["shard"]
     return Work(
         micro=found, step=compose.optimizer(p), transfers=transfers, micro_batches=micro, stages=layout.pipeline, virtual=stages_per_process(layout),
-        schedule=layout.schedule, samples=p.given.samples * ranks, tokens=p.given.places * ranks, model_flops=model_flops(p) * ranks,
-        data_bytes=p.given.nbytes,
+        schedule=layout.schedule, samples=p.given.samples * p.shares, tokens=p.given.places * p.shares, data_bytes=p.given.nbytes,
     )  # fmt: skip
 
 
 def model_flops(p: Process) -> float:
-    """Of the process's micro-batches through the whole model, forward and backward: no recomputation, attention's full matrix (Chowdhery et
-    al. 2022, appendix B)."""
+    """Of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery et al. 2022, appendix B)."""
     ops = operations_of(p.recipe, Layout(device="cpu"), p.given.full, "cuda", p.task)
-    return p.given.parts * sum(count * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), count in ops.items())
+    return p.shares * p.given.parts * sum(count * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), count in ops.items())
 
 
 def operations_of(recipe: Recipe, layout: Layout, batch: dict, target: Target, task: Task | None = None) -> dict[tuple, float]:

@@ -337,11 +337,11 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
     path = _kept_at(space, most)
     good: list[Candidate] = []
     large: list[Candidate] = []
+    if path and (kept := _kept(path)):
+        space.tried = kept["tried"]
+        good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
+        return good, [dataclasses.replace(c, time=None) for c in large]
     with collecting():
-        if path and (kept := _kept(path)):
-            space.tried = kept["tried"]
-            good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
-            return good, [dataclasses.replace(c, time=None) for c in large]
         for c in contest(space):
             if (len(good) >= most and c.rough > SURE * good[0].seconds) or len(good) == MOST:
                 break

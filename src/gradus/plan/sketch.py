@@ -273,7 +273,7 @@ class Rough:
         step = [Op("memory", "adamw", dtype, "optimizer", 0.0, self.sketch.stepped * self.own / replicas * self.width / (2 if self.sketch.pure else 4))]
         work = Work(
             micro=ops, step=step, transfers=[t for t in self.transfers() if t.group > 1], micro_batches=m, stages=layout.pipeline,
-            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.places, model_flops=0.0,
+            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.places,
             data_bytes=self.given.nbytes,
         )  # fmt: skip
         return step_time(work, cluster, known=total)

@@ -958,7 +958,7 @@ def _work(recorder: Recorder, recipe: Recipe, parallel: Parallel, given: list[di
     return Work(
         micro=micro, step=step, transfers=transfers, micro_batches=n, stages=layout.pipeline,
         virtual=len(pipeline.stages) if pipeline else 1, schedule=layout.schedule,
-        samples=samples * data, tokens=tokens * data, model_flops=0.0,
+        samples=samples * data, tokens=tokens * data,
         data_bytes=sum(v.nbytes for b in given for v in b.values() if isinstance(v, Tensor)),
     )  # fmt: skip
 

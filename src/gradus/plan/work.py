@@ -79,7 +79,7 @@ class Work:
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble
     samples: float = 0  # of the whole step, over all devices
     tokens: float = 0  # of the whole step, over all devices, padding included
-    model_flops: float = 0  # of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
+    model_flops: float = 0  # where a published figure is of them (engine.model_flops): of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
     data_bytes: float = 0  # a device's batch, from host to device
     software: str = "gradus"  # whose fitted parameters hold: gradus, megatron, mosaic
 
