@@ -24,10 +24,11 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import engine, profiles
+from gradus.plan import compose, engine, profiles
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
+from gradus.torch_private import schedule_of
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
@@ -409,6 +410,16 @@ def refuse(*args, **kwargs):
 def numbers(case: Case) -> list[tuple]:
     found = engine.processes(case.recipe, case.n, "cpu", None)
     return [(p.alive.bytes, p.held, flops(p.work.micro), moved(p.work.step)) for p in found]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("processes", [2, 3, 4, 8])
+def test_the_interleaved_schedule_is_pytorchs(processes, stages):
+    counts = [m for m in range(processes, 5 * processes) if m % (m // processes) == 0]
+    for micro, rank in itertools.product(counts, range(processes)):
+        theirs = list(schedule_of("interleaved", processes, stages, micro, rank))
+        own = sorted({stage for _, stage, _ in theirs})
+        assert [(kind, own.index(stage), i) for kind, stage, i in theirs] == list(compose.interleaved(processes, stages, micro, rank))
 
 
 @pytest.fixture
