@@ -43,6 +43,7 @@ SPLIT = {  # what the search decides; all else of the layout stays as the recipe
     "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages", "context", "context_method", "expert", "local_sgd", "diloco",
     "bucket_mb", "compress", "transport",
 }  # fmt: skip
+LONG = 1024  # tokens of a sample that is sketched alone for micro-batches of any size
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: fragmentation and longer samples come in weeks of running
 SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
@@ -215,8 +216,10 @@ class Space:
         return self.given[key]
 
     def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
-        """Traced with 1, 8, 64, ... samples in a micro-batch, and taken for others. coarse: of one sample, as one process's weights are."""
-        base = 1 if coarse else 8 ** int(math.log(layout.micro_batch, 8) + 1e-9)
+        """Traced with 1, 8, 64, ... samples in a micro-batch, where they are not long, and taken for others. coarse: of one sample, as one
+        process's weights are."""
+        short = making.size_of(self.of(layout).full) < LONG * layout.micro_batch
+        base = 8 ** int(math.log(layout.micro_batch, 8) + 1e-9) if short and not coarse else 1
         half = layout.shard > 1 and bool(layout.param_dtype)
         if coarse and half:
             layout, half = layout.model_copy(update=self._numbers(sharded=False)), False
