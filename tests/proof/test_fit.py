@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -139,6 +140,26 @@ def test_what_does_not_fit_says_what_would_fit(room):
     assert r.need(again) <= r.budget < r.need(with_micro_batch(long, 1, 1, 2)) and said == "Set layout.checkpointing=full layout.micro_batch=1"
     r.budget = r.resident + 1
     assert "layout.shard" in fix_of(long, r) and "Set " not in fix_of(long, r)
+
+
+def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(room, monkeypatch):
+    clock, given = [0.0], []
+
+    class Held:
+        def __init__(self, *_, **__): ...
+
+        def steps(self, epoch):
+            clock[0] += 0.5 if len(given) == 30 else 0.001
+            given.append(epoch)
+            yield types.SimpleNamespace(samples=16)
+
+        def close(self): ...
+
+    monkeypatch.setattr(fit, "Loader", Held)
+    monkeypatch.setattr(fit, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    session = open_session(room[0])
+    assert fit.loader_speed(session, 1.0) == pytest.approx(16_000)
+    assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"
 
 
 def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):

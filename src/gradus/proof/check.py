@@ -45,11 +45,11 @@ STEPS, RAMP = 100, 10  # optimizer steps for that at most, the first ones with a
 LEAST, SECONDS = 20, 8.0  # steps from which one that learns is known from one that does not; s for all
 FALL, STILL = 2.0, 1.05  # factor by which the loss, less what label smoothing leaves, must fall; by which it has hardly fallen
 SLOW = 1.5  # s of a forward pass of the few samples, beyond which fewer are looked at
-STEP = 2.0  # s of a step that is timed for the loader: of a longer one a part is
+STEP, TIMES = 2.0, 9  # s in which steps are timed for the loader (of a longer step a part is); how many at most
 LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
 NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
-WAIT = 0.1  # share of a step that may be spent waiting for data
+WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s of it that are never too many (see `loader`)
 LOADER = 1.5  # s for which the loader is timed
 
 
@@ -274,7 +274,7 @@ class Looked:
     def first(self) -> tuple[tuple[int, ...], dict[str, Tensor], dict[str, int]]:
         """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the model as it was built."""
         seen: list[Tensor] = []
-        began = time.perf_counter()
+        counts, began = self.collated["counts"], time.perf_counter()
         handle = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
         try:
             with torch.no_grad(), self.session.precision.autocast():
@@ -282,7 +282,7 @@ class Looked:
         finally:
             handle.remove()
         self.fewer(time.perf_counter() - began > SLOW)
-        return tuple(seen[-1].shape), sums, self.collated["counts"]
+        return tuple(seen[-1].shape), sums, counts
 
     def shapes(self) -> str:
         """One batch through the model: logits with the right last dimension, and one finite loss."""
@@ -413,17 +413,25 @@ class Looked:
         raise Skip(f"{text}; not judged in {SECONDS:g} s", "Steps are slow here: watch the loss of the run's first steps.")
 
     def loader(self) -> str:
-        """Batches come as fast as steps take them."""
+        """Batches come as fast as steps take them.
+
+        It fails where more than WAIT of the time is waiting, and that is more than LITTLE a step: so much a batch takes on its way from
+        another process too, so that workers could not save it, and so much does the noise of a busy machine make. Both speeds are medians.
+        """
         r = self.recipe
         step, samples, how = self.step_seconds()
         speed, workers = loader_speed(self.session, LOADER), r.data.workers
         data = samples / speed
-        waits = data / (step + data) if workers == 0 else max(0.0, 1 - step / data)
+        wait = max(0.0, data - step) if workers else data
+        share = wait / (step + wait)
         text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
         text += f" that takes {1e3 * step:,.0f}{how}"
-        if waits > WAIT:
-            raise Wrong(f"{text}; {waits:.0%} of the time is waiting", f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
-        return text
+        if share <= WAIT:
+            return text
+        text += f"; {share:.0%} of the time is waiting"
+        if wait <= LITTLE:
+            return f"{text}, but no more than {1e3 * LITTLE:g} ms, which workers would not save"
+        raise Wrong(text, f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
 
     def step_seconds(self) -> tuple[float, int, str]:
         """(seconds of a step of the recipe's batch, its samples, how that is known where it was not measured whole)."""
@@ -436,13 +444,13 @@ class Looked:
         part = min(len(indices), layout.micro_batch or len(indices), max(self.few, int(STEP * self.few / self.seconds)))
         batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])
         trainer.parallel.bare.train()
-        for _ in range(2):  # the first may set things up
+        times: list[float] = []
+        while len(times) <= TIMES and sum(times) <= STEP:
             began = time.perf_counter()
             trainer.step([batch], batch["counts"])
             trainer.clock.synchronise()
-            seconds = time.perf_counter() - began
-            if seconds > STEP:
-                break
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times[1:] or times)  # the first may set things up
         how = [f"by {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
         return seconds * len(indices) / part, len(indices), f" ({', '.join(how)})" if how else ""
 

@@ -44,7 +44,7 @@ from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_for, open_session
 
 TIMED, WARM_UP = 8, 3  # steps of a sweep
-LOADED = 2.0  # s for which a loader alone is timed
+LOADED, ROUNDS = 2.0, 5  # s for which a loader alone is timed; in so many rounds, whose median counts
 MOST = 2**16  # samples of a micro-batch that are asked for
 
 
@@ -126,7 +126,8 @@ def load_alone(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 
 
 def loader_speed(session: Session, seconds: float = LOADED) -> float:
-    """Samples/s of the recipe's loader for about so many seconds, what its workers had fetched beforehand left out."""
+    """Samples/s of the recipe's loader in the median of ROUNDS rounds, about so many seconds in all; what its workers had fetched beforehand
+    is left out."""
     r, task = session.recipe, session.task
     plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
     loader = Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, loading=r.data)
@@ -134,10 +135,13 @@ def loader_speed(session: Session, seconds: float = LOADED) -> float:
     with contextlib.closing(loader):
         for _ in range(1 + r.data.workers * r.data.prefetch):
             next(steps)
-        began, samples = time.perf_counter(), 0
-        while not samples or time.perf_counter() - began < seconds:
-            samples += next(steps).samples
-        return samples / (time.perf_counter() - began)
+        speeds, end = [], time.perf_counter() + seconds
+        while not speeds or time.perf_counter() < end:
+            began, samples = time.perf_counter(), 0
+            while not samples or time.perf_counter() - began < seconds / ROUNDS:
+                samples += next(steps).samples
+            speeds.append(samples / (time.perf_counter() - began))
+        return statistics.median(speeds)
 
 
 def run_apart(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
