@@ -14,7 +14,7 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan.show import size
 from gradus.proof import fit
-from gradus.proof.fit import cells, measures, parse_size, said
+from gradus.proof.fit import measures, parse_size, said
 from gradus.proof.room import Room, capacity, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
 from gradus.train.session import open_session
 
@@ -85,8 +85,8 @@ def test_fit_tells_tensors_and_process_planned_and_measured():
     on_cpu = Room(10**10, 1, 1, "cpu", None, 200_000_000, None)
     assert said(measures(290e6, None, on_cpu)) == "tensors 90 MB, process 290 MB"
     assert said(measures(290e6, told, on_cpu)) == "tensors 100 MB (planned -10.0%), process 400 MB (planned -27.5%)"
-    assert list(cells(measures(290e6, told, on_cpu))) == ["90 MB", "100 MB", "-10.0%", "290 MB", "400 MB", "-27.5%"]
-    assert list(cells(measures(290e6, None, on_cpu))) == ["90 MB", "-", "-", "290 MB", "-", "-"], "what was not measured is absent"
+    assert [m.cells() for m in measures(290e6, told, on_cpu)] == [["90 MB", "100 MB", "-10.0%"], ["290 MB", "400 MB", "-27.5%"]]
+    assert [m.cells() for m in measures(290e6, None, on_cpu)] == [["90 MB", "-", "-"], ["290 MB", "-", "-"]], "what was not measured is absent"
     on_gpu = dataclasses.replace(on_cpu, target="cuda")
     assert said(measures(290e6, told, on_gpu)) == "device 400 MB (planned -27.5%)"
 
@@ -167,7 +167,7 @@ def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
         raise UserError("rank 0 of 1 was killed by SIGKILL.")
 
     monkeypatch.setattr(fit, "start", start)
-    assert fit.run_apart(1, fit.one_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
+    assert fit.run_apart(1, fit.measured_step, None, str(tmp_path), False) == "rank 0 of 1 was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500", 500), ("2tb", 2 * 10**12)])

@@ -20,7 +20,7 @@ from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
 from gradus.plan.workers import Fault
 from gradus.proof.measured import memory_of_step
-from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, row_dict, table
+from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
@@ -182,7 +182,7 @@ class Proof(Plan):
         with contextlib.suppress(OSError):
             write(trainer.folder / "proof.jsonl", rows)
         predicted = self.predicted.rows if self.predicted else []
-        found = pairs([row_dict(r) for r in predicted], [row_dict(r) for r in rows])
+        found = pairs([r.record() for r in predicted], [r.record() for r in rows])
         if found:
             summary["proof"] = {f.name: f.summary() for f in found}
         return table(found) if any(f.predicted is not None for f in found) else []
@@ -253,7 +253,7 @@ class Scaled:
         """Prints what was planned of the step and of what it sends beside what was measured, and writes it to `folder`/proof.jsonl."""
         found: list[tuple[int, Pair]] = []
         for n in dict.fromkeys(row.conditions["processes"] for row in self.rows):
-            said = [row_dict(row) for row in self.rows if row.conditions["processes"] == n]
+            said = [row.record() for row in self.rows if row.conditions["processes"] == n]
             seen = {row.name: row.value for row in rows if row.conditions.get("processes") == n}
             measured = [("time/step", "s", seen.get("scale/step")), ("traffic/sent", "bytes", seen.get("scale/sent") or None)]
             found += [(n, pair) for pair in pairs(said, [{"name": k, "unit": u, "value": v} for k, u, v in measured if v is not None])]
