@@ -186,6 +186,12 @@ class Planner(Worker):
     def __init__(self):
         super().__init__(fork=sys.platform == "linux")
 
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
+
     def plan(self, case: Case, seconds: float = PATIENCE) -> Predicted:
         """Raises as `ask` where there is no answer in time. Where it does not fit and there is time, the refusal says what would."""
         end = time.monotonic() + seconds
