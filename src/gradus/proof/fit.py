@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from gradus import limits
-from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware.tables import table as columns
 from gradus.measure.profile import endless
@@ -111,12 +110,10 @@ def load_alone(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 
 def loader_speed(session: Session, seconds: float = LOADED) -> float:
     """Samples/s of the recipe's loader, what was fetched beforehand left out: the median of ROUNDS rounds, about so many seconds in all."""
-    r, task = session.recipe, session.task
-    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
-    loader = Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, loading=r.data)
-    steps = endless(loader)
-    with contextlib.closing(loader):
-        for _ in range(1 + r.data.workers * r.data.prefetch):
+    data = session.recipe.data
+    with contextlib.closing(session.loader(data)) as loader:
+        steps = endless(loader)
+        for _ in range(1 + data.workers * data.prefetch):
             next(steps)
         speeds, end = [], time.perf_counter() + seconds
         while not speeds or time.perf_counter() < end:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Cluster
-from gradus.parallel.mesh import DATA
 from gradus.plan import batches, engine
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
@@ -66,19 +64,16 @@ def case_of(session: Session, position: tuple[int, int] = (0, 0), local: int | N
 
 def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
     """(the step of this start that will be measured, its micro-batches on rank 0)."""
-    r, task, mesh = session.recipe, session.task, session.mesh
-    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
-    epoch, at = position
+    loader, (epoch, at) = session.loader(), position
+    plan = loader.plan
     passed = at + sum(len(plan.epoch(e)) for e in range(epoch)) if epoch < 100 else at + epoch * plan.steps_per_epoch
-    left = total_steps(r, plan) - passed
+    left = total_steps(session.recipe, plan) - passed
     if left < 2:  # the first step of all finds no optimizer state yet
         return None, None
     number = min(MEASURED, left)
     at += number - 1
     while at >= (length := len(plan.epoch(epoch))):
         epoch, at = epoch + 1, at - length
-    place = {"rank": mesh.rank(*DATA), "world": mesh.size(*DATA)}
-    loader = Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, **place)
     return number, next(loader.steps(epoch, at)).micro_batches
 
 
