@@ -50,6 +50,7 @@ LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of t
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
 REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as in a run (mallopt(3), M_MMAP_THRESHOLD)
+HELD = 2**25  # bytes of results that are kept
 REPEAT = 30  # steps of each tiny model
 clock: Callable[[], float] = time.perf_counter
 
@@ -248,8 +249,8 @@ def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
 class Timer:
     """Times calls one by one, on the CPU's clock or between a GPU's events, with the results of earlier ones still alive."""
 
-    def __init__(self, device: torch.device, held: int = 2**25):
-        self.device, self.held = device, held
+    def __init__(self, device: torch.device):
+        self.device = device
         self.alive: collections.deque[tuple[Any, int]] = collections.deque()
         self.alive_bytes = 0
 
@@ -271,7 +272,7 @@ class Timer:
         n = sum(t.nbytes for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor))
         self.alive.append((out, n))
         self.alive_bytes += n
-        while self.alive_bytes > self.held and len(self.alive) > 1:
+        while self.alive_bytes > HELD and len(self.alive) > 1:
             self.alive_bytes -= self.alive.popleft()[1]
         return found
 
@@ -308,7 +309,7 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
     return {dtype: rate for dtype, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
-def measure(device: torch.device, seconds: float, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(device: torch.device, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
     start = time.perf_counter()
     with torch.no_grad():

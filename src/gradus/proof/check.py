@@ -274,8 +274,8 @@ class Looked:
         """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the model as it was built."""
         seen: list[Tensor] = []
         counts, began = self.collated["counts"], time.perf_counter()
-        keep = lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)  # noqa: E731
-        with self.model.register_forward_hook(keep), torch.no_grad():
+        hook = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        with hook, torch.no_grad():
             sums = self.sums(self.batch)
         self.fewer(time.perf_counter() - began > SLOW)
         return tuple(seen[-1].shape), sums, counts
@@ -404,8 +404,8 @@ class Looked:
     def loader(self) -> str:
         """Batches come as fast as steps take them.
 
-        It fails where more than WAIT of the time is waiting, and that is more than LITTLE a step: so much a batch takes on its way from
-        another process too, so that workers could not save it, and so much does the noise of a busy machine make. Both speeds are medians.
+        It fails where more than WAIT of the time is waiting, and that is more than LITTLE a step: about so much does a batch take on its
+        way from a worker, and the noise of a busy machine make. Both speeds are medians.
         """
         r = self.recipe
         step, samples, how = self.step_seconds()
@@ -419,7 +419,7 @@ class Looked:
             return text
         text += f"; {share:.0%} of the time is waiting"
         if wait <= LITTLE:
-            return f"{text}, but no more than {1e3 * LITTLE:g} ms, which workers would not save"
+            return f"{text}, but no more than {1e3 * LITTLE:g} ms a step, which more workers would hardly save"
         raise Wrong(text, f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
 
     def step_seconds(self) -> tuple[float, int, str]:

@@ -148,17 +148,15 @@ def said(found: Sequence[Pair]) -> str:
     return ", ".join(f"{f.name} {text}" for f, text in zip(found, words))
 
 
-class Found:
-    """The rows of one recipe."""
+def adder(rows: list[Row], recipe: Recipe, room: Room, **conditions: Any) -> Callable[..., None]:
+    """What adds to the rows one of this recipe: add("predicted" or "measured", name, value, unit, more conditions)."""
+    about = {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
+    about |= {"resident": room.resident, **conditions}
 
-    def __init__(self, recipe: Recipe, room: Room, **more: Any):
-        self.rows: list[Row] = []
-        self.conditions = {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
-        self.conditions |= {"resident": room.resident, **more}
+    def add(kind: str, name: str, value: float, unit: str, **more: Any) -> None:
+        rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
 
-    def add(self, kind: str, name: str, value: float, unit: str, **more: Any) -> None:
-        """kind: predicted or measured."""
-        self.rows.append(Row(f"fit/{name}", value, unit, None, {**self.conditions, **more, "kind": kind}))
+    return add
 
 
 def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row], list[str]]:
@@ -171,14 +169,15 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
         while limit < most and need(limit) <= room.budget:
             limit = min(most, 2 * limit)
         found = largest_micro_batch(recipe, room, limit, need)
-    rows = Found(recipe, room, budget=room.budget)
+    rows: list[Row] = []
+    add = adder(rows, recipe, room, budget=room.budget)
     if found is None:
-        rows.add("predicted", "micro_batch", 0, "samples")
+        add("predicted", "micro_batch", 0, "samples")
         takes = f"{said(measures(need(1), None, room))} of {size(room.budget)}"
-        return rows.rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
+        return rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
     traces, chosen, needs = need.cache_info().currsize, with_micro_batch(recipe, found, room.n, share), need(found)
-    rows.add("predicted", "micro_batch", found, "samples", traces=traces)
-    rows.add("predicted", "need", needs, "bytes", micro_batch=found)
+    add("predicted", "micro_batch", found, "samples", traces=traces)
+    add("predicted", "need", needs, "bytes", micro_batch=found)
     keys = f"batch.samples={chosen.batch.samples} " * (found > share) + f"layout.micro_batch={found}"
     beyond = f" (more than its {share})" if found > share else " (its whole batch)" * (found == share)
     spare = f"{size(room.budget - needs)} ({1 - needs / room.budget:.1%}) to spare"
@@ -186,15 +185,15 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     if found == most:
         lines.append("more does not make a batch: that is all the data" if most > share else "more does not make a batch of this recipe")
     if needs > own:
-        return rows.rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
+        return rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
     check.validate(chosen, room.n)
     told = run_apart(room.n, measured_step, chosen, folder, False)
     if isinstance(told, str):
-        return rows.rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
-    rows.add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
+        return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
+    add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
     verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("NOT confirmed", "too much: take a smaller one")
     takes = f"{said(measures(needs, told, room))}, {size(abs(room.budget - told['need']))}"
-    return rows.rows, [*lines, f"{verdict} by one step: {takes} {left}"]
+    return rows, [*lines, f"{verdict} by one step: {takes} {left}"]
 
 
 def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
@@ -202,20 +201,19 @@ def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tup
     body, rows = [], []
     for k in wanted:
         of_k = with_micro_batch(recipe, k, room.n, 0)
-        found = Found(recipe, room, micro_batch=k, batch_samples=of_k.batch.samples)
+        add = adder(rows, recipe, room, micro_batch=k, batch_samples=of_k.batch.samples)
         need, step = room.need(of_k), room.step_time(of_k)
-        found.add("predicted", "need", need, "bytes")
+        add("predicted", "need", need, "bytes")
         if step:
-            found.add("predicted", "samples_per_s", of_k.batch.samples / step, "samples/s")
+            add("predicted", "samples_per_s", of_k.batch.samples / step, "samples/s")
         told = run_apart(room.n, measured_step, of_k, folder, True) if need <= room.budget else "does not fit"
         expected, speed, why = f"{of_k.batch.samples / step:,.1f}" if step else "-", "-", told
         if not isinstance(told, str):
-            found.add("measured", "samples_per_s", told["samples_per_s"], "samples/s", steps=TIMED)
-            found.add("measured", "need", told["need"], "bytes", peak=told["allocated"], resident=told["resident"])
+            add("measured", "samples_per_s", told["samples_per_s"], "samples/s", steps=TIMED)
+            add("measured", "need", told["need"], "bytes", peak=told["allocated"], resident=told["resident"])
             speed, why = f"{told['samples_per_s']:,.1f}", ""
         cells = (cell for pair in measures(need, None if why else told, room) for cell in pair.cells())
         body.append((str(k), expected, speed, *cells, why[:60]))
-        rows += found.rows
     memory = [head for pair in measures(0, None, room) for head in (f"{pair.name} planned", "measured", "error")]
     head = ("micro-batch", "samples/s planned", "measured", *memory, "")
     return rows, [f"{recipe.name}: {TIMED} steps each after {WARM_UP}; memory at the peak", *columns(head, body)]
@@ -231,13 +229,12 @@ def workers(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> t
         if isinstance(told, str):
             body.append((str(k), "-", "-", told[:60]))
             continue
-        found, speed = Found(recipe, room, workers=k), "-"
+        add, speed = adder(rows, recipe, room, workers=k), "-"
         if not isinstance(alone, str):
-            found.add("measured", "loader_samples_per_s", alone["samples_per_s"], "samples/s")
+            add("measured", "loader_samples_per_s", alone["samples_per_s"], "samples/s")
             speed = f"{alone['samples_per_s']:,.1f}"
-        found.add("measured", "samples_per_s", told["samples_per_s"], "samples/s")
-        found.add("measured", "data_wait", told["waited"], "of the step")
+        add("measured", "samples_per_s", told["samples_per_s"], "samples/s")
+        add("measured", "data_wait", told["waited"], "of the step")
         body.append((str(k), speed, f"{told['samples_per_s']:,.1f}", f"{told['waited']:.1%}"))
-        rows += found.rows
     head = ("workers", "loader alone, samples/s", "training, samples/s", "waits for data")
     return rows, [f"{recipe.name}: data.workers", *columns(head, body)]
