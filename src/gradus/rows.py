@@ -25,8 +25,11 @@ class Row:
     step: int | None = None
     conditions: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def record(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "unit": self.unit, "step": self.step, **self.conditions}
+
     def json(self) -> str:
-        record = {"name": self.name, "value": self.value, "unit": self.unit, "step": self.step, **self.conditions}
+        record = self.record()
         if isinstance(self.value, float) and not math.isfinite(self.value):
             record["value"] = str(self.value)  # JSON has no NaN
         return json.dumps({k: v for k, v in record.items() if v is not None})

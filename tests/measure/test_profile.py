@@ -110,7 +110,7 @@ def test_profiling_takes_the_same_steps_as_training(tmp_path):
     assert profiled.progress.step == 2
     from gradus.measure.profile import endless
 
-    steps = endless(trainer)
+    steps = endless(trainer.loader)
     for _ in range(2):
         trainer.take(next(steps))
     for a, b in zip(profiled.model.parameters(), trainer.model.parameters()):

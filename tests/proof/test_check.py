@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ COPY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_f
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(checking, "LOADER", 0.1)
-    monkeypatch.setattr(checking, "WAIT", 0.5)  # models are so small here that making their batches counts
 
 
 def looked(name: str = "copy-task", **more) -> Looked:
@@ -46,7 +46,8 @@ def test_a_right_recipe_passes_every_line(capsys):
     assert {r["value"] for r in rows} == {"pass"} and all(r["found"] and r["recipe"] == "copy-task" for r in rows)
 
 
-def test_images_pass_and_lengths_are_skipped_with_the_reason():
+def test_images_pass_and_lengths_are_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr(checking, "WAIT", 1.0)  # the model is so small here that making its batches counts
     lines = {line.name: line for line in checks(recipes.load("digits-vit", **{"layout.device": "cpu", "model.n_layers": 1, "model.d_model": 32}))}
     assert [name for name, line in lines.items() if line.ok is False] == []
     assert lines["lengths"].ok is None and "one size" in lines["lengths"].text
@@ -236,6 +237,48 @@ def test_a_slow_loader():
     seen.task.splits["train"] = Slow(seen.task.splits["train"], None)
     line = verdict(seen, "loader")
     assert line.ok is False and "data.workers=2" in line.hint
+
+
+@pytest.mark.parametrize(
+    ("workers", "step_ms", "data_ms", "ok", "said"),
+    [
+        (0, 4, 0.5, True, "11% of the time is waiting, but no more than 2 ms a step, which more workers would hardly save"),
+        (0, 4, 1.9, True, "32% of the time is waiting, but no more than 2 ms a step"),
+        (0, 4, 2.1, False, "34% of the time is waiting"),
+        (0, 100, 20, False, "17% of the time is waiting"),
+        (0, 100, 10, True, "10.0 ms for the 16 of a step that takes 100"),
+        (2, 4, 5, True, "20% of the time is waiting, but no more than 2 ms a step"),
+        (2, 4, 12, False, "67% of the time is waiting"),
+        (2, 100, 90, True, "90.0 ms for the 16 of a step that takes 100"),
+    ],
+)
+def test_a_loader_is_judged_by_share_and_milliseconds(workers, step_ms, data_ms, ok, said, monkeypatch):
+    seen = looked(**{"data.workers": workers})
+    monkeypatch.setattr(seen, "step_seconds", lambda: (step_ms / 1e3, 16, ""))
+    monkeypatch.setattr(checking, "loader_speed", lambda *_: 16 / (data_ms / 1e3))
+    line = verdict(seen, "loader")
+    assert line.ok is ok and said in line.text and ("but" in said or line.text.endswith(said))
+    assert line.hint == ("" if ok else f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
+
+
+def test_a_disturbed_step_does_not_count(monkeypatch):
+    """Of the steps that are timed the first may set things up, and others may be slow by chance; a slow one is not repeated for long."""
+    for times, expected in (([1.0, 0.004, 0.1, 0.004, 0.003, 0.2, 0.004, 0.004], 0.004), ([1.5, 0.7, 9.0], 0.7), ([2.5, 9.0], 2.5)):
+        seen, clock, coming = looked(), [0.0], iter(times)
+        monkeypatch.setattr(checking, "time", types.SimpleNamespace(perf_counter=lambda clock=clock: clock[0]))
+        seen.losses, seen.seconds = [1.0], 0.001
+
+        def step(*_, clock=clock, coming=coming):
+            clock[0] += next(coming, 0.004)
+
+        monkeypatch.setattr(seen.trainer, "step", step)
+        assert seen.step_seconds() == (pytest.approx(expected), 16, "")
+
+
+def test_fewer_samples_of_a_slow_model_are_judged_by_their_own_count(monkeypatch):
+    monkeypatch.setattr(checking, "SLOW", 0.0)
+    seen = looked()
+    assert verdict(seen, "start").ok and seen.few == checking.FEWEST
 
 
 # ------------------------------------------------------------ figures

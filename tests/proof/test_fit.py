@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -13,8 +14,8 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan.show import size
 from gradus.proof import fit
-from gradus.proof.fit import cells, measures, parse_size, said
-from gradus.proof.room import Room, capacity, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
+from gradus.proof.fit import measures, parse_size, said
+from gradus.proof.room import Room, capacity, fix_of, largest_micro_batch, resident, room_of, share_of, with_micro_batch
 from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 4096, "data.n_valid": 8,
@@ -68,7 +69,8 @@ def test_more_samples_need_more_memory(room):
 @pytest.mark.slow
 def test_fit_is_confirmed_by_one_step_in_another_process(capsys, room):
     recipe, r = room
-    budget = r.need(with_micro_batch(recipe, 64, 1, 64)) + 20_000_000
+    tensors = r.need(with_micro_batch(recipe, 64, 1, 64)) - r.resident
+    budget = tensors + resident() + 20_000_000  # the traces of other tests have left memory in this process
     assert main(["fit", *WORDS, "--memory", str(budget), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (found,) = (x for x in rows if x["name"] == "fit/micro_batch")
@@ -84,8 +86,8 @@ def test_fit_tells_tensors_and_process_planned_and_measured():
     on_cpu = Room(10**10, 1, 1, "cpu", None, 200_000_000, None)
     assert said(measures(290e6, None, on_cpu)) == "tensors 90 MB, process 290 MB"
     assert said(measures(290e6, told, on_cpu)) == "tensors 100 MB (planned -10.0%), process 400 MB (planned -27.5%)"
-    assert list(cells(measures(290e6, told, on_cpu))) == ["90 MB", "100 MB", "-10.0%", "290 MB", "400 MB", "-27.5%"]
-    assert list(cells(measures(290e6, None, on_cpu))) == ["90 MB", "-", "-", "290 MB", "-", "-"], "what was not measured is absent"
+    assert [m.cells() for m in measures(290e6, told, on_cpu)] == [["90 MB", "100 MB", "-10.0%"], ["290 MB", "400 MB", "-27.5%"]]
+    assert [m.cells() for m in measures(290e6, None, on_cpu)] == [["90 MB", "-", "-"], ["290 MB", "-", "-"]], "what was not measured is absent"
     on_gpu = dataclasses.replace(on_cpu, target="cuda")
     assert said(measures(290e6, told, on_gpu)) == "device 400 MB (planned -27.5%)"
 
@@ -141,12 +143,32 @@ def test_what_does_not_fit_says_what_would_fit(room):
     assert "layout.shard" in fix_of(long, r) and "Set " not in fix_of(long, r)
 
 
+def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(room, monkeypatch):
+    clock, given = [0.0], []
+
+    class Held:
+        def __init__(self, *_, **__): ...
+
+        def steps(self, epoch):
+            clock[0] += 0.5 if len(given) == 30 else 0.001
+            given.append(epoch)
+            yield types.SimpleNamespace(samples=16)
+
+        def close(self): ...
+
+    monkeypatch.setattr(fit, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    session = open_session(room[0])
+    monkeypatch.setattr(session, "loader", Held)
+    assert fit.loader_speed(session, 1.0) == pytest.approx(16_000)
+    assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"
+
+
 def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
     def start(*arguments, **more):
         raise UserError("rank 0 of 1 was killed by SIGKILL.")
 
     monkeypatch.setattr(fit, "start", start)
-    assert fit.run_apart(1, fit.one_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
+    assert fit.run_apart(1, fit.measured_step, None, str(tmp_path), False) == "rank 0 of 1 was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500", 500), ("2tb", 2 * 10**12)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -258,9 +257,8 @@ def case():
 
 @pytest.fixture
 def planner():
-    planner = Planner()
-    yield planner
-    planner.end()
+    with Planner() as planner:
+        yield planner
     assert not planner.process.is_alive()
 
 
@@ -278,7 +276,7 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
 @pytest.mark.slow
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
     monkeypatch.setattr(predict, "fix_of", lambda *_: time.sleep(60))
-    with ended(Planner()) as planner:
+    with Planner() as planner:
         assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full, or go on" in planner.plan(case, 5.0).refusal
 
 
@@ -290,27 +288,19 @@ def test_what_cannot_be_planned_says_why(case, planner):
 
 def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
     monkeypatch.setattr(predict, "predict", lambda case: time.sleep(60))
-    with ended(Planner()) as planner:
+    with Planner() as planner:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="not ready within 0 s"):
             planner.plan(case, 0.2)
         assert time.monotonic() - began < 2.0
-    with ended(Planner()) as planner:
+    with Planner() as planner:
         os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
         with pytest.raises(TimeoutError, match="not ready"):
             planner.plan(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
-    with ended(Planner()) as planner:
+    with Planner() as planner:
         os.kill(planner.process.pid, signal.SIGKILL)
         with pytest.raises(EOFError, match="the planning process ended"):
             planner.plan(case, 5.0)
-
-
-@contextlib.contextmanager
-def ended(planner):
-    try:
-        yield planner
-    finally:
-        planner.end()
 
 
 def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gradus.torch_private import memory_id
 
@@ -24,16 +25,16 @@ def component_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         else [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     )
     return {
-        "weights": _bytes(weights),
-        "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
-        "optimizer": _bytes(state),
+        "weights": sum(storages(weights).values()),
+        "gradients": sum(storages(p.grad for p in model.parameters() if p.grad is not None).values()),
+        "optimizer": sum(storages(state).values()),
     }
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind tensors: two that share it count once."""
-    behind = {memory_id(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(behind.values())
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory behind tensors, of a DTensor this process's part → its bytes: two that share it count once."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return {memory_id(t): t.untyped_storage().nbytes() for t in local}
 
 
 class Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity
 
+from gradus.data.loader import Loader, Step
 from gradus.errors import UserError
 from gradus.hardware.tables import table as columns
 from gradus.measure.memory import Timeline, component_bytes
@@ -61,12 +63,9 @@ def folder_for(folder: Path, names: Iterable[str]) -> None:
         raise UserError(f"--to={folder}: cannot write there ({e.strerror}). Give a folder you may write.") from None
 
 
-def endless(trainer: Trainer) -> Iterator[Any]:
-    """The loader's steps, one epoch after the other."""
-    epoch = 0
-    while True:
-        yield from trainer.loader.steps(epoch)
-        epoch += 1
+def endless(loader: Loader) -> Iterator[Step]:
+    """Its steps, one epoch after the other."""
+    return itertools.chain.from_iterable(map(loader.steps, itertools.count()))
 
 
 # ---------------------------------------------------------------- memory
@@ -132,7 +131,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
         trainer = Trainer(session, model, folder)
         timeline.mark("building")
         held = {}
-        steps = endless(trainer)
+        steps = endless(trainer.loader)
         for number in (1, 2):
 
             def mark(name: str, number: int = number) -> None:

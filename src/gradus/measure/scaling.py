@@ -131,7 +131,7 @@ def time_steps(recipe: Recipe, warm_up: int, steps: int, profiled: bool, here: W
     session = open_session(recipe, None, here)
     parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
-    source, (more, every) = endless(trainer), whole_rounds(PROFILED, recipe.layout)
+    source, (more, every) = endless(trainer.loader), whole_rounds(PROFILED, recipe.layout)
     try:
         for _ in range(warm_up):
             trainer.take(next(source))

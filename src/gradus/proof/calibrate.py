@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,7 @@ LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of t
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
 REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as in a run (mallopt(3), M_MMAP_THRESHOLD)
+HELD = 2**25  # bytes of results that are kept
 REPEAT = 30  # steps of each tiny model
 clock: Callable[[], float] = time.perf_counter
 
@@ -62,8 +64,7 @@ class Pool:
     def __init__(self, device: torch.device, n: int = POOL):
         self.device, self.n, self.at, self.generator = device, n, 0, torch.Generator(device).manual_seed(0)
         base = torch.empty(2**20, device=device).normal_(generator=self.generator)
-        numbers = base.repeat(-(-n // 2**20))[:n]
-        self.kept: dict[Any, Tensor] = {torch.float32: numbers}
+        self.kept: dict[Any, Tensor] = {torch.float32: base.repeat(-(-n // 2**20))[:n]}
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32, to_change: bool = False) -> Tensor:
         """The next part. to_change: of memory that may be written to."""
@@ -122,19 +123,16 @@ def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
     def biased(m: int, n: int, k: int) -> tuple[Tensor, ...]:
         return pool.take(n, dtype=d), *operands("nt", m=m, n=n, k=k)
 
-    for m, n, k in itertools.product(SIDES, repeat=3):
-        if 2 * m * n * k / rate > LONGEST:
-            continue
-        for layout in ("nt", "nn", "tn"):
-            make = functools.partial(operands, layout, m=m, n=n, k=k)
-            yield Point(make, torch.mm, 1 if layout == "tn" else 0, fixed=("mm", dtype, layout, 1, m, n, k))
-        yield Point(functools.partial(biased, m, n, k), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k))
-    for m, n, k in itertools.product(BATCHED_SIDES, repeat=3):
-        if 2 * BATCH * m * n * k / rate > LONGEST or BATCH * max(m * n, m * k, n * k) > pool.n // 4:
-            continue
-        for layout in ("nt", "nn", "tn"):
-            make = functools.partial(operands, layout, BATCH, m=m, n=n, k=k)
-            yield Point(make, torch.bmm, fixed=("bmm", dtype, layout, BATCH, m, n, k))
+    for batch, sides in ((), SIDES), ((BATCH,), BATCHED_SIDES):
+        b, call, name = (BATCH, torch.bmm, "bmm") if batch else (1, torch.mm, "mm")
+        for m, n, k in itertools.product(sides, repeat=3):
+            if 2 * b * m * n * k / rate > LONGEST or b * max(m * n, m * k, n * k) > pool.n // 4:
+                continue
+            for layout in ("nt", "nn", "tn"):
+                make = functools.partial(operands, layout, *batch, m=m, n=n, k=k)
+                yield Point(make, call, int(name == "mm" and layout == "tn"), fixed=(name, dtype, layout, b, m, n, k))
+            if not batch:
+                yield Point(functools.partial(biased, m, n, k), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k))
 
 
 def attentions(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
@@ -194,8 +192,9 @@ OTHER = {torch.float32: torch.bfloat16}  # a type to cast to
 # t an embedding's table and i indices into it, l logits and y labels, u a scalar, p eight parameters, s their steps; and whether the first
 # of these is what the step has just written.
 BOUND: list[tuple[str, Callable[..., Any], bool]] = [
-    ("xx", aten.add.Tensor, True),
-    ("xx", aten.mul.Tensor, True),
+    *(("xx", call, True) for call in (aten.add.Tensor, aten.mul.Tensor)),
+    *(("x", call, True) for call in (aten.relu.default, aten.silu.default, aten.tanh.default, aten.gelu.default)),
+    *(("xx", call, True) for call in (aten.silu_backward.default, aten.tanh_backward.default, aten.gelu_backward.default)),
     ("x", lambda x: aten.mul.Scalar(x, 0.5), True),
     ("x", lambda x: aten.div.Scalar(x, 2.0), True),
     ("c", lambda x: aten.mul_.Scalar(x, 1.0), True),
@@ -208,14 +207,7 @@ BOUND: list[tuple[str, Callable[..., Any], bool]] = [
     ("x", lambda x: aten.roll.default(x, [x.shape[1] // 2 or 1], [1]), True),
     ("xxx", aten.addcmul.default, True),
     ("x", lambda x: aten.pow.Tensor_Scalar(x, 2), True),
-    ("x", aten.relu.default, True),
     ("xx", lambda g, x: aten.threshold_backward.default(g, x, 0), True),
-    ("x", aten.silu.default, True),
-    ("xx", aten.silu_backward.default, True),
-    ("x", aten.tanh.default, True),
-    ("xx", aten.tanh_backward.default, True),
-    ("x", aten.gelu.default, True),
-    ("xx", aten.gelu_backward.default, True),
     ("x", lambda x: aten.gelu.default(x, approximate="tanh"), True),
     ("xx", lambda g, x: aten.gelu_backward.default(g, x, approximate="tanh"), True),
     ("x", lambda x: aten.sum.dim_IntList(x, [0], True), True),
@@ -257,8 +249,8 @@ def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
 class Timer:
     """Times calls one by one, on the CPU's clock or between a GPU's events, with the results of earlier ones still alive."""
 
-    def __init__(self, device: torch.device, held: int = 2**25):
-        self.device, self.held = device, held
+    def __init__(self, device: torch.device):
+        self.device = device
         self.alive: collections.deque[tuple[Any, int]] = collections.deque()
         self.alive_bytes = 0
 
@@ -277,20 +269,17 @@ class Timer:
             end.record()
             end.synchronize()
             found = begin.elapsed_time(end) / 1e3
-        self._keep(out)
-        return found
-
-    def _keep(self, out: Any) -> None:
         n = sum(t.nbytes for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor))
         self.alive.append((out, n))
         self.alive_bytes += n
-        while self.alive_bytes > self.held and len(self.alive) > 1:
+        while self.alive_bytes > HELD and len(self.alive) > 1:
             self.alive_bytes -= self.alive.popleft()[1]
+        return found
 
-    def round(self, point: Point, first: bool = False) -> None:
+    def round(self, point: Point) -> None:
         """A few more times of a point. An operation that this device does not have is marked, not measured."""
         try:
-            if first:
+            if not point.times:
                 self.time(point, point.make())
                 point.times.append(self.time(point, point.make()))
             for _ in range(int(min(12, max(1, SLICE / point.times[-1])))):
@@ -316,12 +305,11 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
     for dtype in DTYPES:
         with contextlib.suppress(RuntimeError):
             point = Point(lambda d=DTYPES[dtype]: (pool.take(1024, 1024, dtype=d), pool.take(1024, 1024, dtype=d)), torch.mm)
-            times = [timer.time(point, point.make()) for _ in range(5)]
-            rates[dtype] = 2 * 1024**3 / min(times)
+            rates[dtype] = 2 * 1024**3 / min(timer.time(point, point.make()) for _ in range(5))
     return {dtype: rate for dtype, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
-def measure(device: torch.device, seconds: float, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(device: torch.device, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
     start = time.perf_counter()
     with torch.no_grad():
@@ -335,7 +323,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         bound = [p for dtype in whole for p in memory_bound(pool, dtype)]
         points = products + fused + bound
         for p in points:
-            timer.round(p, first=True)
+            timer.round(p)
         rounds = 1
         say(f"{len(points)} points, the first round took {time.perf_counter() - start:.0f} s")
         while rounds < 2 or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
@@ -343,10 +331,8 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
                 if not p.dead:
                     timer.round(p)
             rounds += 1
-        dead = sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead})
-        if dead:
+        if dead := sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead}):
             say(f"not to be had on this device: {', '.join(dead)}")
-        alive = [p for p in points if not p.dead]
         for p in bound:
             p.fixed = () if p.dead else key_of(p)
     bound = [p for p in bound if p.fixed]
@@ -355,7 +341,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None] = l
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        "spread": round(statistics.median(p.spread for p in alive), 4),
+        "spread": round(statistics.median(p.spread for p in points if not p.dead), 4),
         "peaks": {d: max(2 * math.prod(p.fixed[3:7]) / p.median for p in products if p.fixed[1] == d and not p.dead) for d in rates},
         "bandwidth": _bandwidth(bound),
         "matmul": _text(products),
@@ -431,14 +417,11 @@ def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str
         inner(loss)
         marks.append(clock())
 
-    stepper.parallel.backward = backward
-    try:
-        start = clock()
+    with mock.patch.object(stepper.parallel, "backward", backward):
+        marks.append(clock())
         stepper.step(given, counts)
-        end = clock()
-    finally:
-        del stepper.parallel.backward
-    return {"forward": marks[0] - start, "backward": marks[1] - marks[0], "optimizer": end - marks[1]}
+        marks.append(clock())
+    return {phase: end - begin for phase, (begin, end) in zip(("forward", "backward", "optimizer"), itertools.pairwise(marks))}
 
 
 # ---------------------------------------------------------------- the device
@@ -504,15 +487,11 @@ def lines(device: Device) -> Iterator[str]:
     yield f"points               {points}; {m['rounds']} rounds, median spread {m['spread']:.1%}, {m['seconds']} s"
 
 
-def run(args: Any) -> int:
-    """The verb."""
+def run(args: Any) -> list[str]:
+    """The verb. Returns what is printed at the end."""
     if args.seconds < 30:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = calibrate(args.seconds, pick_device("auto"), lambda line: print(line, flush=True))
-    file = hardware.add_device(device, args.to)
-    for line in lines(device):
-        print(line)
-    print(f"written to {file}; use it with --on this")
-    return 0
+    device = calibrate(args.seconds, pick_device("auto"), functools.partial(print, flush=True))
+    return [*lines(device), f"written to {hardware.add_device(device, args.to)}; use it with --on this"]

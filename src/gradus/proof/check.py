@@ -6,6 +6,7 @@ batch of a few samples serve all lines. A layout of several processes is looked 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,9 +32,10 @@ from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
 from gradus.proof.fit import loader_speed
 from gradus.proof.predict import case_of, predict
-from gradus.proof.room import fix_of, uninterrupted
+from gradus.proof.room import changed, fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.tasks.base import Task
 from gradus.train.loop import Trainer
 from gradus.train.schedule import learning_rate
 from gradus.train.session import Session, open_for, open_session
@@ -45,11 +48,13 @@ STEPS, RAMP = 100, 10  # optimizer steps for that at most, the first ones with a
 LEAST, SECONDS = 20, 8.0  # steps from which one that learns is known from one that does not; s for all
 FALL, STILL = 2.0, 1.05  # factor by which the loss, less what label smoothing leaves, must fall; by which it has hardly fallen
 SLOW = 1.5  # s of a forward pass of the few samples, beyond which fewer are looked at
-STEP = 2.0  # s of a step that is timed for the loader: of a longer one a part is
+STEP, TIMES = 2.0, 9  # s in which steps are timed for the loader (of a longer step a part is); how many at most
 LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
 NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
-WAIT = 0.1  # share of a step that may be spent waiting for data
+WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s of it that are never too many (see `loader`)
+WRONG_IDS = "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights."
+WRONG_LABELS = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
 LOADER = 1.5  # s for which the loader is timed
 
 
@@ -62,22 +67,25 @@ class Line:
     text: str
     hint: str = ""
 
-    def row(self, conditions: dict[str, Any]) -> Row:
+    def row(self, recipe: Recipe) -> Row:
         verdict = {None: "skipped", True: "pass", False: "fail"}[self.ok]
-        found = {"found": self.text, **({"hint": self.hint} if self.hint else {})}
-        return Row(f"check/{self.name}", verdict, "", None, found | conditions)
+        return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, "hint": self.hint or None, "recipe": recipe.name})
 
     def __str__(self) -> str:
         word = {None: "skip", True: "pass", False: "FAIL"}[self.ok]
-        return f"{word}  {self.name:12} {self.text}" + (f"\n      {'':12} {self.hint}" if self.hint else "")
+        return f"{word}  {self.name:12} {self.text}" + f"\n      {'':12} {self.hint}" * bool(self.hint)
 
 
 class Wrong(Exception):
     """A check that fails: (what was found, the hint)."""
 
+    ok = False
+
 
 class Skip(Exception):
     """A check that does not apply, or came to no end in its time: (why, the hint if there is one)."""
+
+    ok = None
 
 
 def check(recipe: Recipe, as_json: bool = False) -> int:
@@ -85,7 +93,7 @@ def check(recipe: Recipe, as_json: bool = False) -> int:
     began, found = time.perf_counter(), {True: 0, False: 0, None: 0}
     for line in checks(recipe):
         found[line.ok] += 1
-        print(line.row({"recipe": recipe.name}).json() if as_json else line, flush=True)
+        print(line.row(recipe).json() if as_json else line, flush=True)
     if not as_json:
         print(f"\n{found[True]} passed, {found[False]} failed, {found[None]} skipped in {time.perf_counter() - began:.0f} s")
     return 1 if found[False] else 0
@@ -107,15 +115,12 @@ def run(name: str, function: Callable[[], str]) -> Line:
     """One check; an exception in it is a failure of it alone."""
     try:
         return Line(name, True, function())
-    except Skip as e:
-        return Line(name, None, *e.args)
-    except Wrong as e:
-        return Line(name, False, *e.args)
+    except (Skip, Wrong) as e:
+        return Line(name, e.ok, *e.args)
     except UserError as e:
         return Line(name, False, str(e))
     except Exception as e:
-        text = str(e).strip().splitlines()
-        return Line(name, False, f"{type(e).__name__}: {text[0] if text else ''}"[:300])
+        return Line(name, False, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"[:300])
 
 
 class Looked:
@@ -123,9 +128,7 @@ class Looked:
 
     def __init__(self, session: Session, asked: Recipe):
         self.session, self.asked = session, asked
-        self.recipe, self.task = session.recipe, session.task
-        self.few = FEW
-        self.too_large = False
+        self.recipe, self.task, self.few, self.too_large = session.recipe, session.task, FEW, False
         self.losses: list[float] = []  # of the steps on these few samples
         self.seconds = 0.0  # of the latest one
 
@@ -136,10 +139,8 @@ class Looked:
         """The model and its optimizer, in one piece, without dropout: what is learnt from must stay the same."""
         if self.too_large:
             raise Skip("the model alone does not fit here")
-        r = self.recipe
-        layout = r.layout.model_copy(update={"micro_batch": None, "compile": "none"})
-        r = r.model_copy(update={"layout": layout, "data": r.data.model_copy(update={"workers": 0})})
-        parallel = apply(self.session.build(), layout)
+        r = changed(self.recipe, layout={"micro_batch": None, "compile": "none"}, data={"workers": 0})
+        parallel = apply(self.session.build(), r.layout)
         parallel.bare.eval()
         return Trainer(dataclasses.replace(self.session, recipe=r), parallel, Path(os.devnull))
 
@@ -197,11 +198,14 @@ class Looked:
         steps = np.unique(np.linspace(1, last, 200).astype(int)).tolist()
         return max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
 
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The loss as in training: every kind of target by its own count."""
+    def sums(self, batch: dict[str, Any], task: Task | None = None) -> dict[str, Tensor]:
+        """Of the losses of each kind of target."""
         with self.session.precision.autocast():
-            sums = self.task.losses(model, batch)
-        return sum(sums[kind] / max(1, batch["counts"][kind]) for kind in sums)
+            return (task or self.task).losses(self.model, batch)
+
+    def loss(self) -> Tensor:
+        """The loss of the batch as in training: every kind of target by its own count."""
+        return sum(value / max(1, self.collated["counts"][kind]) for kind, value in self.sums(self.batch).items())
 
     def classes(self) -> int:
         """Of the main loss."""
@@ -239,20 +243,15 @@ class Looked:
         limits |= dict.fromkeys(TARGETS, self.classes())
         for i in self.spread("train"):
             for key, value in self.task.collate([self.prepared("train", i)]).items():
-                if key not in limits or not isinstance(value, Tensor):
-                    continue
                 counted = value[value != IGNORE] if key in TARGETS else value
-                if not counted.numel():
+                if key not in limits or not counted.numel():
                     continue
                 low, high = int(counted.min()), int(counted.max())
                 top[key] = max(top.get(key, 0), high)
                 if low < 0 or high >= limits[key]:
+                    have, hint = f"the vocabulary has {limits[key]}", WRONG_IDS
                     if key in TARGETS:
-                        have = f"there are {limits[key]} classes"
-                        hint = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
-                    else:
-                        have = f"the vocabulary has {limits[key]}"
-                        hint = "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights."
+                        have, hint = f"there are {limits[key]} classes", WRONG_LABELS
                     raise Wrong(f"sample {i}: {key} {low} to {high}, {have}", hint)
         if not top.keys() & TARGETS:
             raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learnt.")
@@ -274,15 +273,12 @@ class Looked:
     def first(self) -> tuple[tuple[int, ...], dict[str, Tensor], dict[str, int]]:
         """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the model as it was built."""
         seen: list[Tensor] = []
-        began = time.perf_counter()
-        handle = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
-        try:
-            with torch.no_grad(), self.session.precision.autocast():
-                sums = self.task.losses(self.model, self.batch)
-        finally:
-            handle.remove()
+        counts, began = self.collated["counts"], time.perf_counter()
+        hook = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        with hook, torch.no_grad():
+            sums = self.sums(self.batch)
         self.fewer(time.perf_counter() - began > SLOW)
-        return tuple(seen[-1].shape), sums, self.collated["counts"]
+        return tuple(seen[-1].shape), sums, counts
 
     def shapes(self) -> str:
         """One batch through the model: logits with the right last dimension, and one finite loss."""
@@ -337,7 +333,7 @@ class Looked:
 
     def norms(self) -> tuple[dict[str, float], list[str], list[str]]:
         """(norm of each gradient, parameters without one, parameters that are not trained) of one backward pass."""
-        self.loss(self.model, self.batch).backward()
+        self.loss().backward()
         named = list(self.model.named_parameters())
         norms = {name: float(p.grad.float().norm()) for name, p in named if p.grad is not None}
         without = [name for name, p in named if p.requires_grad and p.grad is None]
@@ -346,28 +342,22 @@ class Looked:
 
     def attention(self) -> str:
         """The weights of every query sum to one, by the textbook's kernel on a real batch; of one that may look nowhere, to zero."""
-        worst, rows, nowhere = 0.0, 0, 0
-        kept: dict[Attention, Any] = {m: m.kernel for m in self.model.modules() if isinstance(m, Attention)}
+        found: list[tuple[float, int, int]] = []  # of a call: how far from one at most, rows, those of them that may look nowhere
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            nonlocal worst, rows, nowhere
             out, weights = naive(*args, **kwargs)
-            sums = weights.float().sum(-1)
-            blind = (weights == 0).all(-1) if kwargs.get("mask") is not None else torch.zeros_like(sums, dtype=torch.bool)
-            off = (sums - 1).abs().masked_fill(blind, 0.0)
-            worst = max(worst, float(off.max().nan_to_num(math.inf)))
-            rows, nowhere = rows + sums.numel(), nowhere + int(blind.sum())
+            off = (weights.float().sum(-1) - 1).abs()
+            blind = (weights == 0).all(-1) & (kwargs.get("mask") is not None)
+            found.append((float(off.masked_fill(blind, 0.0).max().nan_to_num(math.inf)), off.numel(), int(blind.sum())))
             return out, weights
 
-        try:
-            for module in kept:
-                module.kernel = kernel
-            with torch.no_grad():
-                self.loss(self.model, self.batch)
-        finally:
-            for module, own in kept.items():
-                module.kernel = own
-        text = f"{rows:,} rows of weights in {len(kept)} layers, {worst:.1e} from one at most"
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        with contextlib.ExitStack() as patched, torch.no_grad():
+            for layer in layers:
+                patched.enter_context(mock.patch.object(layer, "kernel", kernel))
+            self.loss()
+        worst, rows, nowhere = max(off for off, *_ in found), sum(n for _, n, _ in found), sum(n for *_, n in found)
+        text = f"{rows:,} rows of weights in {len(layers)} layers, {worst:.1e} from one at most"
         text += f"; {nowhere:,} may look nowhere" * (nowhere > 0)
         if not worst <= ONE:
             raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
@@ -383,9 +373,8 @@ class Looked:
         tried = [n for n in tried if n <= longest] or [longest]
         for n in tried:
             task = task_without_data(r, seq_len=n)
-            batch = self.placed(task.collate([task.splits["train"][i] for i in range(2)]))
-            with torch.no_grad(), self.session.precision.autocast():
-                loss = sum(task.losses(self.model, batch).values())
+            with torch.no_grad():
+                loss = sum(self.sums(self.placed(task.collate([task.splits["train"][i] for i in range(2)])), task).values())
             if not torch.isfinite(loss):
                 raise Wrong(f"{n} tokens: the loss is {float(loss)}", "Look at the positions and masks of short sequences.")
         return f"{', '.join(map(str, tried))} tokens"
@@ -402,7 +391,7 @@ class Looked:
             if len(losses) == 2 and self.fewer(LEAST * self.seconds > SECONDS):
                 losses.clear()
         text = f"{self.few} samples, {len(losses)} steps at rates up to {self.rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
-        text += f" (label smoothing leaves {floor:.3f})" if floor else ""
+        text += f" (label smoothing leaves {floor:.3f})" * bool(floor)
         if math.isfinite(losses[-1]) and fell >= FALL:
             return text
         text += f"; it should fall to 1/{FALL:g}"
@@ -413,17 +402,25 @@ class Looked:
         raise Skip(f"{text}; not judged in {SECONDS:g} s", "Steps are slow here: watch the loss of the run's first steps.")
 
     def loader(self) -> str:
-        """Batches come as fast as steps take them."""
+        """Batches come as fast as steps take them.
+
+        It fails where more than WAIT of the time is waiting, and that is more than LITTLE a step: about so much does a batch take on its
+        way from a worker, and the noise of a busy machine make. Both speeds are medians.
+        """
         r = self.recipe
         step, samples, how = self.step_seconds()
         speed, workers = loader_speed(self.session, LOADER), r.data.workers
         data = samples / speed
-        waits = data / (step + data) if workers == 0 else max(0.0, 1 - step / data)
+        wait = max(0.0, data - step) if workers else data
+        share = wait / (step + wait)
         text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
         text += f" that takes {1e3 * step:,.0f}{how}"
-        if waits > WAIT:
-            raise Wrong(f"{text}; {waits:.0%} of the time is waiting", f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
-        return text
+        if share <= WAIT:
+            return text
+        text += f"; {share:.0%} of the time is waiting"
+        if wait <= LITTLE:
+            return f"{text}, but no more than {1e3 * LITTLE:g} ms a step, which more workers would hardly save"
+        raise Wrong(text, f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
 
     def step_seconds(self) -> tuple[float, int, str]:
         """(seconds of a step of the recipe's batch, its samples, how that is known where it was not measured whole)."""
@@ -436,13 +433,13 @@ class Looked:
         part = min(len(indices), layout.micro_batch or len(indices), max(self.few, int(STEP * self.few / self.seconds)))
         batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])
         trainer.parallel.bare.train()
-        for _ in range(2):  # the first may set things up
+        times: list[float] = []
+        while len(times) <= TIMES and sum(times) <= STEP:
             began = time.perf_counter()
             trainer.step([batch], batch["counts"])
             trainer.clock.synchronise()
-            seconds = time.perf_counter() - began
-            if seconds > STEP:
-                break
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times[1:] or times)  # the first may set things up
         how = [f"by {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
         return seconds * len(indices) / part, len(indices), f" ({', '.join(how)})" if how else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 import statistics
@@ -13,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus import limits
-from gradus.data.loader import Loader
 from gradus.errors import UserError
-from gradus.hardware import Cluster
 from gradus.hardware.tables import table as columns
 from gradus.measure.profile import endless
 from gradus.measure.workers import start
@@ -23,20 +22,10 @@ from gradus.parallel import check
 from gradus.parallel.mesh import needed
 from gradus.parallel.world import World
 from gradus.plan import batches
-from gradus.plan.engine import traced_work
 from gradus.plan.show import size
-from gradus.plan.step import step_time
 from gradus.proof.measured import memory_of_step
-from gradus.proof.room import (
-    Room,
-    fix_of,
-    largest_micro_batch,
-    resident,
-    room_of,
-    share_of,
-    uninterrupted,
-    with_micro_batch,
-)
+from gradus.proof.pairs import Pair, signed
+from gradus.proof.room import Room, changed, fix_of, largest_micro_batch, resident, room_of, share_of, with_micro_batch
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.clock import peak_memory
@@ -44,7 +33,7 @@ from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_for, open_session
 
 TIMED, WARM_UP = 8, 3  # steps of a sweep
-LOADED = 2.0  # s for which a loader alone is timed
+LOADED, ROUNDS = 2.0, 5  # s for which a loader alone is timed; in so many rounds, whose median counts
 MOST = 2**16  # samples of a micro-batch that are asked for
 
 
@@ -80,8 +69,8 @@ def parse_size(text: str) -> int:
 # ---------------------------------------------------------------- what is measured, in a process of its own
 
 
-def measured_step(recipe: Recipe, folder: str, here: World) -> tuple[Trainer, dict[str, float]]:
-    """(the trainer, bytes at the peak of one step of the largest batch), the optimizer's state there already.
+def measured_step(recipe: Recipe, folder: str, timed: bool, here: World) -> dict[str, float]:
+    """Bytes at the peak of one step of the largest batch, the optimizer's state there already; timed: also what `times` tells.
 
     need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before the profiler that counts its tensors.
     """
@@ -94,21 +83,15 @@ def measured_step(recipe: Recipe, folder: str, here: World) -> tuple[Trainer, di
     process = peak_memory(session.device)
     with memory_of_step(trainer, micro_batches) as found:
         trainer.step(micro_batches)
-    return trainer, {**found, "resident": before, "need": found.get("device", process)}
+    return {**found, "resident": before, "need": found.get("device", process), **(times(trainer) if timed else {})}
 
 
-def one_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
-    """Bytes at the peak of one step of the largest batch."""
-    return measured_step(recipe, folder, here)[1]
-
-
-def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
-    """The same, with samples/s of the run's own steps, and the share of their time that was spent waiting for data."""
-    trainer, found = measured_step(recipe, folder, here)
+def times(trainer: Trainer) -> dict[str, float]:
+    """Samples/s of the run's own steps, and the share of their time that was spent waiting for data."""
     spent, waits = [], []
     with contextlib.closing(trainer.loader) as loader:
         began, wait = time.perf_counter(), loader.wait_s
-        for step in itertools.islice(endless(trainer), WARM_UP + TIMED):
+        for step in itertools.islice(endless(loader), WARM_UP + TIMED):
             trainer.take(step)
             trainer.clock.synchronise()
             now = time.perf_counter()
@@ -117,7 +100,7 @@ def timed_steps(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
             began, wait = now, loader.wait_s
     second = statistics.median(spent[WARM_UP:])
     step_samples = trainer.progress.samples / trainer.progress.step
-    return {**found, "samples_per_s": 1 / second, "waited": statistics.mean(waits[WARM_UP:]) / (second * step_samples)}
+    return {"samples_per_s": 1 / second, "waited": statistics.mean(waits[WARM_UP:]) / (second * step_samples)}
 
 
 def load_alone(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
@@ -126,24 +109,25 @@ def load_alone(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 
 
 def loader_speed(session: Session, seconds: float = LOADED) -> float:
-    """Samples/s of the recipe's loader for about so many seconds, what its workers had fetched beforehand left out."""
-    r, task = session.recipe, session.task
-    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
-    loader = Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, loading=r.data)
-    steps = itertools.chain.from_iterable(loader.steps(epoch) for epoch in itertools.count())
-    with contextlib.closing(loader):
-        for _ in range(1 + r.data.workers * r.data.prefetch):
+    """Samples/s of the recipe's loader, what was fetched beforehand left out: the median of ROUNDS rounds, about so many seconds in all."""
+    data = session.recipe.data
+    with contextlib.closing(session.loader(data)) as loader:
+        steps = endless(loader)
+        for _ in range(1 + data.workers * data.prefetch):
             next(steps)
-        began, samples = time.perf_counter(), 0
-        while not samples or time.perf_counter() - began < seconds:
-            samples += next(steps).samples
-        return samples / (time.perf_counter() - began)
+        speeds, end = [], time.perf_counter() + seconds
+        while not speeds or time.perf_counter() < end:
+            began, samples = time.perf_counter(), 0
+            while not samples or time.perf_counter() - began < seconds / ROUNDS:
+                samples += next(steps).samples
+            speeds.append(samples / (time.perf_counter() - began))
+        return statistics.median(speeds)
 
 
-def run_apart(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
-    """Rank by rank the largest of what each process found; where they did not come to an end, why."""
+def run_apart(n: int, function: Callable, recipe: Recipe, folder: str, *more: Any) -> dict[str, float] | str:
+    """The largest of what each process found, by name; where they did not come to an end, why."""
     try:
-        found = start(n, function, recipe, folder, log=Path(folder) / "log")
+        found = start(n, function, recipe, folder, *more, log=Path(folder) / "log")
     except UserError as e:
         return str(e)
     return {key: max(f[key] for f in found) for key in found[0]}
@@ -152,49 +136,32 @@ def run_apart(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[s
 # ---------------------------------------------------------------- rows and lines
 
 
-def measures(need: float, told: dict[str, float] | None, room: Room) -> dict[str, tuple[float, float | None]]:
-    """What of memory was planned, and measured, by name: on a CPU the step's tensors and the process, of a GPU all that it shows."""
-    if room.target == "cuda":
-        return {"device": (need, told and told["need"])}
-    return {"tensors": (need - room.resident, told and told["allocated"]), "process": (need, told and told["need"])}
+def measures(need: float, told: dict[str, float] | None, room: Room) -> list[Pair]:
+    """What of memory was planned, and measured: on a CPU the step's tensors and the process, of a GPU all that it shows."""
+    whole = Pair("device" if room.target == "cuda" else "process", "bytes", need, told and told["need"])
+    return [whole] if room.target == "cuda" else [Pair("tensors", "bytes", need - room.resident, told and told["allocated"]), whole]
 
 
-def said(found: dict[str, tuple[float, float | None]]) -> str:
+def said(found: Sequence[Pair]) -> str:
     """'tensors 1 GB, process 2 GB' as planned, or as measured with the plan's error."""
-    words = (f"{size(p)}" if m is None else f"{size(m)} (planned {p / m - 1:+.1%})" for p, m in found.values())
-    return ", ".join(f"{name} {text}" for name, text in zip(found, words))
+    words = (size(f.predicted) if f.measured is None else f"{size(f.measured)} (planned {signed(f.error)})" for f in found)
+    return ", ".join(f"{f.name} {text}" for f, text in zip(found, words))
 
 
-def cells(found: dict[str, tuple[float, float | None]]) -> Iterator[str]:
-    """Of each measure: planned, measured, error."""
-    for planned, seen in found.values():
-        yield from (size(planned), *(("-", "-") if seen is None else (size(seen), f"{planned / seen - 1:+.1%}")))
+def adder(rows: list[Row], recipe: Recipe, room: Room, **conditions: Any) -> Callable[..., None]:
+    """What adds to the rows one of this recipe: add("predicted" or "measured", name, value, unit, more conditions)."""
+    about = {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
+    about |= {"resident": room.resident, **conditions}
 
+    def add(kind: str, name: str, value: float, unit: str, **more: Any) -> None:
+        rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
 
-class Found:
-    """The rows of one recipe: each planned, or measured."""
-
-    def __init__(self, recipe: Recipe, room: Room, **more: Any):
-        self.rows: list[Row] = []
-        self.conditions = {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
-        self.conditions |= {"resident": room.resident, **more}
-
-    def planned(self, name: str, value: float, unit: str, **more: Any) -> None:
-        self.rows.append(Row(f"fit/{name}", value, unit, None, {**self.conditions, **more, "kind": "predicted"}))
-
-    def measured(self, name: str, value: float, unit: str, **more: Any) -> None:
-        self.rows.append(Row(f"fit/{name}", value, unit, None, {**self.conditions, **more, "kind": "measured"}))
+    return add
 
 
 def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row], list[str]]:
     share = share_of(recipe, room.n, room.task)
-    known: dict[int, int] = {}
-
-    def need(k: int) -> int:
-        if k not in known:
-            known[k] = room.need(with_micro_batch(recipe, k, room.n, share))
-        return known[k]
-
+    need = functools.cache(lambda k: room.need(with_micro_batch(recipe, k, room.n, share)))
     most = share if recipe.batch.samples is None else min(MOST, max(share, len(room.task.splits["train"]) // room.n))
     found = largest_micro_batch(recipe, room, share, need)
     if found == share and most > share:
@@ -202,81 +169,72 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
         while limit < most and need(limit) <= room.budget:
             limit = min(most, 2 * limit)
         found = largest_micro_batch(recipe, room, limit, need)
-    rows = Found(recipe, room, budget=room.budget)
+    rows: list[Row] = []
+    add = adder(rows, recipe, room, budget=room.budget)
     if found is None:
-        rows.planned("micro_batch", 0, "samples")
-        takes = f"{said(measures(known[1], None, room))} of {size(room.budget)}"
-        return rows.rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
-    chosen, needs = with_micro_batch(recipe, found, room.n, share), known[found]
-    rows.planned("micro_batch", found, "samples", traces=len(known))
-    rows.planned("need", needs, "bytes", micro_batch=found)
+        add("predicted", "micro_batch", 0, "samples")
+        takes = f"{said(measures(need(1), None, room))} of {size(room.budget)}"
+        return rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
+    traces, chosen, needs = need.cache_info().currsize, with_micro_batch(recipe, found, room.n, share), need(found)
+    add("predicted", "micro_batch", found, "samples", traces=traces)
+    add("predicted", "need", needs, "bytes", micro_batch=found)
     keys = f"batch.samples={chosen.batch.samples} " * (found > share) + f"layout.micro_batch={found}"
     beyond = f" (more than its {share})" if found > share else " (its whole batch)" * (found == share)
     spare = f"{size(room.budget - needs)} ({1 - needs / room.budget:.1%}) to spare"
-    lines = [f"{keys}{beyond}: {said(measures(needs, None, room))} of {size(room.budget)} by the plan, {spare}; {len(known)} traces"]
+    lines = [f"{keys}{beyond}: {said(measures(needs, None, room))} of {size(room.budget)} by the plan, {spare}; {traces} traces"]
     if found == most:
         lines.append("more does not make a batch: that is all the data" if most > share else "more does not make a batch of this recipe")
     if needs > own:
-        return rows.rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
+        return rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
     check.validate(chosen, room.n)
-    told = run_apart(room.n, one_step, chosen, folder)
+    told = run_apart(room.n, measured_step, chosen, folder, False)
     if isinstance(told, str):
-        return rows.rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
-    rows.measured("need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
-    fits, left = told["need"] <= room.budget, size(abs(room.budget - told["need"]))
-    verdict = "confirmed" if fits else "NOT confirmed"
-    left += " to spare" if fits else " too much: take a smaller one"
-    return rows.rows, [*lines, f"{verdict} by one step: {said(measures(needs, told, room))}, {left}"]
+        return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
+    add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
+    verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("NOT confirmed", "too much: take a smaller one")
+    takes = f"{said(measures(needs, told, room))}, {size(abs(room.budget - told['need']))}"
+    return rows, [*lines, f"{verdict} by one step: {takes} {left}"]
 
 
 def sweep(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
     """Samples/s and memory at every micro-batch, each a batch by itself, beside the plan."""
     body, rows = [], []
     for k in wanted:
-        changed = with_micro_batch(recipe, k, room.n, 0)
-        found = Found(recipe, room, micro_batch=k, batch_samples=changed.batch.samples)
-        need, step = room.need(changed), planned_step(changed, room)
-        found.planned("need", need, "bytes")
+        of_k = with_micro_batch(recipe, k, room.n, 0)
+        add = adder(rows, recipe, room, micro_batch=k, batch_samples=of_k.batch.samples)
+        need, step = room.need(of_k), room.step_time(of_k)
+        add("predicted", "need", need, "bytes")
         if step:
-            found.planned("samples_per_s", changed.batch.samples / step, "samples/s")
-        told = run_apart(room.n, timed_steps, changed, folder) if need <= room.budget else "does not fit"
-        expected, speed, why = f"{changed.batch.samples / step:,.1f}" if step else "-", "-", told
+            add("predicted", "samples_per_s", of_k.batch.samples / step, "samples/s")
+        told = run_apart(room.n, measured_step, of_k, folder, True) if need <= room.budget else "does not fit"
+        expected, speed, why = f"{of_k.batch.samples / step:,.1f}" if step else "-", "-", told
         if not isinstance(told, str):
-            found.measured("samples_per_s", told["samples_per_s"], "samples/s", steps=TIMED)
-            found.measured("need", told["need"], "bytes", peak=told["allocated"], resident=told["resident"])
+            add("measured", "samples_per_s", told["samples_per_s"], "samples/s", steps=TIMED)
+            add("measured", "need", told["need"], "bytes", peak=told["allocated"], resident=told["resident"])
             speed, why = f"{told['samples_per_s']:,.1f}", ""
-        body.append((str(k), expected, speed, *cells(measures(need, None if why else told, room)), why[:60]))
-        rows += found.rows
-    memory = [head for name in measures(0, None, room) for head in (f"{name} planned", "measured", "error")]
+        cells = (cell for pair in measures(need, None if why else told, room) for cell in pair.cells())
+        body.append((str(k), expected, speed, *cells, why[:60]))
+    memory = [head for pair in measures(0, None, room) for head in (f"{pair.name} planned", "measured", "error")]
     head = ("micro-batch", "samples/s planned", "measured", *memory, "")
     return rows, [f"{recipe.name}: {TIMED} steps each after {WARM_UP}; memory at the peak", *columns(head, body)]
-
-
-def planned_step(recipe: Recipe, room: Room) -> float | None:
-    """Seconds; None where the device is not known."""
-    if room.device is None:
-        return None
-    with uninterrupted():
-        return step_time(traced_work(recipe, room.n, target=room.target, task=room.task), Cluster(room.device, room.n)).total
 
 
 def workers(recipe: Recipe, room: Room, wanted: Sequence[int], folder: str) -> tuple[list[Row], list[str]]:
     """Samples/s of the loader alone and of training with it, and the share of training that waits for data."""
     body, rows = [], []
     for k in wanted:
-        changed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": k})})
-        alone = run_apart(1, load_alone, changed, folder) if room.n == 1 else "-"
-        told = run_apart(room.n, timed_steps, changed, folder)
+        with_workers = changed(recipe, data={"workers": k})
+        alone = run_apart(1, load_alone, with_workers, folder) if room.n == 1 else "-"
+        told = run_apart(room.n, measured_step, with_workers, folder, True)
         if isinstance(told, str):
             body.append((str(k), "-", "-", told[:60]))
             continue
-        found, speed = Found(recipe, room, workers=k), "-"
+        add, speed = adder(rows, recipe, room, workers=k), "-"
         if not isinstance(alone, str):
-            found.measured("loader_samples_per_s", alone["samples_per_s"], "samples/s")
+            add("measured", "loader_samples_per_s", alone["samples_per_s"], "samples/s")
             speed = f"{alone['samples_per_s']:,.1f}"
-        found.measured("samples_per_s", told["samples_per_s"], "samples/s")
-        found.measured("data_wait", told["waited"], "of the step")
+        add("measured", "samples_per_s", told["samples_per_s"], "samples/s")
+        add("measured", "data_wait", told["waited"], "of the step")
         body.append((str(k), speed, f"{told['samples_per_s']:,.1f}", f"{told['waited']:.1%}"))
-        rows += found.rows
     head = ("workers", "loader alone, samples/s", "training, samples/s", "waits for data")
     return rows, [f"{recipe.name}: data.workers", *columns(head, body)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradus import torch_private
-from gradus.measure.memory import Timeline
+from gradus.measure.memory import Timeline, component_bytes, storages
 from gradus.train.clock import begin_peak
 from gradus.train.loop import Trainer
 
@@ -23,15 +23,13 @@ Batch = dict[str, Any]
 def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dict[str, int]]:
     """Bytes by name, once the step within is done: weights, gradients (all of them, when the optimizer steps), optimizer, allocated (the
     peak), rest (the difference); on CUDA also reserved, and device: what all processes have of the GPU."""
-    device, found, precision = trainer.device, {}, trainer.precision
-    own, gradients = precision.step, {}
+    device, found, gradients, own = trainer.device, {}, {}, trainer.precision.step
 
     def step(optimizer: Any, bad: Tensor) -> None:
-        gradients.update(_storages(h.local.grad for h in trainer.parallel.local_parameters if h.local.grad is not None))
+        gradients.update(storages(h.local.grad for h in trainer.parallel.local_parameters if h.local.grad is not None))
         own(optimizer, bad)
 
-    precision.step = step
-    try:
+    with mock.patch.object(trainer.precision, "step", step):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             begin_peak(device)
@@ -48,24 +46,14 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
             if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
                 held |= gradients  # its buckets, which are there between steps too
             found["allocated"] = sum(held.values()) + max(peak for *_, peak in timeline.phases())
-    finally:
-        del precision.step  # the class's own is there again
-    part, optimizer = trainer.parallel.part, trainer.optimizer
-    state = (v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)) if optimizer else ()
-    found["weights"] = sum(_storages([*part.parameters(), *part.buffers()]).values())
-    found |= {"gradients": sum(gradients.values()), "optimizer": sum(_storages(state).values())}
-    found["rest"] = found["allocated"] - found["weights"] - found["gradients"] - found["optimizer"]
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return {torch_private.memory_id(t): t.untyped_storage().nbytes() for t in local}
+    state = component_bytes(trainer.parallel.part, trainer.optimizer) | {"gradients": sum(gradients.values())}
+    found |= {**state, "rest": found["allocated"] - sum(state.values())}
 
 
 def alive(micro_batches: list[Batch]) -> dict[int, int]:
     """Storage → bytes, on a CPU: of all tensors now whose memory PyTorch allocated itself (arrays of NumPy's and files that are mapped are
     others'), and of the step's batch."""
-    found = _storages(v for batch in micro_batches for v in batch.values() if isinstance(v, Tensor))
+    found = storages(v for batch in micro_batches for v in batch.values() if isinstance(v, Tensor))
     for thing in gc.get_objects():
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()

@@ -10,7 +10,6 @@ from typing import Any
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
 from gradus.proof.predict import STATE
-from gradus.rows import Row
 
 KEPT = ("process", "reserved", "device")  # planned of the largest batch: what a process has taken, it keeps
 LABELS = {
@@ -40,10 +39,6 @@ class Pair:
     def cells(self) -> list[str]:
         """Predicted, measured, error."""
         return [shown(self.predicted, self.unit), shown(self.measured, self.unit), signed(self.error)]
-
-
-def row_dict(row: Row) -> dict[str, Any]:
-    return {"name": row.name, "value": row.value, "unit": row.unit, "step": row.step, **row.conditions}
 
 
 def pairs(predicted: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[Pair]:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.hardware import Cluster
-from gradus.parallel.mesh import DATA
 from gradus.plan import batches, engine
+from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
 from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
@@ -32,6 +31,7 @@ from gradus.train.session import Session
 
 MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
 PATIENCE = 120.0  # s that a plan may take
+SMALLER = "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full"
 WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
 STATE = ("weights", "gradients", "optimizer")  # told by name; the others only together, since measuring cannot tell them apart
 Batch = dict[str, Any]
@@ -64,19 +64,16 @@ def case_of(session: Session, position: tuple[int, int] = (0, 0), local: int | N
 
 def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
     """(the step of this start that will be measured, its micro-batches on rank 0)."""
-    r, task, mesh = session.recipe, session.task, session.mesh
-    plan = task.plan("train", samples=r.batch.samples, tokens=r.batch.tokens)
-    epoch, at = position
+    loader, (epoch, at) = session.loader(), position
+    plan = loader.plan
     passed = at + sum(len(plan.epoch(e)) for e in range(epoch)) if epoch < 100 else at + epoch * plan.steps_per_epoch
-    left = total_steps(r, plan) - passed
+    left = total_steps(session.recipe, plan) - passed
     if left < 2:  # the first step of all finds no optimizer state yet
         return None, None
     number = min(MEASURED, left)
     at += number - 1
     while at >= (length := len(plan.epoch(epoch))):
         epoch, at = epoch + 1, at - length
-    place = {"rank": mesh.rank(*DATA), "world": mesh.size(*DATA)}
-    loader = Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, micro_batch=r.layout.micro_batch, **place)
     return number, next(loader.steps(epoch, at)).micro_batches
 
 
@@ -85,35 +82,30 @@ def predict(case: Case) -> Predicted:
     plan cannot be made."""
     r, room, of = case.recipe, case.room, {"of": "largest batch"}
     largest = batches.micro_batches(r, room.n, task=room.task)
-    foreseen = foresee(case) if case.micro_batches else None
-    if foreseen and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches):
-        components, allocated, reserved, rank, notes, held = foreseen.components, foreseen.peak, foreseen.peak, 0, [], foreseen.held
-        need = allocated + room.resident
-    else:
-        memory = engine.plan_memory(r, room.n, target=room.target, device=room.device, task=room.task)
-        components, allocated, reserved, rank = memory.components, memory.allocated, memory.reserved, memory.rank
-        notes, held, need = memory.notes, memory.held, room.total(memory)
+    step = foresee(case) if case.micro_batches else None
+    same = step and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches)
+    memory = step[0] if same else room.memory(r)
+    need, components, rank = room.total(memory), memory.components, memory.rank
     rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
-    rows.append(figure("memory/allocated", allocated, "bytes", "sum of the components", components, rank=rank, **of))
-    rows.append(figure("memory/reserved", reserved, "bytes", "as the caching allocator rounds it", **of))
+    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
+    rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **of))
+    most, sharing = "process", 1
     if room.target == "cuda":
         rows.append(figure("memory/device", need, "bytes", "reserved + framework", **of))
+        most = f"reserved {size(memory.reserved)}, device"
     else:
-        given = {"allocated": allocated, "before": room.resident}
+        given, sharing = {"allocated": memory.allocated, "before": room.resident}, room.local
         rows.append(figure("memory/process", need, "bytes", "tensors + this process before the model", given, **of))
-    sharing = room.local if room.target == "cpu" else 1
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
-    most = f"reserved {size(reserved)}, device" if room.target == "cuda" else "process"
-    line = f"plan: tensors {size(allocated)}, {most} {size(need)} of {size(room.budget)}"
-    if foreseen:
-        rows += step_rows(case, foreseen)
+    line = f"plan: tensors {size(memory.allocated)}, {most} {size(need)} of {size(room.budget)}"
+    if step:
+        rows += step_rows(case, *step)
         found = {row.name: row.value for row in rows}
         line += f"; {size(found['traffic/sent'])} sent a step" if found.get("traffic/sent") else ""
         line += f"; {duration(found['time/step'])} a step" if "time/step" in found else "; no time (gradus calibrate)"
-    made = Predicted(rows, line, [*notes, *evaluation_note(case, largest)], need, sum(held.values()) + need - allocated)
-    if room.budget and need > room.budget:
-        made.refusal = refuse(case, need)
-    return made
+    refusal = refuse(case, need) if 0 < room.budget < need else None
+    least = sum(memory.held.values()) + need - memory.allocated
+    return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
 
 
 def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
@@ -129,29 +121,20 @@ def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
     return [{k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)} for batch in micro_batches]
 
 
-@dataclasses.dataclass
-class Foreseen:
-    """One step of rank 0, in bytes."""
-
-    components: dict[str, int]
-    peak: int
-    held: dict[str, int]
-    work: Work
-
-
-def foresee(case: Case) -> Foreseen:
-    """The step that will be measured: traced whole where that is quick, else put together from profiles."""
+def foresee(case: Case) -> tuple[Memory, Work]:
+    """Of rank 0 in the step that will be measured: traced whole where that is quick, else put together from profiles. Of tensors alone:
+    nothing is reserved beyond them, and nothing is noted."""
     r, room, given = case.recipe, case.room, case.micro_batches
     blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
     if blocks * len(given) <= WHOLE:
-        traced = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
-        return Foreseen(traced.memory, traced.peak, traced.held, traced.work)
+        t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
+        return Memory(t.memory, t.peak, t.peak, 0, None, 0, t.at, t.held, t.parameters, []), t.work
     first = engine.processes(r, room.n, room.target, room.task, given)[0]
     memory = engine.memory_of([first])
-    return Foreseen(memory.components, memory.allocated, memory.held, first.work)
+    return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
 
 
-def step_rows(case: Case, foreseen: Foreseen) -> Iterator[Row]:
+def step_rows(case: Case, memory: Memory, work: Work) -> Iterator[Row]:
     """What one traced step tells of the step that will be measured: memory, traffic, time, energy."""
 
     def row(name: str, value: float, unit: str, formula: str = "", inputs: dict[str, Any] | None = None) -> Row:
@@ -159,32 +142,31 @@ def step_rows(case: Case, foreseen: Foreseen) -> Iterator[Row]:
         made.step = case.step
         return made
 
-    held, n, device = {name: foreseen.held[name] for name in STATE}, case.room.n, case.room.device
+    held, n, device = {name: memory.held[name] for name in STATE}, case.room.n, case.room.device
     for name, value in held.items():
         yield row(f"memory/{name}", value, "bytes")
-    rest = foreseen.peak - sum(held.values())
-    yield row("memory/rest", rest, "bytes", "allocated − weights − gradients − optimizer", foreseen.components)
-    yield row("memory/allocated", foreseen.peak, "bytes", "sum of the components at the peak", foreseen.components)
+    rest = memory.allocated - sum(held.values())
+    yield row("memory/rest", rest, "bytes", "allocated − weights − gradients − optimizer", memory.components)
+    yield row("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", memory.components)
     if n > 1:
         sent: dict[str, float] = defaultdict(float)
-        for t in foreseen.work.transfers:
+        for t in work.transfers:
             sent[t.kind] += t.sent
         for kind, value in sent.items():
             yield row(f"traffic/{kind}", value, "bytes", "Σ calls × payload × what a ring sends of it")
         yield row("traffic/sent", sum(sent.values()), "bytes", "sum over the collectives", dict(sent))
     if device is not None:
-        time = step_time(foreseen.work, Cluster(device, n))
+        time = step_time(work, Cluster(device, n))
         yield row("time/step", time.total, "s", "sum of the parts", time.parts)
         if device.power:
             inputs = {"power": device.power, "devices": n, "time": time.total}
             yield row("energy/step", device.power * n * time.total, "J", "power × devices × time", inputs)
 
 
-def refuse(case: Case, needed: int, fix: str = "") -> str:
+def refuse(case: Case, needed: int, fix: str = SMALLER) -> str:
     """One line: what does not fit, and what would."""
     room = case.room
     device = "GPU" if room.target == "cuda" else "host" if room.local == 1 else f"host for each of its {room.local} processes"
-    fix = fix or "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full"
     return f"the plan needs {size(needed)} a process and the {device} has {size(room.budget)}. {fix}, or go on with --force."
 
 
@@ -198,6 +180,12 @@ class Planner(Worker):
 
     def __init__(self):
         super().__init__(fork=sys.platform == "linux")
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
 
     def plan(self, case: Case, seconds: float = PATIENCE) -> Predicted:
         """Raises as `ask` where there is no answer in time. Where it does not fit and there is time, the refusal says what would."""

@@ -7,6 +7,7 @@ proved is one step, the third of a start, whose batch is known beforehand: the s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import statistics
 from collections import deque
@@ -20,10 +21,10 @@ from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
 from gradus.plan.workers import Fault
 from gradus.proof.measured import memory_of_step
-from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, row_dict, table
+from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.recipe.schema import Recipe
-from gradus.rows import Row, RowFile, read_rows
+from gradus.rows import Row, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.run import Plan
@@ -31,6 +32,7 @@ from gradus.train.session import Session, open_for
 
 SETTLED = 5  # steps of a start whose times are kept apart from those of the others
 TIMED = 4096  # latest marks of the time that are kept: on a CPU one a step
+MEASURED = {"kind": "measured"}
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
 
 
@@ -46,6 +48,7 @@ class Proof(Plan):
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
         self.energy = [0.0, 0]  # joules, steps: of the stretches that held training alone
+        self.opened = contextlib.ExitStack()  # the planner, then the meter
         self._mark: tuple[float, int, float] | None = None
         # (step, seconds of training, tokens so far) whenever the device was known to have done all
         self.marks: deque[tuple[int, float, int]] = deque(maxlen=TIMED)
@@ -54,19 +57,11 @@ class Proof(Plan):
 
     @contextlib.contextmanager
     def ready(self, world: worlds.World) -> Iterator[None]:
-        try:
-            if world.first and self.planner is None:
+        with self.opened:
+            if world.first:
                 with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
-                    self.planner = Planner()
+                    self.planner = self.opened.enter_context(Planner())
             yield
-        finally:
-            self._end_planner()
-            self._end_meter()
-
-    def _end_planner(self) -> None:
-        if self.planner:
-            self.planner.end()
-            self.planner = None
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         world = session.mesh.world
@@ -92,7 +87,7 @@ class Proof(Plan):
                 print(f"note: {note}")
         except Exception as e:
             print(f"note: no plan ({why_not(e)})", flush=True)
-        self._end_planner()
+        self.opened.close()
         return self.predicted.refusal if self.predicted else None, step
 
     def begin(self, folder: Path) -> None:
@@ -109,18 +104,15 @@ class Proof(Plan):
         self._mark_time(trainer)
         if trainer.device.type == "cuda" or trainer.parallel.mesh.world.local_rank == 0:
             with contextlib.suppress(Exception):  # a meter that fails is no meter
-                self.meter = Meter(trainer.device)
-                self.meter.__enter__()
+                self.meter = self.opened.enter_context(Meter(trainer.device))
 
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer, step: Step) -> Iterator[None]:
         number = trainer.progress.step - trainer.start_step + 1
-        if number != self.step or not trainer.parallel.mesh.world.first or trainer.device.type not in ("cpu", "cuda"):
+        looked = number == self.step and trainer.parallel.mesh.world.first and trainer.device.type in ("cpu", "cuda")
+        with memory_of_step(trainer, step.micro_batches) if looked else contextlib.nullcontext({}) as found:
             yield
-            return
-        with memory_of_step(trainer, step.micro_batches) as found:
-            yield
-        self.measured = [Row(f"memory/{name}", value, "bytes", number, {"kind": "measured", "rank": 0}) for name, value in found.items()]
+        self.measured += [Row(f"memory/{name}", value, "bytes", number, MEASURED | {"rank": 0}) for name, value in found.items()]
 
     def after_step(self, trainer: Trainer, taken: Taken) -> None:
         if trainer.device.type == "cpu":
@@ -140,8 +132,8 @@ class Proof(Plan):
         if trainer.device.type != "cpu":
             self._mark_time(trainer)
         if not self.traffic:
-            sent = [row for row in rows if row.name.startswith("traffic/")]
-            self.traffic = [Row(r.name, r.value, r.unit, r.step, {**r.conditions, "kind": "measured"}) for r in sent]
+            sent = (row for row in rows if row.name.startswith("traffic/"))
+            self.traffic = [dataclasses.replace(row, conditions=row.conditions | MEASURED) for row in sent]
         self._read_meter(trainer)
 
     def _read_meter(self, trainer: Trainer) -> None:
@@ -149,40 +141,34 @@ class Proof(Plan):
         if self.meter is None:
             return
         seconds = trainer.clock.seconds
-        now = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"])
-        if self._mark is not None and None not in (now[0], self._mark[0]) and now[2] == self._mark[2]:
-            self.energy[0] += now[0] - self._mark[0]
-            self.energy[1] += now[1] - self._mark[1]
+        now, before = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"]), self._mark
+        if before is not None and None not in (now[0], before[0]) and now[2] == before[2]:
+            self.energy = [self.energy[0] + now[0] - before[0], self.energy[1] + now[1] - before[1]]
         self._mark = now
 
     # ------------------------------------------------------------ after
 
-    def _end_meter(self) -> None:
-        if self.meter:
-            self.meter.__exit__()
-            self.meter = None
-
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         mine = (*self.energy, self.meter.source) if self.meter else None
-        self._end_meter()
+        self.opened.close()
         told = [m for m in trainer.parallel.collect(mine) if m]
         if not trainer.parallel.mesh.world.first:
             return []
         rows = [*self.measured, *self.traffic]
         if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
-            of_run = {"kind": "measured", "rank": 0, "of": "run"}
+            of_run = MEASURED | {"rank": 0, "of": "run"}
             rows += [Row(f"memory/{name}", n, "bytes", None, of_run) for name, n in peaks(trainer.device).items()]
         seconds = step_seconds(times_of(self.marks), trainer.start_step, self.step)
         if seconds:
             middle, low, high, count = seconds
-            rows.append(Row("time/step", middle, "s", None, {"kind": "measured", "median_of": count, "fastest": low, "slowest": high}))
+            rows.append(Row("time/step", middle, "s", None, MEASURED | {"median_of": count, "fastest": low, "slowest": high}))
         if told and all(source and steps for _, steps, source in told):
             joules = total(j / steps for j, steps, _ in told)
-            rows.append(Row("energy/step", joules, "J", None, {"kind": "measured", "meter": told[0][2], "meters": len(told)}))
+            rows.append(Row("energy/step", joules, "J", None, MEASURED | {"meter": told[0][2], "meters": len(told)}))
         with contextlib.suppress(OSError):
             write(trainer.folder / "proof.jsonl", rows)
         predicted = self.predicted.rows if self.predicted else []
-        found = pairs([row_dict(r) for r in predicted], [row_dict(r) for r in rows])
+        found = pairs([r.record() for r in predicted], [r.record() for r in rows])
         if found:
             summary["proof"] = {f.name: f.summary() for f in found}
         return table(found) if any(f.predicted is not None for f in found) else []
@@ -210,10 +196,7 @@ def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    path.unlink(missing_ok=True)
-    file = RowFile(path)
-    file.write(rows)
-    file.close()
+    path.write_text("".join(row.json() + "\n" for row in rows), encoding="utf-8")
 
 
 def why_not(error: Exception) -> str:
@@ -231,16 +214,12 @@ class Scaled:
     def before(self, by_processes: dict[int, Recipe], say: Callable[[str], None]) -> list[Row]:
         """The rows of the plans. Raises UserError where one will not fit."""
         for n, recipe in by_processes.items():
-            planner = None
             try:
-                planner = Planner()
-                found = planner.plan(case_of(open_for(recipe, n), local=n))
+                with Planner() as planner:
+                    found = planner.plan(case_of(open_for(recipe, n), local=n))
             except Exception as e:
                 say(f"note: no plan for {_processes(n)} ({why_not(e)})")
                 continue
-            finally:
-                if planner:
-                    planner.end()
             if found.refusal and not self.force:
                 raise UserError(f"--processes {n}: {found.refusal}")
             say(f"{_processes(n)}, {found.line}")
@@ -253,12 +232,12 @@ class Scaled:
         """Prints what was planned of the step and of what it sends beside what was measured, and writes it to `folder`/proof.jsonl."""
         found: list[tuple[int, Pair]] = []
         for n in dict.fromkeys(row.conditions["processes"] for row in self.rows):
-            said = [row_dict(row) for row in self.rows if row.conditions["processes"] == n]
+            said = [row.record() for row in self.rows if row.conditions["processes"] == n]
             seen = {row.name: row.value for row in rows if row.conditions.get("processes") == n}
             measured = [("time/step", "s", seen.get("scale/step")), ("traffic/sent", "bytes", seen.get("scale/sent") or None)]
             found += [(n, pair) for pair in pairs(said, [{"name": k, "unit": u, "value": v} for k, u, v in measured if v is not None])]
         if found:
-            write(folder / "proof.jsonl", [Row(f.name, f.measured, f.unit, None, {"kind": "measured", "processes": n}) for n, f in found])
+            write(folder / "proof.jsonl", [Row(f.name, f.measured, f.unit, None, MEASURED | {"processes": n}) for n, f in found])
             say("")
         for n, f in found:
             say("{}, {}: planned {}, measured {}, error {}".format(_processes(n), LABELS[f.name], *f.cells()))

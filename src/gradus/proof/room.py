@@ -16,10 +16,11 @@ import torch
 
 from gradus import hardware
 from gradus.errors import UserError
-from gradus.hardware import Device
+from gradus.hardware import Cluster, Device
 from gradus.parallel.mesh import DATA, sizes
-from gradus.plan.engine import plan_memory
+from gradus.plan.engine import Memory, plan_memory, traced_work
 from gradus.plan.show import size
+from gradus.plan.step import step_time
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train import machine
@@ -38,14 +39,25 @@ class Room:
     resident: int  # bytes that a process has on a host before the model is built
     task: Task | None
 
+    def memory(self, recipe: Recipe) -> Memory:
+        """The plan of the largest batch, of the rank that needs most."""
+        return plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task)
+
+    def total(self, memory: Memory) -> int:
+        """All that a process takes: on a CPU its tensors and what it had before; on a GPU with context and the allocator's rounding."""
+        return memory.device_total if self.target == "cuda" else memory.allocated + self.resident
+
     def need(self, recipe: Recipe) -> int:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
         with uninterrupted():
-            return self.total(plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task))
+            return self.total(self.memory(recipe))
 
-    def total(self, memory: Any) -> int:
-        """All that a process takes: on a CPU its tensors and what it had before; on a GPU with context and the allocator's rounding."""
-        return memory.device_total if self.target == "cuda" else memory.allocated + self.resident
+    def step_time(self, recipe: Recipe) -> float | None:
+        """Seconds of a step; None where the device is not known."""
+        if self.device is None:
+            return None
+        with uninterrupted():
+            return step_time(traced_work(recipe, self.n, target=self.target, task=self.task), Cluster(self.device, self.n)).total
 
 
 def room_of(session: Session, local: int | None = None) -> Room:
@@ -87,8 +99,8 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *what: came.append(what))
     try:
         yield
     finally:
@@ -115,12 +127,15 @@ def share_of(recipe: Recipe, n: int, task: Task | None) -> int:
     return -(-samples // ways(recipe, n))
 
 
+def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    """The recipe with other values of these keys in these sections."""
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=keys) for name, keys in sections.items()})
+
+
 def with_micro_batch(recipe: Recipe, k: int, n: int, share: int) -> Recipe:
     """The recipe with micro-batches of k samples. More than its share of the batch: the batch grows until each process has k."""
-    changes: dict[str, Any] = {"layout": recipe.layout.model_copy(update={"micro_batch": k})}
-    if k > share:
-        changes["batch"] = recipe.batch.model_copy(update={"samples": k * ways(recipe, n), "tokens": None})
-    return recipe.model_copy(update=changes)
+    larger = {"batch": {"samples": k * ways(recipe, n), "tokens": None}} if k > share else {}
+    return changed(recipe, layout={"micro_batch": k}, **larger)
 
 
 def largest_micro_batch(recipe: Recipe, room: Room, limit: int | None = None, need: Callable[[int], int] | None = None) -> int | None:
@@ -128,15 +143,14 @@ def largest_micro_batch(recipe: Recipe, room: Room, limit: int | None = None, ne
 
     What is needed grows nearly linearly with the micro-batch, so the next one to try lies on the line through the last two.
     """
-    share = share_of(recipe, room.n, room.task)
-    known: dict[int, int] = {}
+    share, known = share_of(recipe, room.n, room.task), {}
+    need = need or (lambda k: room.need(with_micro_batch(recipe, k, room.n, share)))
 
     def fits(k: int) -> bool:
-        if k not in known:
-            known[k] = need(k) if need else room.need(with_micro_batch(recipe, k, room.n, share))
+        known[k] = known.get(k) or need(k)
         return known[k] <= room.budget
 
-    low, high = 0, (limit or share)  # what fits, and what does not
+    low, high = 0, limit or share  # what fits, and what does not
     if fits(high):
         return high
     guess = high // 2
@@ -160,8 +174,7 @@ def fix_of(recipe: Recipe, room: Room, least: int = 0) -> str:
     for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):
         if least >= room.budget or any(getattr(recipe.layout, k) == v for k, v in changes.items()):
             continue
-        found = largest_micro_batch(recipe.model_copy(update={"layout": recipe.layout.model_copy(update=changes)}), room)
-        if found:
+        if found := largest_micro_batch(changed(recipe, layout=changes), room):
             return "Set " + " ".join([*(f"layout.{k}={v}" for k, v in changes.items()), f"layout.micro_batch={found}"])
     if room.target == "cuda":
         return "Not one sample fits: set layout.shard=N over N GPUs or take a smaller model"

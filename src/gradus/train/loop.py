@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from gradus.data.loader import Loader, Step
+from gradus.data.loader import Step
 from gradus.parallel.engine import Parallel
-from gradus.parallel.mesh import DATA
 from gradus.rows import Row
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import Clock
@@ -47,13 +46,8 @@ class Trainer(Stepper):
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
-        mesh = self.parallel.mesh
-        plan = task.plan("train", recipe.batch.samples, recipe.batch.tokens)
-        self.loader = Loader(
-            task.splits["train"], plan, task.collate, prepare=task.prepare,
-            micro_batch=recipe.layout.micro_batch, loading=recipe.data, rank=mesh.rank(*DATA), world=mesh.size(*DATA),
-        )  # fmt: skip
-        self.last_step = total_steps(recipe, plan)
+        self.loader = session.loader(recipe.data)
+        self.last_step = total_steps(recipe, self.loader.plan)
         self.start_step = 0  # where this start began
         self.epoch_steps = 0  # of the epoch under way
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of

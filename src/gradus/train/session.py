@@ -19,7 +19,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
 from gradus.parallel.world import World
-from gradus.recipe.schema import Layout, Recipe
+from gradus.recipe.schema import DataConfig, Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate, total_steps
@@ -67,6 +67,13 @@ class Session:
         torch.manual_seed(self.recipe.train.seed + 1_000_003 * place)
         parallel.bare.train()
         return parallel
+
+    def loader(self, loading: DataConfig | None = None) -> Loader:
+        """Of this process's share of the training samples, as the recipe batches them. loading: as Loader has it."""
+        r, task, mesh = self.recipe, self.task, self.mesh
+        plan = task.plan("train", r.batch.samples, r.batch.tokens)
+        place = {"rank": mesh.rank(*DATA), "world": mesh.size(*DATA), "micro_batch": r.layout.micro_batch}
+        return Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, loading=loading, **place)
 
 
 def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = World()) -> Session:
