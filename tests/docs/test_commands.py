@@ -92,7 +92,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 2"),
     (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),
-    (r"--steps 200 --to \S+", "--steps 30 --results ."),
+    (r"--steps 200 --to \S+", "--steps 8 --results ."),
     (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
 ]
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be

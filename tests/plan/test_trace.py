@@ -94,8 +94,7 @@ def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision, checkpointing", [("fp32", "none"), ("bf16", "full")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_of_a_real_step(family, precision, checkpointing):
     """fp32: to a few bytes (the kernels' own scalars). bf16: oneDNN's matrix products take buffers of their own, some per cent of a
