@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradus import hardware
 from gradus.hardware import Cluster, Price
+from gradus.plan import budget as budgets
 from gradus.plan.budget import CASES, GOODPUT, KWH, budget, busy_share, energy_and_carbon, power
 
 GB = 1e9
@@ -33,11 +34,12 @@ PRICE = Price(1.0, 2.0, 4.0, "EUR", "2026-01-01", "a contract")
 
 def test_every_sum_by_hand(monkeypatch):
     monkeypatch.setattr(hardware, "price", lambda device: PRICE)
+    monkeypatch.setattr(hardware, "pue", lambda: (1.0, 1.1, 1.5, "a meter"))
+    france = hardware.grid("FR")
+    monkeypatch.setattr(hardware, "grid", lambda name: france)
+    monkeypatch.setattr(budgets, "GOODPUT", (0.5, 0.8, 1.0))
     device = dataclasses.replace(hardware.find("A100"), power=100.0)
-    rows = budget(
-        cluster=Cluster(device, 16), steps=1000, seconds_per_step=(9.0, 10.0, 12.0), goodput=(0.5, 0.8, 1.0), pue=(1.0, 1.1, 1.5),
-        grid="FR", days=0.01,
-    )  # fmt: skip
+    rows = budget(cluster=Cluster(device, 16), steps=1000, seconds_per_step=(9.0, 10.0, 12.0), days=0.01)
     assert cases(rows, "budget/time") == pytest.approx((9_000, 12_500, 24_000))
     hours = (9_000 * 16 / 3600, 12_500 * 16 / 3600, 24_000 * 16 / 3600)
     assert cases(rows, "budget/device_hours") == pytest.approx(hours)

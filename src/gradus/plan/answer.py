@@ -18,7 +18,7 @@ from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
-from gradus.plan.figures import figure
+from gradus.plan.figures import TEXTS, figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
@@ -363,54 +363,45 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
 
 
 TIMED = "plan/step.py and plan/roofline.py: a roofline with fitted shares (plan/fitted.yaml), or this machine's own tables (gradus calibrate)"
-PARTS = {
-    "matmul": "Σ max(operations / (peak × share by shape), bytes / bandwidth)",
-    "attention": "Σ max(operations / (peak × share), bytes / bandwidth)",
-    "memory": "Σ bytes / (bandwidth × share) + time of a kernel",
-    "launch": "Σ what the host takes to launch beyond what the device computes meanwhile",
-    "bubble": "share of the schedule × micro-batches × seconds of one",
-    "optimizer": "Σ bytes / (bandwidth × share) of the optimizer's step, norm and clipping",
-    "data": "bytes of the batch / rate from host to device",
-    "host": "launches of the optimizer's step beyond its computing, and waiting for the slowest node",
-}
 
 
 def _part(part: str, work: Work, cluster: Cluster) -> tuple[str, dict]:
     """(formula, numbers put in) of one part of the step's time."""
     device, m = cluster.device, work.micro_batches
-    if part.startswith("comm/"):
-        transfers = [t for t in work.transfers if t.axis == part.partition("/")[2]]
+    bandwidth = {"bandwidth, bytes/s": device.bandwidth}
+    kind, _, axis = part.partition("/")
+    if kind == "comm":
+        transfers = [t for t in work.transfers if t.axis == axis]
         given = {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers)}
         for name, link in (("link", device.link), ("network", device.network)):
             given |= {f"{name}, bytes/s in one direction": link.bandwidth} if link else {}
-        return "Σ calls × (latency + payload / bandwidth) over the links that the group spans, less what computing hides", given
-    if part in ("matmul", "attention", "memory"):
-        ops = [op for op in work.micro if op.kind == part]
-        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, "bandwidth, bytes/s": device.bandwidth}
-        if part != "memory":
+    elif kind in ("matmul", "attention", "memory"):
+        ops = [op for op in work.micro if op.kind == kind]
+        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
+        if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
-        return PARTS[part], given
-    if part == "bubble":
+    elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages a device": work.virtual, "micro-batches": m}
-        return PARTS[part], {**given, "share": bubble_share(work.schedule, work.stages, work.virtual, m)}
-    if part == "optimizer":
-        return PARTS[part], {"bytes": sum(op.bytes * op.count for op in work.step), "bandwidth, bytes/s": device.bandwidth}
-    if part == "data":
-        return PARTS[part], {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
-    ops = work.micro if part == "launch" else work.step
-    return PARTS[part], {"launches": sum(op.launches * op.count for op in ops) * (m if part == "launch" else 1)}
+        given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
+    elif kind == "optimizer":
+        given = {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
+    elif kind == "data":
+        given = {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
+    else:
+        ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
+        given = {"launches": sum(op.launches * op.count for op in ops) * times}
+    return TEXTS["parts"][kind], given
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:
     """MFU and HFU of the operations counted, at the device's peak in the numbers that matrix products are computed in; none without one."""
-    from gradus.plan.counts import hfu, mfu
+    from gradus.plan.counts import utilisation
 
-    numbers = computed_in(recipe.layout)
+    numbers, found = computed_in(recipe.layout), {row.name: row.value for row in rows}
     if numbers not in cluster.device.peaks:
         return []
-    found = {row.name: row.value for row in rows if row.conditions.get("convention") != "causal half"}
-    return [mfu(found["flops/model"], seconds, cluster, numbers), hfu(found["flops/hardware"], seconds, cluster, numbers)]
+    return [utilisation(name, found[of], seconds, cluster, numbers) for name, of in (("mfu", "flops/model"), ("hfu", "flops/hardware"))]
 
 
 def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, notes: list[str]) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gradus import hardware
-from gradus.hardware import Cluster, Device, Grid, Price
+from gradus.hardware import Cluster, Device, Price
 from gradus.plan.figures import figure
 from gradus.rows import Row
 
@@ -31,9 +31,14 @@ NODE: Cases = (1.4, 1.5, 1.8)
 NODE_SOURCE = "a node over its devices: 8.4 of 5.6 kW measured on 8 H100 (Latif et al. 2024, arXiv:2412.08602); DGX H100 rated 10.2 of 5.6 kW (1.82)"
 
 
+def goodput(cluster: Cluster) -> tuple[Cases, str]:
+    """(low, expected and high, their source): of a node nearly all of the time, of several nodes less."""
+    return (GOODPUT_NODE, GOODPUT_NODE_SOURCE) if cluster.n <= cluster.device.node else (GOODPUT, GOODPUT_SOURCE)
+
+
 def usual_goodput(cluster: Cluster) -> float:
-    """The expected one: of a node all of the time, of several nodes less."""
-    return (GOODPUT_NODE if cluster.n <= cluster.device.node else GOODPUT)[1]
+    """The expected one."""
+    return goodput(cluster)[0][1]
 
 
 def power(device: Device, busy: float = 1.0) -> Cases | None:
@@ -51,29 +56,17 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
 
 
 def budget(
-    *,
-    cluster: Cluster,
-    steps: float,
-    seconds_per_step: float | Cases,
-    goodput: Cases | None = None,
-    pue: Cases | None = None,
-    grid: Grid | str | None = None,
-    days: float | None = None,
-    parts: dict[str, float] | None = None,
-) -> list[Row]:
+    *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None, parts: dict[str, float] | None = None,
+) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
 
-    seconds_per_step: (low, expected, high), or one figure. goodput, pue: (low, expected, high). grid: a country's code or a Grid; default the
-    world's mean. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the part of the time in which the device computes.
-    What is not known has no row: cost without a price, energy and CO2 without the device's power.
+    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the part of
+    the time in which the device computes. CO2 is of the world's mean grid. What is not known has no row: cost without a price, energy and CO2
+    without the device's power.
     """
-    device, n = cluster.device, cluster.n
+    n, (good, good_source) = cluster.n, goodput(cluster)
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
     assert step[0] <= step[1] <= step[2], step
-    one_node = n <= device.node
-    good = goodput or (GOODPUT_NODE if one_node else GOODPUT)
-    good_source = "as given" if goodput else GOODPUT_NODE_SOURCE if one_node else GOODPUT_SOURCE
-    assert 0 < good[0] <= good[1] <= good[2] <= 1, good
 
     rows = [figure("budget/steps", steps, "steps", "as given", source="the recipe")]
     time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
@@ -84,12 +77,10 @@ def budget(
         given = {"devices": n, "seconds": time[i]}
         rows.append(figure("budget/device_hours", hours[i], "h", "devices × seconds / 3600", given, good_source, case=case))
         if days is not None:
-            given = {"device-hours": hours[i], "days": days}
-            note = "at the same rate of each device: more devices reach less"
-            rows.append(figure("budget/devices", math.ceil(hours[i] / (days * 24)), "devices", "device-hours / (days × 24)", given, note, case=case))
-
-    rows += _cost(hours, hardware.price(device))
-    return rows + _energy(cluster, step, hours, power(device, busy_share(parts)), busy_share(parts), pue, grid)
+            given, note = {"device-hours": hours[i], "days": days}, "at the same rate of each device: more devices reach less"
+            needed = math.ceil(hours[i] / (days * 24))
+            rows.append(figure("budget/devices", needed, "devices", "device-hours / (days × 24)", given, note, case=case))
+    return rows + _cost(hours, hardware.price(cluster.device)) + _energy(cluster, step, hours, busy_share(parts))
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
@@ -110,28 +101,22 @@ def busy_share(parts: dict[str, float] | None) -> float:
     return sum(parts.get(part, 0.0) for part in ("matmul", "attention", "memory", "optimizer")) / sum(parts.values())
 
 
-def _energy(cluster: Cluster, step: Cases, hours: Cases, watts: Cases | None, busy: float, pue: Cases | None, grid: Grid | str | None) -> list[Row]:
+def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Row]:
     """Device, node and facility apart, then CO2 of the facility's; nothing where the device's power is not known."""
+    watts = power(cluster.device, busy)
     if watts is None:
         return []
-    *usual, pue_source = hardware.pue()
-    factor, pue_source = (pue, "as given") if pue is not None else (tuple(usual), pue_source)
-    assert 1 <= factor[0] <= factor[1] <= factor[2], factor
-    grid = grid if isinstance(grid, Grid) else hardware.grid(grid or "world")
+    (*factor, pue_source), grid = hardware.pue(), hardware.grid("world")
     rows = []
     for i, case in enumerate(CASES):
         given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
-        energy = watts[i] * step[i] * cluster.n
-        put_in = {"devices": cluster.n, **given, "seconds": step[i]}
+        energy, put_in = watts[i] * step[i] * cluster.n, {"devices": cluster.n, **given, "seconds": step[i]}
         rows.append(figure("energy/step", energy, "J", "devices × W × seconds", put_in, POWER_SOURCE, case=case, of="devices"))
-        devices = hours[i] * HOUR * watts[i]
-        put_in = {**given, "device-hours": hours[i]}
+        devices, put_in = hours[i] * HOUR * watts[i], {**given, "device-hours": hours[i]}
         rows.append(figure("budget/energy_device", devices, "J", "device-hours × 3600 × W", put_in, POWER_SOURCE, case=case))
-        node = devices * NODE[i]
-        given = {"energy_device": devices, "node": NODE[i]}
+        node, given = devices * NODE[i], {"energy_device": devices, "node": NODE[i]}
         rows.append(figure("budget/energy_node", node, "J", "devices × (processors, fans, network, losses)", given, NODE_SOURCE, case=case))
-        facility = node * factor[i]
-        given = {"energy_node": node, "PUE": factor[i]}
+        facility, given = node * factor[i], {"energy_node": node, "PUE": factor[i]}
         rows.append(figure("budget/energy", facility, "J", "node × PUE: at the building's meter", given, pue_source, case=case))
         given = {"energy": facility, "kg/kWh": grid.intensity * KWH}
         source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any
 
+import yaml
+
 from gradus.rows import Row
+
+TEXTS = yaml.safe_load((importlib.resources.files("gradus.plan") / "figures.yaml").read_text(encoding="utf-8"))
 
 
 def figure(

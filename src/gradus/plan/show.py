@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradus.errors import UserError, did_you_mean
 from gradus.parallel.mesh import sizes
 from gradus.plan.budget import DAY, SIGNS
+from gradus.plan.figures import TEXTS
 from gradus.plan.keys import computed_in
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
@@ -265,25 +266,7 @@ def _aside(row: Row) -> str:
     return f"  ({said})" if said else ""
 
 
-ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | {
-    "memory/allocated": "their sum: what tensors take",
-    "memory/reserved": "what PyTorch's allocator takes for them",
-    "memory/framework": "the device's context, kernels, communicators",
-    "memory/device": "reserved and framework: what has to fit",
-    "memory/capacity": "what a program gets of the device",
-    "time/matmul": "matrix products",
-    "time/memory": "all that is bound by the memory's bandwidth: norms, activation functions, dropout, sums, losses",
-    "time/launch": "the device waits for the host to launch kernels",
-    "time/bubble": "stages of the pipeline wait for each other",
-    "time/host": "the optimizer's launches, and waiting for the slowest node",
-    "time/data": "the batch, from host to device",
-    "budget/time": "with the usual loss to failures and restarts",
-    "budget/energy_device": "the devices alone",
-    "budget/energy_node": "with processors, fans, network",
-    "budget/energy": "with the building: × PUE",
-    "budget/devices": "that would do it in the days given, if each kept its rate",
-    "energy/step": "the devices alone",
-}
+ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | TEXTS["about"]
 
 
 # ---------------------------------------------------------------- --explain
