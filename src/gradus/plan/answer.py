@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from gradus import hardware
 from gradus import recipe as recipes
@@ -18,7 +19,7 @@ from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
-from gradus.plan.figures import TEXTS, figure
+from gradus.plan.figures import figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
@@ -127,7 +128,6 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
 DAY = 86_400.0
 IMAGENET = 1000  # classes
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
 SPLITS = {"shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"}  # who sets one sets the layout
 
 
@@ -312,8 +312,7 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     parts, rows = {name: memory.components.get(name, 0) for name in COMPONENTS}, []
     for name, text in COMPONENTS.items():
         given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
-        rows.append(figure(f"memory/{name}", parts[name], "bytes", f"Σ bytes alive at the peak: {text}", given, TRACED, **at))
-    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, TRACED, **at))
+        rows.append(known_figure(f"memory/{name}", parts[name], given, formula=f"Σ bytes alive at the peak: {text}", **at))
     given, source = {}, "on a CPU it was not measured, and is left out"
     if memory.framework:
         from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
@@ -321,19 +320,16 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
         given = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
         given["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
         source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB a communicator"
-    whole = [
-        ("reserved", memory.reserved, "allocated, as the caching allocator rounds it", {"allocated": memory.allocated}, CACHING),
-        ("framework", memory.framework, "context and kernels + cuBLAS workspace + communicators × a communicator", given, source),
-        ("device", memory.device_total, "reserved + framework", {"reserved": memory.reserved, "framework": memory.framework}, PROCESS),
+    rows += [
+        known_figure("memory/allocated", memory.allocated, parts, **at),
+        known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
+        known_figure("memory/framework", memory.framework, given, source=source),
+        known_figure("memory/device", memory.device_total, {"reserved": memory.reserved, "framework": memory.framework}),
     ]
     if device:
         given = {"memory": device.memory, "usable": device.usable}
-        whole.append(("capacity", device.capacity, "memory × usable part", given, device.source))
-    return rows + [figure(f"memory/{name}", value, "bytes", *how) for name, value, *how in whole]
-
-
-CACHING = "c10/cuda/CUDACachingAllocator: units of 512 bytes, segments of 2 and 20 MiB; of a CPU what is allocated"
-PROCESS = "of the whole process: what has to fit"
+        rows.append(known_figure("memory/capacity", device.capacity, given, source=device.source))
+    return rows
 
 
 def _traffic_rows(work: Work, n: int) -> list[Row]:
@@ -341,11 +337,9 @@ def _traffic_rows(work: Work, n: int) -> list[Row]:
     for axis in dict.fromkeys(t.axis for t in work.transfers if n > 1):
         transfers = [t for t in work.transfers if t.axis == axis]
         inputs = {f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes" for i, t in enumerate(transfers)}
-        formula = "Σ calls × payload × (2(k−1)/k of an all-reduce, 1 of a send, (k−1)/k of the others)"
         conditions = {"calls": sum(t.calls for t in transfers), "kinds": ", ".join(dict.fromkeys(t.kind for t in transfers))}
         conditions |= {"group": max(t.group for t in transfers)}
-        sent = sum(t.sent for t in transfers)
-        rows.append(figure(f"traffic/{axis}", sent, "bytes", formula, inputs, TRACED, per="device and step", **conditions))
+        rows.append(known_figure(f"traffic/{axis}", sum(t.sent for t in transfers), inputs, per="device and step", **conditions))
     return rows
 
 
@@ -353,20 +347,16 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
     time = step_time(work, cluster)
     notes += [note for note in time.notes if note not in notes]
     parts = {part: seconds for part, seconds in time.parts.items() if seconds}
-    rows = [figure(f"time/{part}", seconds, "s", *_part(part, work, cluster), TIMED, of="step") for part, seconds in parts.items()]
-    rows.append(figure("time/step", time.total, "s", "sum of the parts", parts, TIMED, low=time.low, high=time.high))
-    for unit, put_in, n, padded in (("tokens", "places", work.tokens, " (padding counted)"), ("samples", "samples", work.samples, "")):
+    rows = [known_figure(f"time/{part}", seconds, _put_in(part, work, cluster), of="step") for part, seconds in parts.items()]
+    rows.append(known_figure("time/step", time.total, parts, low=time.low, high=time.high))
+    for unit, put_in, n in (("tokens", "places", work.tokens), ("samples", "samples", work.samples)):
         if n:
-            given, text = {put_in: n, "seconds": time.total}, f"{put_in} of a step{padded} / step time"
-            rows.append(figure(f"time/{unit}_per_s", n / time.total, f"{unit}/s", text, given, TIMED))
+            rows.append(known_figure(f"time/{unit}_per_s", n / time.total, {put_in: n, "seconds": time.total}))
     return time, rows
 
 
-TIMED = "plan/step.py and plan/roofline.py: a roofline with fitted shares (plan/fitted.yaml), or this machine's own tables (gradus calibrate)"
-
-
-def _part(part: str, work: Work, cluster: Cluster) -> tuple[str, dict]:
-    """(formula, numbers put in) of one part of the step's time."""
+def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
+    """The numbers behind one part of the step's time."""
     device, m = cluster.device, work.micro_batches
     bandwidth = {"bandwidth, bytes/s": device.bandwidth}
     kind, _, axis = part.partition("/")
@@ -391,7 +381,7 @@ def _part(part: str, work: Work, cluster: Cluster) -> tuple[str, dict]:
     else:
         ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
         given = {"launches": sum(op.launches * op.count for op in ops) * times}
-    return TEXTS["parts"][kind], given
+    return given
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:

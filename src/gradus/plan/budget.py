@@ -6,7 +6,7 @@ import math
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Price
-from gradus.plan.figures import figure
+from gradus.plan.figures import figure, known_figure
 from gradus.rows import Row
 
 Cases = tuple[float, float, float]  # low, expected, high
@@ -21,14 +21,10 @@ GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
 GOODPUT_NODE_SOURCE = "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
 
 # A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is the limit, always.
+# The sources of these and of NODE, a node's power over its devices', stand in figures.yaml: energy/step, budget/energy_node.
 IDLE = 0.22
 BUSY: Cases = (0.76, 0.92, 1.0)
-POWER_SOURCE = (
-    "busy: 8-GPU H100 nodes draw 76 % of their rated 10.2 kW in the heaviest training (Newkirk et al. 2025, arXiv:2506.14551): 0.92 of the GPUs' "
-    "own limit at 1.5 for the node, or 0.76 of it; idle: 65 W read on a 300 W A100 at 0 % utilisation; high: the limit itself"
-)
 NODE: Cases = (1.4, 1.5, 1.8)
-NODE_SOURCE = "a node over its devices: 8.4 of 5.6 kW measured on 8 H100 (Latif et al. 2024, arXiv:2412.08602); DGX H100 rated 10.2 of 5.6 kW (1.82)"
 
 
 def goodput(cluster: Cluster) -> tuple[Cases, str]:
@@ -73,13 +69,12 @@ def budget(
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
         given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}
-        rows.append(figure("budget/time", time[i], "s", "steps × seconds a step / goodput", given, good_source, case=case))
+        rows.append(known_figure("budget/time", time[i], given, source=good_source, case=case))
         given = {"devices": n, "seconds": time[i]}
-        rows.append(figure("budget/device_hours", hours[i], "h", "devices × seconds / 3600", given, good_source, case=case))
+        rows.append(known_figure("budget/device_hours", hours[i], given, source=good_source, case=case))
         if days is not None:
-            given, note = {"device-hours": hours[i], "days": days}, "at the same rate of each device: more devices reach less"
             needed = math.ceil(hours[i] / (days * 24))
-            rows.append(figure("budget/devices", needed, "devices", "device-hours / (days × 24)", given, note, case=case))
+            rows.append(known_figure("budget/devices", needed, {"device-hours": hours[i], "days": days}, case=case))
     return rows + _cost(hours, hardware.price(cluster.device)) + _energy(cluster, step, hours, busy_share(parts))
 
 
@@ -90,7 +85,7 @@ def _cost(hours: Cases, price: Price | None) -> list[Row]:
     source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
     for case, each, rate in zip(CASES, hours, (price.low, price.expected, price.high)):
         given = {"device-hours": each, f"{price.currency} a device-hour": rate}
-        rows.append(figure("budget/cost", each * rate, unit, "device-hours × price", given, source, case=case, date=price.date))
+        rows.append(known_figure("budget/cost", each * rate, given, unit=unit, source=source, case=case, date=price.date))
     return rows
 
 
@@ -107,18 +102,19 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Ro
     if watts is None:
         return []
     (*factor, pue_source), grid = hardware.pue(), hardware.grid("world")
+    source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
     rows = []
     for i, case in enumerate(CASES):
         given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
-        energy, put_in = watts[i] * step[i] * cluster.n, {"devices": cluster.n, **given, "seconds": step[i]}
-        rows.append(figure("energy/step", energy, "J", "devices × W × seconds", put_in, POWER_SOURCE, case=case, of="devices"))
-        devices, put_in = hours[i] * HOUR * watts[i], {**given, "device-hours": hours[i]}
-        rows.append(figure("budget/energy_device", devices, "J", "device-hours × 3600 × W", put_in, POWER_SOURCE, case=case))
-        node, given = devices * NODE[i], {"energy_device": devices, "node": NODE[i]}
-        rows.append(figure("budget/energy_node", node, "J", "devices × (processors, fans, network, losses)", given, NODE_SOURCE, case=case))
-        facility, given = node * factor[i], {"energy_node": node, "PUE": factor[i]}
-        rows.append(figure("budget/energy", facility, "J", "node × PUE: at the building's meter", given, pue_source, case=case))
-        given = {"energy": facility, "kg/kWh": grid.intensity * KWH}
-        source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
-        rows.append(figure("budget/co2", facility * grid.intensity, "kg", "energy / 3.6e6 × kg/kWh", given, source, case=case, grid=grid.name))
+        devices = hours[i] * HOUR * watts[i]
+        node, facility = devices * NODE[i], devices * NODE[i] * factor[i]
+        whole = {"devices": cluster.n, **given, "seconds": step[i]}
+        emitted = {"energy": facility, "kg/kWh": grid.intensity * KWH}
+        rows += [
+            known_figure("energy/step", watts[i] * step[i] * cluster.n, whole, case=case, of="devices"),
+            known_figure("budget/energy_device", devices, {**given, "device-hours": hours[i]}, case=case),
+            known_figure("budget/energy_node", node, {"energy_device": devices, "node": NODE[i]}, case=case),
+            known_figure("budget/energy", facility, {"energy_node": node, "PUE": factor[i]}, source=pue_source, case=case),
+            known_figure("budget/co2", facility * grid.intensity, emitted, source=source, case=case, grid=grid.name),
+        ]
     return rows

@@ -18,7 +18,7 @@ from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
 from gradus.plan.batches import complete, micro_batches
-from gradus.plan.figures import TEXTS, figure
+from gradus.plan.figures import TEXTS, figure, known_figure
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 FULL = "no recomputation, attention's full matrix"
 CAUSAL = "no recomputation, half of causal attention's matrix"
 HARDWARE = "recomputation included, attention's full matrix"
-PALM = "Chowdhery et al. 2022 (PaLM), appendix B"
 
 
 # ---------------------------------------------------------------- parameters
@@ -151,17 +150,15 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
     if not shape.target and not shape.selected:
         inputs["N_mm"] = round((found.model - found.attention) / (6 * shape.source))
-    rows = [figure("flops/model", model, "FLOP/step", _texts(config)["operations"], inputs, PALM, convention=FULL, **how)]
+    rows = [known_figure("flops/model", model, inputs, formula=_texts(config)["operations"], convention=FULL, **how)]
     if causal:
-        text, source = "flops/model - half of causal attention's 12·L·a·d·s²", "Dao 2023 (FlashAttention-2), section 3.1; Megatron-LM counts so"
         inputs = {"flops/model": model, "causal attention": causal}
-        rows.append(figure("flops/model_causal", model - causal / 2, "FLOP/step", text, inputs, source, convention=CAUSAL, **how))
-    text = "flops/model + what checkpointing computes again + the scores that a fused attention's backward pass computes again"
-    inputs, source = {"flops/model": model, "computed again": hardware - model}, "Korthikanti et al. 2022, section 5; Dao et al. 2022, section 3.1"
+        rows.append(known_figure("flops/model_causal", model - causal / 2, inputs, convention=CAUSAL, **how))
+    inputs = {"flops/model": model, "computed again": hardware - model}
     conditions = {"convention": HARDWARE, **how, "checkpointing": layout.checkpointing, "attention": layout.attention, "target": target}
-    rows.append(figure("flops/hardware", hardware, "FLOP/step", text, inputs, source, **conditions))
-    text, inputs = "flops/model / tokens", {"flops/model": model, "tokens": samples * tokens}
-    return [*rows, figure("flops/per_token", found.model / tokens, "FLOP/token", text, inputs, PALM, convention=FULL)]
+    rows.append(known_figure("flops/hardware", hardware, inputs, **conditions))
+    inputs = {"flops/model": model, "tokens": samples * tokens}
+    return [*rows, known_figure("flops/per_token", found.model / tokens, inputs, convention=FULL)]
 
 
 def tokens_a_sample(recipe: Recipe) -> int:
@@ -184,6 +181,4 @@ def utilisation(name: Literal["mfu", "hfu"], operations: float, seconds: float, 
         raise UserError(f"{device.name}: its peak in {dtype} is not known, so there is no share of it.{did_you_mean(dtype, device.peaks)}")
     peak = device.peaks[dtype]
     inputs = {f"flops/{what}": operations, "seconds": seconds, "devices": cluster.n, f"dense peak in {dtype} (FLOP/s)": peak}
-    value, text = operations / (seconds * cluster.n * peak), f"flops/{what} / (seconds · devices · dense peak)"
-    source = "Chowdhery et al. 2022, section 4.1 and appendix B"
-    return figure(f"time/{name}", value, "", text, inputs, source, convention=convention, dtype=dtype)
+    return known_figure(f"time/{name}", operations / (seconds * cluster.n * peak), inputs, convention=convention, dtype=dtype)

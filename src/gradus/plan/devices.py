@@ -12,7 +12,7 @@ from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
 from gradus.parallel import mesh
 from gradus.plan.budget import CASES, SIGNS
-from gradus.plan.figures import figure
+from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.serving import ENCODERS, serving
 from gradus.plan.show import duration, money, note_lines, size
@@ -171,14 +171,13 @@ def rows(ranked: list[dict[str, Any]], served: list[list[Row]]) -> list[Row]:
     for one in ranked:
         at = {"device": one["device"], "precision": one["precision"], "layout": one["layout"]}
         given = {"memory": one["memory"], "capacity": one["capacity"]}
-        answer.append(figure("device/memory", one["memory"], "bytes", "reserved + framework", given, fits=one["fits"], **at))
+        answer.append(known_figure("device/memory", one["memory"], given, fits=one["fits"], **at))
         if not one["fits"]:
             continue
-        text, per = "the parts of gradus plan --on this device", one["per"]
-        answer.append(figure("device/step", one["seconds"], "s", text, source="plan/step.py", fits=True, **at))
-        given, unit = {"seconds": one["seconds"]}, SIGNS.get(one["currency"], one["currency"])
-        answer.append(figure("device/hours", one["hours"], "h", "steps × seconds / 3600", given, per=per, fits=True, **at))
+        per, unit = one["per"], SIGNS.get(one["currency"], one["currency"])
+        answer.append(known_figure("device/step", one["seconds"], {}, fits=True, **at))
+        answer.append(known_figure("device/hours", one["hours"], {"seconds": one["seconds"]}, per=per, fits=True, **at))
         for case, cost in zip(CASES, one["cost"] or ()):
             given = {"hours": one["hours"]}
-            answer.append(figure("device/cost", cost, unit, "hours × price", given, case=case, per=per, date=one["date"], **at))
+            answer.append(known_figure("device/cost", cost, given, unit=unit, case=case, per=per, date=one["date"], **at))
     return [*answer, *itertools.chain.from_iterable(served)]

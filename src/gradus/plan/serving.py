@@ -14,14 +14,12 @@ from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.counts import sizes
-from gradus.plan.figures import figure
+from gradus.plan.figures import figure, known_figure
 from gradus.plan.show import duration, rate, size
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-RULE = "a rule of thumb: P parameters of Q bits, and 20 % for all else"
-POPE = "Pope et al. 2022, section 2 and appendix A.1"
 ENCODERS = ("bert", "vit")
 LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
@@ -93,20 +91,16 @@ def serving(
     own, cross = cache_bytes(config, batch, length, source_len=use.source, precision=precision)
     part = math.gcd(_kv_heads(config), t)
     given = {**sizes(config), "batch": batch, "tokens": length, "k": _kv_heads(config), "bytes": BYTES[precision], "parts": part}
-    each = "2 · L · k · d · bytes / parts"
-    held = [("weights", weights / t, "P · Q / 8 / devices", {"P": total, "Q": use.bits, "devices": t}, POPE)]
+    rows = [known_figure("serving/weights", weights / t, {"P": total, "Q": use.bits, "devices": t})]
     if config.family not in ENCODERS:
-        held.append(("kv_per_token", kv_per_token(config, precision) // part, each, given, POPE))
-        held.append(("kv_cache", own // part, f"{each} · tokens · batch", given, POPE))
+        rows.append(known_figure("serving/kv_per_token", kv_per_token(config, precision) // part, given))
+        rows.append(known_figure("serving/kv_cache", own // part, given))
     if use.source:
-        text, source = f"{each} · source · batch: keys and values of the encoder's output", "Raffel et al. 2020, section 2.1"
-        held.append(("cross_cache", cross // part, text, {**given, "source": length}, source))
-    text = "batch · classes · (bytes + 4): the scores of each row's last place, and their fp32 copy"
-    held.append(("logits", logits, text, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}, ""))
-    rows = [figure(f"serving/{name}", n, "bytes/token" if name == "kv_per_token" else "bytes", *how) for name, n, *how in held]
-    parts = {name: n for name, n, *_ in held if name != "kv_per_token"}
+        rows.append(known_figure("serving/cross_cache", cross // part, {**given, "source": length}))
+    rows.append(known_figure("serving/logits", logits, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}))
+    parts = {row.name.partition("/")[2]: row.value for row in rows if row.unit == "bytes"}
     need = sum(parts.values())
-    rows.append(figure("serving/total", need, "bytes", "sum of the parts", parts, "", without=LEFT_OUT))
+    rows.append(known_figure("serving/total", need, parts, without=LEFT_OUT))
     rows += [*_rule(use, total, own + cross), _device(weights + own + cross + logits, 1.2 * weights, precision)]
     if on is not None and need <= on.device.capacity:
         rows += _times(use, (own + cross) // part)
@@ -151,11 +145,9 @@ def _rule(use: Use, total: int, cache: int) -> list[Row]:
     holds = cache <= 0.2 * weights
     why = {} if holds else {"why": f"the cache alone is {cache / weights:.0%} of the weights: the rule knows neither batch nor length"}
     given = {"P": total, "Q": use.bits, "cache": cache, "20 % of the weights": 0.2 * weights}
-    rows = [figure("serving/rule", 1.2 * weights, "bytes", "P · 4 / (32 / Q) · 1.2", given, RULE, holds=holds, **why)]
+    rows = [known_figure("serving/rule", 1.2 * weights, given, holds=holds, **why)]
     if each:
-        text = "0.2 · weights / kv_per_token: tokens, over all rows, whose keys and values take up the 20 %"
-        given = {"weights": weights, "kv_per_token": each}
-        rows.append(figure("serving/rule_tokens", int(0.2 * weights / each), "tokens", text, given, RULE))
+        rows.append(known_figure("serving/rule_tokens", int(0.2 * weights / each), {"weights": weights, "kv_per_token": each}))
     return rows
 
 
@@ -172,7 +164,7 @@ def _device(need: float, rule: float, numbers: str) -> Row:
     text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; of equals the cheapest"
     more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": LEFT_OUT}
     name = fits[0] if fits else "none: split it over several"
-    return figure("serving/device", name, "", text, {"total": need, "fits": fits}, "the hardware file", **more)
+    return known_figure("serving/device", name, {"total": need, "fits": fits}, formula=text, **more)
 
 
 # ---------------------------------------------------------------- time
@@ -234,10 +226,9 @@ def _times(use: Use, cache: int) -> list[Row]:
         if decoding and getattr(use.config, "n_experts", None):
             more["experts"] = "top_k read: rows of a batch that choose others read more"
         found = max(seconds["bandwidth"], seconds["operations"]) + sent
-        rows.append(figure(f"serving/{one.name}", found, "s/token" if decoding else "s", text, given, POPE, **more))
-    name, unit = ("tokens_per_s", "tokens/s") if decoding else ("samples_per_s", "samples/s")
-    given = {"batch": use.batch, "seconds": found}
-    return [*rows, figure(f"serving/{name}", use.batch / found, unit, f"batch / {one.name}", given, POPE, device=device.name)]
+        rows.append(known_figure(f"serving/{one.name}", found, given, formula=text, **more))
+    name, given = f"serving/{'tokens' if decoding else 'samples'}_per_s", {"batch": use.batch, "seconds": found}
+    return [*rows, known_figure(name, use.batch / found, given, device=device.name)]
 
 
 def _passes(use: Use) -> Iterator[Pass]:
