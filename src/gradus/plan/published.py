@@ -27,10 +27,13 @@ def lines(path: str | None = None) -> Iterator[str]:
     for label in ("model", "source"):
         table = dict(file.get(f"without its {label}", {}))
         columns = table.pop("columns", [])
-        yield ""
-        yield f"{'each point, its ' + label + ' left out':34}" + "".join(f"{name:>9}" for name in columns)
-        for group, row in table.items():
-            cells = ("–" if v is None else f"{v:.0f}" if name in ("n", "models", "sources") else f"{v:.2f}" if name == "skill" else f"{100 * v:.1f}" for name, v in zip(columns, row))
-            yield f"{group:34}" + "".join(f"{cell:>9}" for cell in cells)
+        rows = {f"each point, its {label} left out": columns, **{group: map(_cell, columns, row) for group, row in table.items()}}
+        yield from ("", *(f"{head:34}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows.items()))
     yield ""
     yield from (f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1]))
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if column in ("n", "models", "sources") else f"{value:.2f}" if column == "skill" else f"{100 * value:.1f}"
