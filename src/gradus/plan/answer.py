@@ -181,6 +181,7 @@ def _samples_as_long(overrides) -> list[str]:
 def _open(recipe: Recipe, notes: list[str]):
     """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
     mistake in it is told."""
+    from gradus.plan import batches
     from gradus.train.session import open_session
 
     _offline_without_a_network()
@@ -193,9 +194,7 @@ def _open(recipe: Recipe, notes: list[str]):
         if recipe.model.family == "vit" and recipe.model.n_classes is None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
             notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        wanted = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
-        missing = [f"model.{key}=N" for key, needed in wanted.items() if needed and getattr(recipe.model, key, 0) is None]
-        if missing:
+        if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None

@@ -14,7 +14,7 @@ from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.counts import sizes
-from gradus.plan.figures import figure, known_figure
+from gradus.plan.figures import known_figure
 from gradus.plan.show import duration, rate, size
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
@@ -312,21 +312,16 @@ def optimal(*, parameters: float | None = None, tokens: float | None = None) -> 
     """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits,
     for the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of
     the fits' data and tokenizer."""
-    rows = []
+    rows: list[Row] = []
     for fit, ((e, a, b, alpha, beta), source) in FITS.items():
         g, all_of = (alpha * a / (beta * b)) ** (1 / (alpha + beta)), alpha + beta
         product = (parameters / g) ** (all_of / beta) if parameters else (tokens * g) ** (all_of / alpha)  # N · D
         n = g * product ** (beta / all_of)
         d = product / n
         given = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g, **({"N": parameters} if parameters else {"D": tokens})}
-        for name, found, unit, formula in (
-            ("parameters", n, "parameters", "G · (C/6)^(β/(α+β))"),
-            ("tokens", d, "tokens", "(C/6) / N"),
-            ("flops", 6 * n * d, "FLOP", "6·N·D"),
-            ("tokens_per_parameter", d / n, "tokens/parameter", "D / N"),
-            ("loss", e + a / n**alpha + b / d**beta, "nats/token", "E + A/N^α + B/D^β"),
-        ):
-            rows.append(figure(f"optimal/{name}", found, unit, formula, given, source, fit=fit))
+        loss = e + a / n**alpha + b / d**beta
+        found = {"parameters": n, "tokens": d, "flops": 6 * n * d, "tokens_per_parameter": d / n, "loss": loss}
+        rows += [known_figure(f"optimal/{name}", value, given, source=source, fit=fit) for name, value in found.items()]
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradus.errors import UserError, did_you_mean
@@ -128,7 +128,7 @@ def _between(text: str, low: str, high: str) -> str:
 
 
 def _how_long(answer: Answer) -> list[str]:
-    step = next((row for row in answer.rows if row.name == "time/step"), None)
+    step = _cases(answer.rows, "time/step").get("expected")
     if step is None:
         return ["how long  not known: say --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
     images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
@@ -169,31 +169,27 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
 
 
 def _how_much(answer: Answer) -> list[str]:
+    """Each total with what was put in for it, from low to high: '$3 [$1 .. $15] (price $0.9 to $5 an hour)'."""
+    cost, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in ("cost", "device_hours", "energy", "co2"))
     found = []
-    for name, suffix in (("cost", ""), ("device_hours", ""), ("energy", ""), ("co2", " CO2")):
-        cases = _cases(answer.rows, f"budget/{name}")
-        if cases:
-            text = value_text(cases["expected"]) if name == "device_hours" else _interval(cases)
-            found.append(f"{text}{suffix}{_driver(answer, name, cases)}")
-        elif name == "cost" and answer.cluster and _cases(answer.rows, "budget/time"):
-            found.append(f"no price of {answer.cluster.device.name} is known (your prices: gradus hardware {answer.cluster.device.name})")
+    if cost:
+        currency = cost["low"].unit
+        found.append(f"{_interval(cost)} (price {_put_in(cost, ' a device-hour', lambda v: money(v, currency))} an hour)")
+    elif hours:
+        device = answer.cluster.device.name
+        found.append(f"no price of {device} is known (your prices: gradus hardware {device})")
+    if hours:
+        found.append(value_text(hours["expected"]))
+    if energy:
+        watts = _put_in(_cases(answer.rows, "budget/energy_device"), "W of a device")
+        found.append(f"{_interval(energy)} ({watts} W a device, PUE {_put_in(energy, 'PUE')})")
+        found.append(f"{_interval(co2)} CO2 ({co2['expected'].conditions['grid']}: {_put_in(co2, 'kg/kWh')} kg/kWh)")
     return [f"how much  {'; '.join(found)}"] if found else []
 
 
-def _driver(answer: Answer, name: str, cases: dict[str, Row]) -> str:
-    """' (price $0.9 to $5 an hour)': what was put in for a total, from low to high."""
-
-    def put_in(cases: dict[str, Row], key: str) -> str:
-        inputs = [cases[case].conditions["how"]["inputs"] for case in ("low", "high")]
-        values = [value for given in inputs for k, value in given.items() if k.endswith(key)]
-        return " to ".join(dict.fromkeys(money(v, cases["low"].unit) if name == "cost" else f"{v:,.0f}" if v >= 999.5 else f"{v:.3g}" for v in values))
-
-    if name == "cost":
-        return f" (price {put_in(cases, ' a device-hour')} an hour)"
-    if name == "energy":
-        watts = put_in(_cases(answer.rows, "budget/energy_device"), "W of a device")
-        return f" ({watts} W a device, PUE {put_in(cases, 'PUE')})"
-    return f" ({cases['expected'].conditions['grid']}: {put_in(cases, 'kg/kWh')} kg/kWh)" if name == "co2" else ""
+def _put_in(cases: dict[str, Row], key: str, text: Callable[[float], str] = lambda v: f"{v:,.0f}" if v >= 999.5 else f"{v:.3g}") -> str:
+    inputs = [cases[case].conditions["how"]["inputs"] for case in ("low", "high")]
+    return " to ".join(dict.fromkeys(text(value) for given in inputs for name, value in given.items() if name.endswith(key)))
 
 
 WIDTH, HEIGHT = 80, 24  # of a terminal that holds the first screen
