@@ -233,7 +233,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     if cluster.n > MOST_DEVICES:
         raise UserError(f"--on={request.on}: {cluster.n:,} devices; the plan goes up to {MOST_DEVICES:,}.")
     if cluster.device.kind == "tpu":
-        raise UserError(f"{request.on}: Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware). Take a GPU.")
+        why = "Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware)"
+        raise UserError(f"{request.on}: {why}. Take a GPU.")
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
 
 
@@ -284,7 +285,7 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
 
 
 def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
-    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's own layout."""
+    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's layout."""
     from gradus.plan.search import remedy
 
     cluster, now, out = made.cluster, made.value("memory/device"), []
@@ -398,22 +399,22 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
+        steps = None
         notes.append(str(e).replace("without", "how long in all: without", 1))
-        made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts)
-        return [row for row in made if row.name == "energy/step"]
-    made = budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
-    made[0] = _steps_row(request, recipe, steps)
-    return made
+    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
+    return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
 def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
     if request.tokens:
+        formula, source = "tokens / places a step, rounded up", "--tokens"
         given = {"tokens": request.tokens, "places a step": tokens_a_step(recipe)}
-        return figure("budget/steps", steps, "steps", "tokens / places a step, rounded up", given, "--tokens")
-    if recipe.train.steps is not None:
-        return figure("budget/steps", steps, "steps", "train.steps", {"train.steps": recipe.train.steps}, "the recipe; of a preset as published")
-    given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
-    return figure("budget/steps", steps, "steps", "epochs × batches of an epoch", {k: v for k, v in given.items() if v}, "counted from the data")
+    elif recipe.train.steps is not None:
+        formula, source, given = "train.steps", "the recipe; of a preset as published", {"train.steps": recipe.train.steps}
+    else:
+        formula, source = "epochs × batches of an epoch", "counted from the data"
+        given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
+    return figure("budget/steps", steps, "steps", formula, {k: v for k, v in given.items() if v}, source)
 
 
 # ---------------------------------------------------------------- other questions
@@ -476,7 +477,8 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
         raise UserError("--optimal: of a model's size alone: --on and --days have no effect. Leave them out.")
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
     if recipe.model.family not in ("gpt", "llama"):
-        raise UserError(f"--optimal: the published fits are of decoders that continue text (gpt, llama), not of family {recipe.model.family}.")
+        of_what = "decoders that continue text (gpt, llama)"
+        raise UserError(f"--optimal: the published fits are of {of_what}, not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
     rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
     return optimal_lines(request.recipe, total, request.tokens, rows), rows

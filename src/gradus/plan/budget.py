@@ -6,7 +6,7 @@ import math
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Price
-from gradus.plan.figures import figure, known_figure
+from gradus.plan.figures import known_figure
 from gradus.rows import Row
 
 Cases = tuple[float, float, float]  # low, expected, high
@@ -16,11 +16,15 @@ SIGNS = {"USD": "$", "EUR": "€"}
 
 # The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken again, checkpoints.
 GOODPUT: Cases = (0.60, 0.89, 0.95)
-GOODPUT_SOURCE = "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+GOODPUT_SOURCE = (
+    "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+)
 GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
-GOODPUT_NODE_SOURCE = "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+GOODPUT_NODE_SOURCE = (
+    "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+)
 
-# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is the limit, always.
+# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is always the limit.
 # The sources of these and of NODE, a node's power over its devices', stand in figures.yaml: energy/step, budget/energy_node.
 IDLE = 0.22
 BUSY: Cases = (0.76, 0.92, 1.0)
@@ -56,16 +60,15 @@ def budget(
 ) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
 
-    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the part of
-    the time in which the device computes. CO2 is of the world's mean grid. What is not known has no row: cost without a price, energy and CO2
-    without the device's power.
+    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the
+    part of the time in which the device computes. CO2 is of the world's mean grid. What is not known has no row: cost without a price,
+    energy and CO2 without the device's power.
     """
     n, (good, good_source) = cluster.n, goodput(cluster)
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
     assert step[0] <= step[1] <= step[2], step
 
-    rows = [figure("budget/steps", steps, "steps", "as given", source="the recipe")]
-    time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
+    rows, time = [], tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
         given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}

@@ -92,8 +92,8 @@ class Shape(NamedTuple):
 def sample_of(recipe: Recipe) -> dict[str, Any]:
     """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the model has no positions
     for."""
-    alone = recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": recipe.batch.model_copy(update={"samples": 1, "tokens": None})})
-    return micro_batches(alone)[0]
+    one = recipe.batch.model_copy(update={"samples": 1, "tokens": None})
+    return micro_batches(recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": one}))[0]
 
 
 def shape_of(recipe: Recipe) -> Shape:
@@ -117,9 +117,9 @@ class Operations(NamedTuple):
 
 
 def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
-    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is fused
-    also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's configuration
-    is not complete."""
+    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is
+    fused also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's
+    configuration is not complete."""
     recipe, batch = complete(recipe), sample_of(recipe)
     own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk")})
     model = inner = causal = hardware = 0.0
@@ -162,7 +162,7 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
 
 
 def tokens_a_sample(recipe: Recipe) -> int:
-    """Tokens of a full-length sample, those of both sides of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
+    """Tokens of a full-length sample, both sides' of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
     return sample_of(recipe)["n_tokens"]
 
 
@@ -170,8 +170,8 @@ def tokens_a_sample(recipe: Recipe) -> int:
 
 
 def utilisation(name: Literal["mfu", "hfu"], operations: float, seconds: float, cluster: Cluster, dtype: str) -> Row:
-    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022, section 4.1); time/hfu: the
-    same of the operations that are computed, recomputation included.
+    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022, section 4.1); time/hfu:
+    the same of the operations that are computed, recomputation included.
 
     The convention of the operations stands in the row's conditions. Raises UserError where the device has no peak for that dtype.
     """

@@ -44,7 +44,7 @@ def in_tf32(work: Work) -> Work:
 
 
 def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False) -> tuple[float, str]:
-    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples; whole: of the recipe's steps."""
+    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples; whole: all of the recipe."""
     if whole and recipe.train.steps:
         return recipe.train.steps, "run"
     if task is not None:
@@ -55,9 +55,9 @@ def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False)
 
 
 def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False) -> list[dict[str, Any]]:
-    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a step),
-    hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes), notes: whose
-    parameters a device takes that has none of its own. The software is the same on all: Gradus's.
+    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a
+    step), hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes),
+    notes: whose parameters a device takes that has none of its own. The software is the same on all: Gradus's.
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
     micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name.
@@ -127,11 +127,13 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]]) -> list[str]:
             fits, took, expected = "fits", (duration(one["seconds"]), duration(one["hours"] * 3600)), "no price"
         if one["cost"] is not None:
             low, expected, high = (money(c, one["currency"]) for c in one["cost"])
-        body.append([one["device"], precisions, size(one["memory"]), size(one["capacity"]), fits, *took, expected, low, high, one["layout"]])
+        held = [size(one["memory"]), size(one["capacity"]), fits]
+        body.append([one["device"], precisions, *held, *took, expected, low, high, one["layout"]])
     notes = dict.fromkeys(note for one in ranked for note in one["notes"])
     return [
         "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first (expected price);",
-        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. --json: all of them",
+        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. "
+        "--json: all of them",
         "",
         *table(header, body, {2, 3, 5, 6, 7, 8, 9}),
         *(note_lines(list(notes)) or [""]),

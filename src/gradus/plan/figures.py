@@ -22,6 +22,6 @@ def figure(
 
 
 def known_figure(name: str, value: float | str, inputs: dict[str, Any], **more: Any) -> Row:
-    """A figure whose unit, formula and source stand in figures.yaml, by its name or its group's. more: those that do not, and conditions."""
+    """A figure whose unit, formula and source stand in figures.yaml, by its name or its group's. more: what does not, and conditions."""
     known = TEXTS["figures"].get(name) or TEXTS["figures"][name.rpartition("/")[0]]
     return figure(name, value, inputs=inputs, **{**known, **more})

@@ -11,8 +11,10 @@ from gradus.errors import UserError
 from gradus.plan.roofline import fitted
 
 EXPLAINED = (
-    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant utilisation (or",
-    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside (medians).",
+    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant "
+    "utilisation (or",
+    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside "
+    "(medians).",
     "Honest reading: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
 )
 
@@ -20,7 +22,8 @@ EXPLAINED = (
 def lines(path: str | None = None) -> Iterator[str]:
     """The kept tables. Raises UserError for a file, which is the benchmark's."""
     if path:
-        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: python benchmarks/groundtruth.py {path} scores it, --fit fits on it.")
+        instead = f"python benchmarks/groundtruth.py {path} scores it, --fit fits on it"
+        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: {instead}.")
     file = fitted()
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED

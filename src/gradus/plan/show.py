@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 UNITS = {  # a row's unit → (from how many on, how many make one, its name), the largest first
     "bytes": [(0.9995 * n, n, name) for n, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))],
-    "s": ((2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"), (0.9995, 1, "s"), (0, 1e-3, "ms")),
+    "s": (
+        (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"), (0.9995, 1, "s"), (0, 1e-3, "ms"),
+    ),
     "kg": ((1e3, 1e3, "t"), (1, 1, "kg"), (0, 1e-3, "g")),
     "J": ((3.6e12, 3.6e12, "GWh"), (3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (3.6e3, 3.6e3, "Wh"), (0, 1, "J")),  # money is counted so
     "prefix": [(n, n, name) for n, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))],
@@ -148,7 +150,7 @@ BOUND = {  # parts of a step → what it then is bound by
 
 def _bound(rows: list[Row], step: float) -> str:
     """'compute-bound, 57% of a step': what most of its time goes to."""
-    parts = {row.name.removeprefix("time/"): row.value for row in rows if row.name.startswith("time/") and row.conditions.get("of") == "step"}
+    parts = {row.name.removeprefix("time/"): row.value for row in rows if row.conditions.get("of") == "step"}
     spent = {kind: sum(parts.get(name, 0.0) for name in names) for kind, names in BOUND.items()}
     spent["communication"] = sum(seconds for name, seconds in parts.items() if name.startswith("comm/"))
     most = max(spent, key=lambda kind: spent[kind])
@@ -196,7 +198,8 @@ WIDTH, HEIGHT = 80, 24  # of a terminal that holds the first screen
 BRACKETS = "[low .. high]: 4 of 5 published runs lay there; totals add prices, power, grid"
 MORE = "--all for components, --explain NAME for a figure"
 LEGEND = (
-    "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; totals: also time lost, prices, power, grid",
+    "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; "
+    "totals: also time lost, prices, power, grid",
     "--explain NAME: how a figure came about, e.g. --explain memory/activations, budget/time",
 )
 
@@ -228,7 +231,7 @@ def note_lines(notes: list[str]) -> list[str]:
 
 
 def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
-    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many as there is room for."""
+    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many as have room."""
     lines = [text for line in head for text in fold(line)]
     room = HEIGHT - len(lines) - len(last) - 1
     ways = (notes, [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes])
