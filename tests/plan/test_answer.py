@@ -9,7 +9,7 @@ import pytest
 from gradus import cli
 from gradus.errors import UserError
 from gradus.plan.answer import Request, answer, devices, optimal, search, serve
-from gradus.plan.show import _between, duration, energy, explain, money, rate
+from gradus.plan.show import _between, duration, explain, in_unit, money, rate
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
 
@@ -185,4 +185,4 @@ def test_numbers_for_people():
     assert [rate(x) for x in (0.781, 22_706, 4_310_000)] == ["0.781", "22,700", "4.31 million"]
     assert [money(x, "USD") for x in (1.65e9, 2e12)] == ["$1.65 billion", "$2,000 billion"] and duration(4e10) == "1,270 years"
     assert _between("$350 million", "$142 million", "$1.65 billion") == " [$142 million .. $1.65 billion]" and _between("3 h", "2 h", "4 h") == " [2 .. 4]"
-    assert energy(1230) == "1,230 J" and duration(0.02) == "20 ms" and duration(86_400 * 3) == "3 days"
+    assert in_unit(1230, "J") == "1,230 J" and duration(0.02) == "20 ms" and duration(86_400 * 3) == "3 days"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradus import hardware
 from gradus.hardware import Cluster, Price
+from gradus.plan import budget as budgets
 from gradus.plan.budget import CASES, GOODPUT, KWH, budget, busy_share, energy_and_carbon, power
 
 GB = 1e9
@@ -33,11 +34,12 @@ PRICE = Price(1.0, 2.0, 4.0, "EUR", "2026-01-01", "a contract")
 
 def test_every_sum_by_hand(monkeypatch):
     monkeypatch.setattr(hardware, "price", lambda device: PRICE)
+    monkeypatch.setattr(hardware, "pue", lambda: (1.0, 1.1, 1.5, "a meter"))
+    france = hardware.grid("FR")
+    monkeypatch.setattr(hardware, "grid", lambda name: france)
+    monkeypatch.setattr(budgets, "GOODPUT", (0.5, 0.8, 1.0))
     device = dataclasses.replace(hardware.find("A100"), power=100.0)
-    rows = budget(
-        cluster=Cluster(device, 16), steps=1000, seconds_per_step=(9.0, 10.0, 12.0), goodput=(0.5, 0.8, 1.0), pue=(1.0, 1.1, 1.5),
-        grid="FR", days=0.01,
-    )  # fmt: skip
+    rows = budget(cluster=Cluster(device, 16), steps=1000, seconds_per_step=(9.0, 10.0, 12.0), days=0.01)
     assert cases(rows, "budget/time") == pytest.approx((9_000, 12_500, 24_000))
     hours = (9_000 * 16 / 3600, 12_500 * 16 / 3600, 24_000 * 16 / 3600)
     assert cases(rows, "budget/device_hours") == pytest.approx(hours)
@@ -54,7 +56,7 @@ def test_every_sum_by_hand(monkeypatch):
     assert cases(rows, "budget/co2") == pytest.approx(tuple(e / 3.6e6 * 0.056 for e in facility))
     units = {r.name: r.unit for r in rows}
     assert units == {
-        "budget/steps": "steps", "budget/time": "s", "budget/device_hours": "h", "budget/devices": "devices", "budget/cost": "€", "energy/step": "J",
+        "budget/time": "s", "budget/device_hours": "h", "budget/devices": "devices", "budget/cost": "€", "energy/step": "J",
         "budget/energy_device": "J", "budget/energy_node": "J", "budget/energy": "J", "budget/co2": "kg",
     }  # fmt: skip
 
@@ -62,8 +64,7 @@ def test_every_sum_by_hand(monkeypatch):
 def test_every_row_can_be_explained():
     for row in budget(cluster=hardware.cluster("64xH100"), steps=10, seconds_per_step=1.0, days=1):
         assert row.conditions["kind"] == "predicted"
-        if row.name != "budget/steps":
-            assert row.conditions["how"]["formula"] and row.conditions["how"]["inputs"], row.name
+        assert row.conditions["how"]["formula"] and row.conditions["how"]["inputs"], row.name
         if row.name.rsplit("/")[-1] in ("time", "cost", "energy", "co2", "energy_node", "energy_device"):
             assert len(row.conditions["how"]["source"]) > 10, row.name
     co2 = next(r for r in budget(cluster=hardware.cluster("8xH100"), steps=10, seconds_per_step=1.0) if r.name == "budget/co2")
@@ -75,7 +76,7 @@ def test_what_is_not_known_has_no_row():
     assert "budget/cost" not in names and "budget/co2" in names
     unpowered = dataclasses.replace(hardware.find("A100"), power=None)
     names = {r.name for r in budget(cluster=Cluster(unpowered, 1), steps=10, seconds_per_step=1.0)}
-    assert names == {"budget/steps", "budget/time", "budget/device_hours", "budget/cost"}
+    assert names == {"budget/time", "budget/device_hours", "budget/cost"}
 
 
 def test_goodput_of_one_node_and_of_many():

@@ -11,7 +11,7 @@ import pytest
 from gradus import hardware, models
 from gradus.errors import UserError
 from gradus.plan import engine
-from gradus.plan.counts import Shape, active, flops, mfu, operations
+from gradus.plan.counts import Shape, active, flops, operations, utilisation
 from gradus.plan.roofline import op_seconds
 from gradus.plan.serving import cache_bytes, serving
 from gradus.plan.trace import Traced, trace_recipe
@@ -181,7 +181,7 @@ def test_5_an_unknown_device_is_an_error_and_no_other():
     with pytest.raises(UserError, match="MI350Z"):
         hardware.cluster("8xMI350Z")
     with pytest.raises(UserError, match="not known"):
-        mfu(1e15, 1.0, hardware.cluster("8xV100"), "bf16")  # it has no bf16: nothing stands in
+        utilisation("mfu", 1e15, 1.0, hardware.cluster("8xV100"), "bf16")  # it has no bf16: nothing stands in
 
 
 # ---------------------------------------------------------------- 6: fused attention that counts for nothing

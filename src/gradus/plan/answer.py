@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import re
+import socket
+import sys
 from pathlib import Path
+from typing import Any
 
 from gradus import hardware
 from gradus import recipe as recipes
@@ -14,8 +18,12 @@ from gradus.errors import DataError, UserError, did_you_mean
 from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
-from gradus.plan.figures import figure
-from gradus.plan.keys import kind_of, layout_keys, said_keys
+from gradus.plan.budget import budget
+from gradus.plan.figures import figure, known_figure
+from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
+from gradus.plan.roofline import peak
+from gradus.plan.show import headline, note_lines, size
+from gradus.plan.step import HOST_TO_DEVICE, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
@@ -33,6 +41,12 @@ class Request:
     days: float | None = None  # a deadline
     json_file: str | None = None  # Hugging Face's TrainingArguments
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "days"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UserError(f"--{name}={value:g}: must be a positive number.")
+
 
 @dataclasses.dataclass
 class Answer:
@@ -40,10 +54,10 @@ class Answer:
     cluster: Cluster | None
     n: int
     rows: list[Row]
-    headline: list[str]
     notes: list[str]
     fits: bool | None  # None: the memory of the device is not known
     layout_keys: str  # the layout as words ready to paste; where --days found the number of devices, with --on
+    headline: list[str] = dataclasses.field(default_factory=list)
     advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
     chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
 
@@ -63,26 +77,27 @@ def pinned(request: Request, made: Answer) -> Request:
 def answer(request: Request) -> Answer:
     """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
     notes: list[str] = []
-    recipe, task, cluster, counted, chosen = asked(request, notes)
-    if cluster and request.days and not counted:
+    recipe, task, cluster, counted, choose = asked(request, notes)
+    said, layout = said_keys(request.overrides), None
+    find = bool(cluster and request.days and not counted)  # the number of devices
+    if find:
         from gradus.plan.search import fewest_in_time
 
-        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=chosen, said=said_keys(request.overrides))
-        cluster = Cluster(cluster.device, found.n)
+        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=choose, said=said)
+        cluster, layout = Cluster(cluster.device, found.n), found.layout if choose else None
         notes.append(f"{found.n:,} is the fewest, in whole nodes, that are done in {request.days:g} days")
-        made = _on(request, recipe, task, cluster, found.layout if chosen else None, notes)
-        made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
-        return made
-    if chosen and cluster:
+    elif choose and cluster:
         from gradus.plan.search import best_layout
 
-        return _on(request, recipe, task, cluster, best_layout(recipe, cluster, task, said_keys(request.overrides)), notes)
-    return _on(request, recipe, task, cluster, None, notes)
+        layout = best_layout(recipe, cluster, task, said)
+    made = _on(request, recipe, task, cluster, layout, notes)
+    if find:
+        made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
+    return made
 
 
 def asked(request: Request, notes: list[str]):
     """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout). Raises UserError."""
-    _positive(request)
     recipe, task, bare = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     if cluster:
@@ -93,20 +108,17 @@ def asked(request: Request, notes: list[str]):
 def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str]) -> Answer:
     """layout: the plan's own choice; None: the recipe's."""
     n = cluster.n if cluster else mesh.needed(recipe.layout)
-    planned = recipe
+    planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
     if layout:
-        planned = recipe.model_copy(update={"layout": layout})
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
     else:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
-    made = _answer(request, planned, task, cluster, n, notes)
-    made.chosen = layout is not None
-    made.layout_keys = layout_keys(made.recipe.layout, recipe.layout, said_keys(request.overrides))
-    if made.fits is False:
+    rows, fits = _rows(request, planned, task, cluster, n, notes)
+    keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
+    made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
+    if fits is False:
         made.advice = _advice(request, made, recipe.layout, task)
-    from gradus.plan.show import headline
-
     made.headline = headline(made, request)
     return made
 
@@ -116,7 +128,6 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
 DAY = 86_400.0
 IMAGENET = 1000  # classes
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-TRACED = "traced: the module, the optimizer and the step themselves, under fake tensors"
 SPLITS = {"shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"}  # who sets one sets the layout
 
 
@@ -128,13 +139,6 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
         device = kind_of(on or "")
         many = one * max(1, round(n / one))
         raise UserError(f"layout: {axes} = {one} devices, of which {n} is no multiple. Use --on {many}x{device}, or other layout.* keys.")
-
-
-def _positive(request: Request) -> None:
-    for name in ("tokens", "days"):
-        value = getattr(request, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UserError(f"--{name}={value:g}: must be a positive number.")
 
 
 def open_recipe(request: Request, notes: list[str]):
@@ -177,8 +181,7 @@ def _samples_as_long(overrides) -> list[str]:
 def _open(recipe: Recipe, notes: list[str]):
     """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
     mistake in it is told."""
-    import logging
-
+    from gradus.plan import batches
     from gradus.train.session import open_session
 
     _offline_without_a_network()
@@ -191,9 +194,7 @@ def _open(recipe: Recipe, notes: list[str]):
         if recipe.model.family == "vit" and recipe.model.n_classes is None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
             notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        wanted = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
-        missing = [f"model.{key}=N" for key, needed in wanted.items() if needed and getattr(recipe.model, key, 0) is None]
-        if missing:
+        if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None
@@ -202,10 +203,6 @@ def _open(recipe: Recipe, notes: list[str]):
 
 def _offline_without_a_network() -> None:
     """Where the hub's name is not even known here (a compute node, a plane), its library need not try five times."""
-    import os
-    import socket
-    import sys
-
     if "huggingface_hub" in sys.modules or any(os.environ.get(k) for k in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy")):
         return
     try:
@@ -236,7 +233,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     if cluster.n > MOST_DEVICES:
         raise UserError(f"--on={request.on}: {cluster.n:,} devices; the plan goes up to {MOST_DEVICES:,}.")
     if cluster.device.kind == "tpu":
-        raise UserError(f"{request.on}: Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware). Take a GPU.")
+        why = "Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware)"
+        raise UserError(f"{request.on}: {why}. Take a GPU.")
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
 
 
@@ -266,32 +264,29 @@ def total_steps(recipe: Recipe, task=None) -> int:
 # ---------------------------------------------------------------- the answer
 
 
-def _answer(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> Answer:
-    from gradus.plan import counts
-    from gradus.plan.engine import plan_memory, traced_work
+def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
+    """(every row, whether it fits)."""
+    from gradus.plan import counts, engine
 
     device = cluster.device if cluster else None
     target = "cuda" if device and device.kind == "gpu" else "cpu"
-    rows = counts.parameters(recipe.model)
-    rows += counts.flops(recipe, target=target)
-    memory = plan_memory(recipe, n, target=target, device=device, task=task)
+    rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
+    memory = engine.plan_memory(recipe, n, target=target, device=device, task=task)
     notes += [note for note in memory.notes if note not in notes]
     rows += _memory_rows(recipe, memory, device)
-    capacity = device.capacity if device else None
-    fits = None if capacity is None else memory.device_total <= capacity
-    work = traced_work(recipe, n, target=target, task=task)
+    fits = memory.device_total <= device.capacity if device else None
+    work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
     if cluster and fits is not False:  # of what does not fit there is no time, no price
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, notes)
-    return Answer(recipe, cluster, n, rows, [], notes, fits, layout_keys(recipe.layout))
+    return rows, fits
 
 
 def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
-    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's own layout."""
+    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's layout."""
     from gradus.plan.search import remedy
-    from gradus.plan.show import size
 
     cluster, now, out = made.cluster, made.value("memory/device"), []
     device = cluster.device
@@ -307,163 +302,119 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
 
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
-    at = {"rank": memory.rank, "at": memory.at}
-    layout = recipe.layout
+    layout, at = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "as it stands"}
     common |= {"samples a step": recipe.batch.samples} if recipe.batch.samples else {"tokens a step": recipe.batch.tokens}
     own = {
         "optimizer": {"optimizer": recipe.optimizer.name},
         "activations": {"micro-batch": layout.micro_batch or "a device's whole share", "checkpointing": layout.checkpointing},
     }
-    rows = []
+    parts, rows = {name: memory.components.get(name, 0) for name in COMPONENTS}, []
     for name, text in COMPONENTS.items():
         given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
-        rows.append(figure(f"memory/{name}", memory.components.get(name, 0), "bytes", f"Σ bytes alive at the peak: {text}", given, TRACED, **at))
-    parts = {name: memory.components.get(name, 0) for name in COMPONENTS}
-    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", parts, TRACED, **at))
-    given = {"allocated": memory.allocated}
-    source = "c10/cuda/CUDACachingAllocator: units of 512 bytes, segments of 2 and 20 MiB; of a CPU what is allocated"
-    rows.append(figure("memory/reserved", memory.reserved, "bytes", "allocated, as the caching allocator rounds it", given, source))
-    parts, source = {}, "on a CPU it was not measured, and is left out"
+        rows.append(known_figure(f"memory/{name}", parts[name], given, formula=f"Σ bytes alive at the peak: {text}", **at))
+    given, source = {}, "on a CPU it was not measured, and is left out"
     if memory.framework:
         from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
 
-        parts = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
-        parts["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
+        given = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
+        given["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
         source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB a communicator"
-    text = "context and kernels + cuBLAS workspace + communicators × a communicator"
-    rows.append(figure("memory/framework", memory.framework, "bytes", text, parts, source))
-    total = {"reserved": memory.reserved, "framework": memory.framework}
-    rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", total, "of the whole process: what has to fit"))
+    rows += [
+        known_figure("memory/allocated", memory.allocated, parts, **at),
+        known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
+        known_figure("memory/framework", memory.framework, given, source=source),
+        known_figure("memory/device", memory.device_total, {"reserved": memory.reserved, "framework": memory.framework}),
+    ]
     if device:
         given = {"memory": device.memory, "usable": device.usable}
-        rows.append(figure("memory/capacity", device.capacity, "bytes", "memory × usable part", given, device.source))
+        rows.append(known_figure("memory/capacity", device.capacity, given, source=device.source))
     return rows
 
 
 def _traffic_rows(work: Work, n: int) -> list[Row]:
-    if n == 1:
-        return []
     rows = []
-    by_axis: dict[str, list] = {}
-    for transfer in work.transfers:
-        by_axis.setdefault(transfer.axis, []).append(transfer)
-    for axis, transfers in by_axis.items():
-        kinds = ", ".join(dict.fromkeys(t.kind for t in transfers))
-        inputs = {
-            f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes" for i, t in enumerate(transfers)
-        }
-        formula = "Σ calls × payload × (2(k−1)/k of an all-reduce, 1 of a send, (k−1)/k of the others)"
-        conditions = {"calls": sum(t.calls for t in transfers), "kinds": kinds, "group": max(t.group for t in transfers)}
-        rows.append(figure(f"traffic/{axis}", sum(t.sent for t in transfers), "bytes", formula, inputs, TRACED, per="device and step", **conditions))
+    for axis in dict.fromkeys(t.axis for t in work.transfers if n > 1):
+        transfers = [t for t in work.transfers if t.axis == axis]
+        inputs = {f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes" for i, t in enumerate(transfers)}
+        conditions = {"calls": sum(t.calls for t in transfers), "kinds": ", ".join(dict.fromkeys(t.kind for t in transfers))}
+        conditions |= {"group": max(t.group for t in transfers)}
+        rows.append(known_figure(f"traffic/{axis}", sum(t.sent for t in transfers), inputs, per="device and step", **conditions))
     return rows
 
 
 def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
-    from gradus.plan.step import step_time
-
     time = step_time(work, cluster)
     notes += [note for note in time.notes if note not in notes]
-    rows = []
-    for part, seconds in time.parts.items():
-        if seconds:
-            formula, given = _part(part, work, cluster)
-            rows.append(figure(f"time/{part}", seconds, "s", formula, given, TIMED, of="step"))
-    total = {part: seconds for part, seconds in time.parts.items() if seconds}
-    rows.append(figure("time/step", time.total, "s", "sum of the parts", total, TIMED, low=time.low, high=time.high))
-    if work.tokens:
-        given = {"places": work.tokens, "seconds": time.total}
-        rows.append(figure("time/tokens_per_s", work.tokens / time.total, "tokens/s", "places of a step (padding counted) / step time", given, TIMED))
-    given = {"samples": work.samples, "seconds": time.total}
-    rows.append(figure("time/samples_per_s", work.samples / time.total, "samples/s", "samples of a step / step time", given, TIMED))
+    parts = {part: seconds for part, seconds in time.parts.items() if seconds}
+    rows = [known_figure(f"time/{part}", seconds, _put_in(part, work, cluster), of="step") for part, seconds in parts.items()]
+    rows.append(known_figure("time/step", time.total, parts, low=time.low, high=time.high))
+    for unit, put_in, n in (("tokens", "places", work.tokens), ("samples", "samples", work.samples)):
+        if n:
+            rows.append(known_figure(f"time/{unit}_per_s", n / time.total, {put_in: n, "seconds": time.total}))
     return time, rows
 
 
-TIMED = "plan/step.py and plan/roofline.py: a roofline with fitted shares (plan/fitted.yaml), or this machine's own tables (gradus calibrate)"
-PARTS = {
-    "matmul": "Σ max(operations / (peak × share by shape), bytes / bandwidth)",
-    "attention": "Σ max(operations / (peak × share), bytes / bandwidth)",
-    "memory": "Σ bytes / (bandwidth × share) + time of a kernel",
-    "launch": "Σ what the host takes to launch beyond what the device computes meanwhile",
-    "bubble": "share of the schedule × micro-batches × seconds of one",
-    "optimizer": "Σ bytes / (bandwidth × share) of the optimizer's step, norm and clipping",
-    "data": "bytes of the batch / rate from host to device",
-    "host": "launches of the optimizer's step beyond its computing, and waiting for the slowest node",
-}
-
-
-def _part(part: str, work: Work, cluster: Cluster) -> tuple[str, dict]:
-    """(formula, numbers put in) of one part of the step's time."""
-    from gradus.plan.roofline import peak
-    from gradus.plan.step import HOST_TO_DEVICE, bubble_share
-
+def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
+    """The numbers behind one part of the step's time."""
     device, m = cluster.device, work.micro_batches
-    if part.startswith("comm/"):
-        transfers = [t for t in work.transfers if t.axis == part.partition("/")[2]]
+    bandwidth = {"bandwidth, bytes/s": device.bandwidth}
+    kind, _, axis = part.partition("/")
+    if kind == "comm":
+        transfers = [t for t in work.transfers if t.axis == axis]
         given = {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers)}
         for name, link in (("link", device.link), ("network", device.network)):
             given |= {f"{name}, bytes/s in one direction": link.bandwidth} if link else {}
-        return "Σ calls × (latency + payload / bandwidth) over the links that the group spans, less what computing hides", given
-    if part in ("matmul", "attention", "memory"):
-        ops = [op for op in work.micro if op.kind == part]
-        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, "bandwidth, bytes/s": device.bandwidth}
-        if part != "memory":
+    elif kind in ("matmul", "attention", "memory"):
+        ops = [op for op in work.micro if op.kind == kind]
+        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
+        if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
-        return PARTS[part], given
-    if part == "bubble":
+    elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages a device": work.virtual, "micro-batches": m}
-        return PARTS[part], {**given, "share": bubble_share(work.schedule, work.stages, work.virtual, m)}
-    if part == "optimizer":
-        return PARTS[part], {"bytes": sum(op.bytes * op.count for op in work.step), "bandwidth, bytes/s": device.bandwidth}
-    if part == "data":
-        return PARTS[part], {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
-    ops = work.micro if part == "launch" else work.step
-    return PARTS[part], {"launches": sum(op.launches * op.count for op in ops) * (m if part == "launch" else 1)}
+        given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
+    elif kind == "optimizer":
+        given = {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
+    elif kind == "data":
+        given = {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
+    else:
+        ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
+        given = {"launches": sum(op.launches * op.count for op in ops) * times}
+    return given
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:
     """MFU and HFU of the operations counted, at the device's peak in the numbers that matrix products are computed in; none without one."""
-    from gradus.plan.counts import hfu, mfu
+    from gradus.plan.counts import utilisation
 
-    numbers = computed_in(recipe.layout)
+    numbers, found = computed_in(recipe.layout), {row.name: row.value for row in rows}
     if numbers not in cluster.device.peaks:
         return []
-    found = {row.name: row.value for row in rows if row.conditions.get("convention") != "causal half"}
-    return [mfu(found["flops/model"], seconds, cluster, numbers), hfu(found["flops/hardware"], seconds, cluster, numbers)]
-
-
-def computed_in(layout: Layout) -> str:
-    """fp32, tf32, bf16 or fp16: what matrix products are computed in."""
-    numbers = layout.precision.removeprefix("pure_")
-    if layout.shard > 1 and layout.param_dtype:
-        numbers = layout.param_dtype
-    return "tf32" if numbers == "fp32" and layout.tf32 else numbers
+    return [utilisation(name, found[of], seconds, cluster, numbers) for name, of in (("mfu", "flops/model"), ("hfu", "flops/hardware"))]
 
 
 def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, notes: list[str]) -> list[Row]:
-    from gradus.plan.budget import budget
-
     seconds = (min(time.low, time.total), time.total, max(time.high, time.total))
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
+        steps = None
         notes.append(str(e).replace("without", "how long in all: without", 1))
-        made = budget(steps=1, seconds_per_step=seconds, cluster=cluster, parts=time.parts)
-        return [row for row in made if row.name == "energy/step"]
-    made = budget(steps=steps, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
-    made[0] = _steps_row(request, recipe, steps)
-    return made
+    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
+    return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
 def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
     if request.tokens:
+        formula, source = "tokens / places a step, rounded up", "--tokens"
         given = {"tokens": request.tokens, "places a step": tokens_a_step(recipe)}
-        return figure("budget/steps", steps, "steps", "tokens / places a step, rounded up", given, "--tokens")
-    if recipe.train.steps is not None:
-        return figure("budget/steps", steps, "steps", "train.steps", {"train.steps": recipe.train.steps}, "the recipe; of a preset as published")
-    given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
-    return figure("budget/steps", steps, "steps", "epochs × batches of an epoch", {k: v for k, v in given.items() if v}, "counted from the data")
+    elif recipe.train.steps is not None:
+        formula, source, given = "train.steps", "the recipe; of a preset as published", {"train.steps": recipe.train.steps}
+    else:
+        formula, source = "epochs × batches of an epoch", "counted from the data"
+        given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
+    return figure("budget/steps", steps, "steps", formula, {k: v for k, v in given.items() if v}, source)
 
 
 # ---------------------------------------------------------------- other questions
@@ -475,10 +426,9 @@ def devices(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.on or request.days:
         raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
-    _positive(request)
     recipe, task, _ = open_recipe(request, notes := [])
     lines, rows = ranked(recipe, task, whole=request.tokens is not None)
-    return [*lines, *_notes(notes)], rows
+    return [*lines, *note_lines(notes)], rows
 
 
 def search(request: Request) -> tuple[list[str], list[Row]]:
@@ -487,12 +437,9 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.days:
         raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
-    _positive(request)
-    cluster, _ = _cluster(request)
-    if cluster is None:
+    if request.on is None:
         raise UserError("--search: on which hardware? Say --on, e.g. --on 64xH100 (gradus hardware lists them).")
-    recipe, task, bare = open_recipe(request, notes := [])
-    recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    recipe, task, cluster, *_ = asked(request, notes := [])
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
@@ -501,7 +448,7 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     said = said_keys(request.overrides)
     found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS)
     found.said = said
-    return [*found.lines(), *_notes(notes)], found.rows()
+    return [*found.lines(), *note_lines(notes)], found.rows()
 
 
 def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None) -> tuple[list[str], list[Row]]:
@@ -510,17 +457,14 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
 
     if request.days or request.tokens:
         raise UserError("--serve: --tokens and --days are of training. Leave them out.")
-    recipe, _, bare = open_recipe(request, notes := [])
-    cluster, _ = _cluster(request)
-    if cluster:
-        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
+    recipe, _, cluster, *_ = asked(request, notes := [])
     precision = recipe.layout.precision.removeprefix("pure_")
     try:
         rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)
     except UserError as e:  # by the names of the command line
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: f"--{m[1].replace('seq_len', 'length')}=", str(e))) from None
     text = lines(request.recipe, rows, cluster, images=recipe.model.family == "vit")
-    return [*text, *_notes([n for n in notes if not n.startswith("training settings") and "20 per active" not in n])], rows
+    return [*text, *note_lines([n for n in notes if not n.startswith("training settings") and "20 per active" not in n])], rows
 
 
 def optimal(request: Request) -> tuple[list[str], list[Row]]:
@@ -531,14 +475,10 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.on or request.days:
         raise UserError("--optimal: of a model's size alone: --on and --days have no effect. Leave them out.")
-    _positive(request)
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
     if recipe.model.family not in ("gpt", "llama"):
-        raise UserError(f"--optimal: the published fits are of decoders that continue text (gpt, llama), not of family {recipe.model.family}.")
+        of_what = "decoders that continue text (gpt, llama)"
+        raise UserError(f"--optimal: the published fits are of {of_what}, not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
     rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
     return optimal_lines(request.recipe, total, request.tokens, rows), rows
-
-
-def _notes(notes: list[str]) -> list[str]:
-    return ["", *(f"note: {note}" for note in notes)] if notes else []

@@ -40,10 +40,16 @@ def complete(recipe: Recipe) -> Recipe:
         published = getattr(config_of(model.preset), "n_classes", None) if model.preset else None  # where only the data would know better
         update["n_classes"] = len(task.classes) if task.classes else published
     model = model.model_copy(update=update)
-    for key, needed in (("vocab_size", model.family != "vit"), ("n_classes", task.name == "classification")):
-        if needed and getattr(model, key) is None:
-            raise UserError(f"model.{key}: not known without the data. Set it, or make the data reachable.")
-    return recipe.model_copy(update={"model": model}) if update else recipe
+    recipe = recipe.model_copy(update={"model": model}) if update else recipe
+    for key in not_known(recipe):
+        raise UserError(f"{key}: not known without the data. Set it, or make the data reachable.")
+    return recipe
+
+
+def not_known(recipe: Recipe) -> list[str]:
+    """The keys of the model that its task needs and only the data could tell."""
+    needed = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
+    return [f"model.{key}" for key, wanted in needed.items() if wanted and getattr(recipe.model, key, 0) is None]
 
 
 class _Vocabulary:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from gradus import hardware
-from gradus.hardware import Cluster, Device, Grid, Price
-from gradus.plan.figures import figure
+from gradus.hardware import Cluster, Device, Price
+from gradus.plan.figures import known_figure
 from gradus.rows import Row
 
 Cases = tuple[float, float, float]  # low, expected, high
@@ -16,24 +16,29 @@ SIGNS = {"USD": "$", "EUR": "€"}
 
 # The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken again, checkpoints.
 GOODPUT: Cases = (0.60, 0.89, 0.95)
-GOODPUT_SOURCE = "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+GOODPUT_SOURCE = (
+    "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+)
 GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
-GOODPUT_NODE_SOURCE = "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+GOODPUT_NODE_SOURCE = (
+    "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+)
 
-# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is the limit, always.
+# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is always the limit.
+# The sources of these and of NODE, a node's power over its devices', stand in figures.yaml: energy/step, budget/energy_node.
 IDLE = 0.22
 BUSY: Cases = (0.76, 0.92, 1.0)
-POWER_SOURCE = (
-    "busy: 8-GPU H100 nodes draw 76 % of their rated 10.2 kW in the heaviest training (Newkirk et al. 2025, arXiv:2506.14551): 0.92 of the GPUs' "
-    "own limit at 1.5 for the node, or 0.76 of it; idle: 65 W read on a 300 W A100 at 0 % utilisation; high: the limit itself"
-)
 NODE: Cases = (1.4, 1.5, 1.8)
-NODE_SOURCE = "a node over its devices: 8.4 of 5.6 kW measured on 8 H100 (Latif et al. 2024, arXiv:2412.08602); DGX H100 rated 10.2 of 5.6 kW (1.82)"
+
+
+def goodput(cluster: Cluster) -> tuple[Cases, str]:
+    """(low, expected and high, their source): of a node nearly all of the time, of several nodes less."""
+    return (GOODPUT_NODE, GOODPUT_NODE_SOURCE) if cluster.n <= cluster.device.node else (GOODPUT, GOODPUT_SOURCE)
 
 
 def usual_goodput(cluster: Cluster) -> float:
-    """The expected one: of a node all of the time, of several nodes less."""
-    return (GOODPUT_NODE if cluster.n <= cluster.device.node else GOODPUT)[1]
+    """The expected one."""
+    return goodput(cluster)[0][1]
 
 
 def power(device: Device, busy: float = 1.0) -> Cases | None:
@@ -51,45 +56,29 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
 
 
 def budget(
-    *,
-    cluster: Cluster,
-    steps: float,
-    seconds_per_step: float | Cases,
-    goodput: Cases | None = None,
-    pue: Cases | None = None,
-    grid: Grid | str | None = None,
-    days: float | None = None,
-    parts: dict[str, float] | None = None,
-) -> list[Row]:
+    *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None, parts: dict[str, float] | None = None,
+) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
 
-    seconds_per_step: (low, expected, high), or one figure. goodput, pue: (low, expected, high). grid: a country's code or a Grid; default the
-    world's mean. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the part of the time in which the device computes.
-    What is not known has no row: cost without a price, energy and CO2 without the device's power.
+    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the
+    part of the time in which the device computes. CO2 is of the world's mean grid. What is not known has no row: cost without a price,
+    energy and CO2 without the device's power.
     """
-    device, n = cluster.device, cluster.n
+    n, (good, good_source) = cluster.n, goodput(cluster)
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
     assert step[0] <= step[1] <= step[2], step
-    one_node = n <= device.node
-    good = goodput or (GOODPUT_NODE if one_node else GOODPUT)
-    good_source = "as given" if goodput else GOODPUT_NODE_SOURCE if one_node else GOODPUT_SOURCE
-    assert 0 < good[0] <= good[1] <= good[2] <= 1, good
 
-    rows = [figure("budget/steps", steps, "steps", "as given", source="the recipe")]
-    time = tuple(steps * s / g for s, g in zip(step, reversed(good)))
+    rows, time = [], tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
         given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}
-        rows.append(figure("budget/time", time[i], "s", "steps × seconds a step / goodput", given, good_source, case=case))
+        rows.append(known_figure("budget/time", time[i], given, source=good_source, case=case))
         given = {"devices": n, "seconds": time[i]}
-        rows.append(figure("budget/device_hours", hours[i], "h", "devices × seconds / 3600", given, good_source, case=case))
+        rows.append(known_figure("budget/device_hours", hours[i], given, source=good_source, case=case))
         if days is not None:
-            given = {"device-hours": hours[i], "days": days}
-            note = "at the same rate of each device: more devices reach less"
-            rows.append(figure("budget/devices", math.ceil(hours[i] / (days * 24)), "devices", "device-hours / (days × 24)", given, note, case=case))
-
-    rows += _cost(hours, hardware.price(device))
-    return rows + _energy(cluster, step, hours, power(device, busy_share(parts)), busy_share(parts), pue, grid)
+            needed = math.ceil(hours[i] / (days * 24))
+            rows.append(known_figure("budget/devices", needed, {"device-hours": hours[i], "days": days}, case=case))
+    return rows + _cost(hours, hardware.price(cluster.device)) + _energy(cluster, step, hours, busy_share(parts))
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
@@ -99,7 +88,7 @@ def _cost(hours: Cases, price: Price | None) -> list[Row]:
     source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
     for case, each, rate in zip(CASES, hours, (price.low, price.expected, price.high)):
         given = {"device-hours": each, f"{price.currency} a device-hour": rate}
-        rows.append(figure("budget/cost", each * rate, unit, "device-hours × price", given, source, case=case, date=price.date))
+        rows.append(known_figure("budget/cost", each * rate, given, unit=unit, source=source, case=case, date=price.date))
     return rows
 
 
@@ -110,30 +99,25 @@ def busy_share(parts: dict[str, float] | None) -> float:
     return sum(parts.get(part, 0.0) for part in ("matmul", "attention", "memory", "optimizer")) / sum(parts.values())
 
 
-def _energy(cluster: Cluster, step: Cases, hours: Cases, watts: Cases | None, busy: float, pue: Cases | None, grid: Grid | str | None) -> list[Row]:
+def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Row]:
     """Device, node and facility apart, then CO2 of the facility's; nothing where the device's power is not known."""
+    watts = power(cluster.device, busy)
     if watts is None:
         return []
-    *usual, pue_source = hardware.pue()
-    factor, pue_source = (pue, "as given") if pue is not None else (tuple(usual), pue_source)
-    assert 1 <= factor[0] <= factor[1] <= factor[2], factor
-    grid = grid if isinstance(grid, Grid) else hardware.grid(grid or "world")
+    (*factor, pue_source), grid = hardware.pue(), hardware.grid("world")
+    source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
     rows = []
     for i, case in enumerate(CASES):
         given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
-        energy = watts[i] * step[i] * cluster.n
-        put_in = {"devices": cluster.n, **given, "seconds": step[i]}
-        rows.append(figure("energy/step", energy, "J", "devices × W × seconds", put_in, POWER_SOURCE, case=case, of="devices"))
         devices = hours[i] * HOUR * watts[i]
-        put_in = {**given, "device-hours": hours[i]}
-        rows.append(figure("budget/energy_device", devices, "J", "device-hours × 3600 × W", put_in, POWER_SOURCE, case=case))
-        node = devices * NODE[i]
-        given = {"energy_device": devices, "node": NODE[i]}
-        rows.append(figure("budget/energy_node", node, "J", "devices × (processors, fans, network, losses)", given, NODE_SOURCE, case=case))
-        facility = node * factor[i]
-        given = {"energy_node": node, "PUE": factor[i]}
-        rows.append(figure("budget/energy", facility, "J", "node × PUE: at the building's meter", given, pue_source, case=case))
-        given = {"energy": facility, "kg/kWh": grid.intensity * KWH}
-        source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
-        rows.append(figure("budget/co2", facility * grid.intensity, "kg", "energy / 3.6e6 × kg/kWh", given, source, case=case, grid=grid.name))
+        node, facility = devices * NODE[i], devices * NODE[i] * factor[i]
+        whole = {"devices": cluster.n, **given, "seconds": step[i]}
+        emitted = {"energy": facility, "kg/kWh": grid.intensity * KWH}
+        rows += [
+            known_figure("energy/step", watts[i] * step[i] * cluster.n, whole, case=case, of="devices"),
+            known_figure("budget/energy_device", devices, {**given, "device-hours": hours[i]}, case=case),
+            known_figure("budget/energy_node", node, {"energy_device": devices, "node": NODE[i]}, case=case),
+            known_figure("budget/energy", facility, {"energy_node": node, "PUE": factor[i]}, source=pue_source, case=case),
+            known_figure("budget/co2", facility * grid.intensity, emitted, source=source, case=case, grid=grid.name),
+        ]
     return rows

@@ -12,13 +12,13 @@ A large model is traced with one block of each kind, which is exact: every block
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
 from gradus.plan.batches import complete, micro_batches
-from gradus.plan.figures import figure
+from gradus.plan.figures import TEXTS, figure, known_figure
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -28,37 +28,10 @@ if TYPE_CHECKING:
 FULL = "no recomputation, attention's full matrix"
 CAUSAL = "no recomputation, half of causal attention's matrix"
 HARDWARE = "recomputation included, attention's full matrix"
-PALM = "Chowdhery et al. 2022 (PaLM), appendix B"
 
 
 # ---------------------------------------------------------------- parameters
 
-PARAMETERS = {  # family -> (formula, source)
-    "gpt": (
-        "L(4h²+4h + 2hf+f+h + 4h) + 2h + (V+s)h [+ Vh untied]",
-        "Radford et al. 2019, section 2.3; Brown et al. 2020, section 2.1",
-    ),
-    "llama": (
-        "L(2h·a·d + 2h·k·d + 3hf + 2h [+ (a+2k)·d qkv_bias]) + h + Vh [+ Vh untied]",
-        "Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2; qkv_bias: Yang et al. 2024, section 2.2.1",
-    ),
-    "bert": (
-        "(V+s+T)h + 2h + L(4h²+4h + 2hf+f+h + 4h) [+ pooler h²+h] [+ masked LM h²+h+2h+V] [+ next sentence 2h+2] [+ classes hC+C]",
-        "Devlin et al. 2019, section 3",
-    ),
-    "t5": (
-        "Vh + L(4hD+F+2h) + L_d(8hD+F+3h) + 2h + 2·buckets·a [+ Vh untied]; D=a·d, F=2hf or gated 3hf",
-        "Raffel et al. 2020, sections 2.1 and 3.7",
-    ),
-    "seq2seq": (
-        "Vh + L(4h²+4h + 2hf+f+h + 4h) + L_d(8h²+8h + 2hf+f+h + 6h) [+ 4h pre-norm] [+ Vh a table of its own]",
-        "Vaswani et al. 2017, sections 3 and 5.1",
-    ),
-    "vit": (
-        "cP²h+h + h + (N+1)h + L(4h²+4h + 2hf+f+h + 4h) + 2h + hC+C; N=(image/P)²",
-        "Dosovitskiy et al. 2021, section 3.1",
-    ),
-}
 EXPERTS = "; a feed-forward network of E experts is hE + E of them, of which a token takes top_k"
 
 
@@ -66,15 +39,19 @@ def parameters(config: ModelConfig) -> list[Row]:
     """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts, parameters/active:
     those that a token meets. Each shared one is counted once. Allocates nothing; 405B takes a second."""
     counts = models.count(config)
-    formula, source = PARAMETERS.get(config.family, ("all parameters", "the module"))
-    experts = getattr(config, "n_experts", None)
-    how = {"formula": formula + (EXPERTS if experts else ""), "inputs": sizes(config), "source": source, "method": "counted from the module"}
+    texts, experts = _texts(config), getattr(config, "n_experts", None)
+    how = {"formula": texts["parameters"] + (EXPERTS if experts else ""), "inputs": sizes(config), "source": texts["source"]}
+    how["method"] = "counted from the module"
     rows = [figure(f"parameters/{name}", n, "parameters", **how) for name, n in counts.items()]
     rows.append(figure("parameters/trainable", counts["total"], "parameters", **{**how, "formula": "all: nothing is frozen"}))
     if experts:
         text = f"total - (1 - top_k/E) · parameters of the experts{EXPERTS}"
         rows.append(figure("parameters/active", active(config, counts["total"]), "parameters", **{**how, "formula": text}))
     return rows
+
+
+def _texts(config: ModelConfig) -> dict[str, str]:
+    return TEXTS["families"].get(config.family, TEXTS["families"]["any other"])
 
 
 def active(config: ModelConfig, total: int | None = None) -> int:
@@ -115,8 +92,8 @@ class Shape(NamedTuple):
 def sample_of(recipe: Recipe) -> dict[str, Any]:
     """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the model has no positions
     for."""
-    alone = recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": recipe.batch.model_copy(update={"samples": 1, "tokens": None})})
-    return micro_batches(alone)[0]
+    one = recipe.batch.model_copy(update={"samples": 1, "tokens": None})
+    return micro_batches(recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": one}))[0]
 
 
 def shape_of(recipe: Recipe) -> Shape:
@@ -132,16 +109,6 @@ def shape_of(recipe: Recipe) -> Shape:
 # ---------------------------------------------------------------- operations
 
 
-FORMULAS = {
-    "gpt": "samples · (6·N_mm·s + 12·L·a·d·s²)",
-    "llama": "samples · (6·N_mm·s + 12·L·a·d·s²)",
-    "bert": "samples · (6·N_mm·s + 12·L·a·d·s² + 6·(h²+hV)·m [+ 6·(h²+hC)]); m: places of the masked-LM head",
-    "vit": "samples · (6·N_mm·s + 12·L·a·d·s² + 4·cP²h·N + 6hC); s=N+1",
-    "t5": "samples · (6·N_enc·s + 6·N_dec·t + L_d·12·h·D·(s+t) + 12·D·(L·s² + L_d·(t²+t·s)) + 6·hV·t); D=a·d",
-    "seq2seq": "samples · (6·N_enc·s + 6·N_dec·t + L_d·12·h²·(s+t) + 12·h·(L·s² + L_d·(t²+t·s)) + 6·hV·t)",
-}
-
-
 class Operations(NamedTuple):
     model: float
     hardware: float
@@ -150,9 +117,9 @@ class Operations(NamedTuple):
 
 
 def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
-    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is fused
-    also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's configuration
-    is not complete."""
+    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is
+    fused also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's
+    configuration is not complete."""
     recipe, batch = complete(recipe), sample_of(recipe)
     own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk")})
     model = inner = causal = hardware = 0.0
@@ -165,66 +132,53 @@ def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
     return Operations(model, hardware, inner, causal)
 
 
-def flops(recipe: Recipe, *, samples: float | None = None, target: str = "cuda") -> list[Row]:
+def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
     """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal attention),
     flops/hardware, and flops/per_token (of flops/model).
 
-    samples: of the whole step, None: the recipe's. target: "cuda" or "cpu", see `operations`.
+    target: "cuda" or "cpu", see `operations`.
     Every sample is full length, so that padding counts for none. Raises UserError as `sample_of` and `operations`.
     """
-    shape = shape_of(recipe)
-    config, layout = complete(recipe).model, recipe.layout
+    shape, config, layout = shape_of(recipe), complete(recipe).model, recipe.layout
     tokens = tokens_a_sample(recipe)
-    samples = samples or recipe.batch.samples or recipe.batch.tokens / tokens
+    samples = recipe.batch.samples or recipe.batch.tokens / tokens
     found = operations(recipe, target=target)
-    model, hardware = samples * found.model, samples * found.hardware
+    model, hardware, causal = (samples * n for n in (found.model, found.hardware, found.causal))
     how = {"method": "traced with one block of each kind, and multiplied"}
 
     lengths = {"samples": samples, "s": shape.source, "t": shape.target or None, "m": shape.selected or None}
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
     if not shape.target and not shape.selected:
         inputs["N_mm"] = round((found.model - found.attention) / (6 * shape.source))
-    rows = [figure("flops/model", model, "FLOP/step", FORMULAS.get(config.family, "6 · weights that multiply, a token, and attention's scores and values"), inputs, PALM, convention=FULL, **how)]
-    if found.causal:
-        text, source = "flops/model - half of causal attention's 12·L·a·d·s²", "Dao 2023 (FlashAttention-2), section 3.1; Megatron-LM counts so"
-        inputs = {"flops/model": model, "causal attention": samples * found.causal}
-        rows.append(figure("flops/model_causal", model - samples * found.causal / 2, "FLOP/step", text, inputs, source, convention=CAUSAL, **how))
-    text = "flops/model + what checkpointing computes again + the scores that a fused attention's backward pass computes again"
-    inputs, source = {"flops/model": model, "computed again": hardware - model}, "Korthikanti et al. 2022, section 5; Dao et al. 2022, section 3.1"
+    rows = [known_figure("flops/model", model, inputs, formula=_texts(config)["operations"], convention=FULL, **how)]
+    if causal:
+        inputs = {"flops/model": model, "causal attention": causal}
+        rows.append(known_figure("flops/model_causal", model - causal / 2, inputs, convention=CAUSAL, **how))
+    inputs = {"flops/model": model, "computed again": hardware - model}
     conditions = {"convention": HARDWARE, **how, "checkpointing": layout.checkpointing, "attention": layout.attention, "target": target}
-    rows.append(figure("flops/hardware", hardware, "FLOP/step", text, inputs, source, **conditions))
-    text, inputs = "flops/model / tokens", {"flops/model": model, "tokens": samples * tokens}
-    rows.append(figure("flops/per_token", found.model / tokens, "FLOP/token", text, inputs, PALM, convention=FULL))
-    return rows
+    rows.append(known_figure("flops/hardware", hardware, inputs, **conditions))
+    inputs = {"flops/model": model, "tokens": samples * tokens}
+    return [*rows, known_figure("flops/per_token", found.model / tokens, inputs, convention=FULL)]
 
 
 def tokens_a_sample(recipe: Recipe) -> int:
-    """Tokens of a full-length sample, those of both sides of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
+    """Tokens of a full-length sample, both sides' of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
     return sample_of(recipe)["n_tokens"]
 
 
 # ---------------------------------------------------------------- utilisation
 
 
-def mfu(model_flops: float, seconds: float, cluster: Cluster, dtype: str, *, convention: str = FULL) -> Row:
-    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022, section 4.1).
+def utilisation(name: Literal["mfu", "hfu"], operations: float, seconds: float, cluster: Cluster, dtype: str) -> Row:
+    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022, section 4.1); time/hfu:
+    the same of the operations that are computed, recomputation included.
 
     The convention of the operations stands in the row's conditions. Raises UserError where the device has no peak for that dtype.
     """
-    return _utilisation("time/mfu", "model", model_flops, seconds, cluster, dtype, convention)
-
-
-def hfu(hardware_flops: float, seconds: float, cluster: Cluster, dtype: str, *, convention: str = HARDWARE) -> Row:
-    """time/hfu: as `mfu`, of the operations that are computed, recomputation included."""
-    return _utilisation("time/hfu", "hardware", hardware_flops, seconds, cluster, dtype, convention)
-
-
-def _utilisation(name: str, what: str, operations: float, seconds: float, cluster: Cluster, dtype: str, convention: str) -> Row:
+    what, convention = ("model", FULL) if name == "mfu" else ("hardware", HARDWARE)
     device = cluster.device
     if dtype not in device.peaks:
         raise UserError(f"{device.name}: its peak in {dtype} is not known, so there is no share of it.{did_you_mean(dtype, device.peaks)}")
     peak = device.peaks[dtype]
     inputs = {f"flops/{what}": operations, "seconds": seconds, "devices": cluster.n, f"dense peak in {dtype} (FLOP/s)": peak}
-    value = operations / (seconds * cluster.n * peak)
-    source = "Chowdhery et al. 2022, section 4.1 and appendix B"
-    return figure(name, value, "", f"flops/{what} / (seconds · devices · dense peak)", inputs, source, convention=convention, dtype=dtype)
+    return known_figure(f"time/{name}", operations / (seconds * cluster.n * peak), inputs, convention=convention, dtype=dtype)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradus import hardware
-from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
-from gradus.plan.budget import SIGNS
-from gradus.plan.figures import figure
+from gradus.hardware.tables import table
+from gradus.parallel import mesh
+from gradus.plan.budget import CASES, SIGNS
+from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
-from gradus.plan.serving import ENCODERS, cache_of, serving
+from gradus.plan.serving import ENCODERS, serving
+from gradus.plan.show import duration, money, note_lines, size
+from gradus.plan.step import step_time
 from gradus.plan.work import Work
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.rows import Row
@@ -21,21 +24,14 @@ from gradus.rows import Row
 if TYPE_CHECKING:
     from gradus.tasks.base import Task
 
-# what a column is called → the layout that computes so
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32", "tf32": False},
-    "tf32": {"precision": "fp32", "tf32": True},
-    "bf16": {"precision": "bf16", "tf32": False},
-    "fp16": {"precision": "fp16", "tf32": False},
-}
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PER_TOKENS = 1e9  # where there is no epoch
 
 
 def alone(recipe: Recipe, numbers: str) -> Recipe:
     """The recipe on one device, in these numbers; all that concerns several devices is left out."""
-    from gradus.parallel import mesh
-
-    return recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update=PRECISIONS[numbers])})
+    computed = {"precision": numbers.replace("tf32", "fp32"), "tf32": numbers == "tf32"}
+    return recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update=computed)})
 
 
 def in_tf32(work: Work) -> Work:
@@ -47,70 +43,48 @@ def in_tf32(work: Work) -> Work:
     return dataclasses.replace(work, micro=[changed(op) for op in work.micro], step=[changed(op) for op in work.step])
 
 
-def _candidates(path: str | Path | None, names: list[str] | None) -> list[Device]:
-    known = [hardware.find(name, path) for name in names] if names else list(hardware.devices(path).values())
-    return [d for d in known if d.kind != "tpu"]
-
-
 def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False) -> tuple[float, str]:
-    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples; whole: of the recipe's steps."""
+    """(steps, what they are): of an epoch where the data are at hand, else of 1e9 tokens, else of 1e6 samples; whole: all of the recipe."""
     if whole and recipe.train.steps:
         return recipe.train.steps, "run"
-    if recipe.model.family == "vit" and task is None:
-        return 1e6 / work.samples, "1e6 images"
     if task is not None:
         return len(task.plan("train", recipe.batch.samples, recipe.batch.tokens).epoch(0)), "epoch"
-    if work.tokens:
+    if work.tokens and recipe.model.family != "vit":
         return PER_TOKENS / work.tokens, "1e9 tokens"
-    return 1e6 / work.samples, "1e6 samples"
+    return 1e6 / work.samples, "1e6 images" if recipe.model.family == "vit" else "1e6 samples"
 
 
-def rank_devices(
-    recipe: Recipe,
-    task: Task | None = None,
-    *,
-    path: str | Path | None = None,
-    names: list[str] | None = None,
-    precisions: list[str] | None = None,
-    whole: bool = False,
-) -> list[dict[str, Any]]:
-    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a step),
-    hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes), notes: whose
-    parameters a device takes that has none of its own. The software is the same on all: Gradus's.
+def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False) -> list[dict[str, Any]]:
+    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a
+    step), hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes),
+    notes: whose parameters a device takes that has none of its own. The software is the same on all: Gradus's.
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The recipe's batch,
-    micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name or precision.
+    micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError for an unknown name.
     """
     from gradus.plan.engine import plan_memory, traced_work
-    wanted = precisions or list(PRECISIONS)
-    for numbers in wanted:
-        if numbers not in PRECISIONS:
-            raise UserError(f"{numbers}: no such precision here. Known: {', '.join(PRECISIONS)}.")
-    planned: dict[tuple[str, str], tuple[Any, Work]] = {}
 
-    def plan(numbers: str, target: str) -> tuple[Any, Work]:
-        """tf32 is fp32, traced once, with other matrix products."""
-        traced = numbers.replace("tf32", "fp32")
-        if (traced, target) not in planned:
-            one = alone(recipe, traced)
-            planned[traced, target] = plan_memory(one, 1, target=target, device=None, task=task), traced_work(one, 1, target=target, task=task)
-        memory, work = planned[traced, target]
-        return memory, in_tf32(work) if numbers == "tf32" else work
+    @functools.cache
+    def traced(numbers: str, target: str) -> tuple[int, Work]:
+        one = alone(recipe, numbers)
+        memory = plan_memory(one, 1, target=target, device=None, task=task)
+        return memory.reserved + memory.framework, traced_work(one, 1, target=target, task=task)
 
     found = []
-    for device in _candidates(path, names):
-        for numbers in (numbers for numbers in wanted if numbers in device.peaks):
-            memory, work = plan(numbers, "cpu" if device.kind == "cpu" else "cuda")
-            epoch = epoch_of(recipe, task, work, whole)
+    for device in [hardware.find(name) for name in names] if names else hardware.devices().values():
+        for numbers in PRECISIONS:
+            if device.kind == "tpu" or numbers not in device.peaks:
+                continue
+            taken, work = traced(numbers.replace("tf32", "fp32"), "cpu" if device.kind == "cpu" else "cuda")
+            work = in_tf32(work) if numbers == "tf32" else work
             words = layout_keys(alone(recipe, numbers).layout, recipe.layout, ("precision",))
-            found.append({"device": device.name, "precision": numbers, "layout": words, **_priced(device, memory.reserved + memory.framework, work, epoch)})
+            priced = _priced(device, taken, work, epoch_of(recipe, task, work, whole))
+            found.append({"device": device.name, "precision": numbers, "layout": words, **priced})
     return sorted(found, key=order)
 
 
 def _priced(device: Device, taken: int, work: Work, epoch: tuple[float, str]) -> dict[str, Any]:
     """What `rank_devices` says of work that takes so many bytes."""
-    from gradus.plan.step import step_time
-
     steps, per = epoch
     price, fits = hardware.price(device), taken <= device.capacity
     time = step_time(work, Cluster(device, 1)) if fits else None
@@ -135,48 +109,50 @@ def to_serve(model: ModelConfig) -> list[list[Row]]:
 
 
 def devices(
-    recipe: Recipe, task: Task | None = None, *, path: str | Path | None = None, names: list[str] | None = None, whole: bool = False
+    recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False
 ) -> tuple[list[str], list[Row]]:
     """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: hours and money of the recipe's steps, not of an epoch."""
-    ranked, served = rank_devices(recipe, task, path=path, names=names, whole=whole), to_serve(recipe.model)
+    ranked, served = rank_devices(recipe, task, names=names, whole=whole), to_serve(recipe.model)
     return lines(ranked, served), rows(ranked, served)
 
 
-def lines(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -> list[str]:
+def lines(ranked: list[dict[str, Any]], served: list[list[Row]]) -> list[str]:
     """The ranking as a table, and for a decoder what serving it takes."""
-    from gradus.hardware.tables import table
-    from gradus.plan.show import duration, money, size
-
     per = ranked[0]["per"] if ranked else "epoch"
     header = ["device", "precision", "memory", "of", "", "a step", f"time per {per}", f"money per {per}", "low", "high", "--on DEVICE and"]
     body = []
     for one, precisions in _together(ranked):
-        fits = "fits" if one["fits"] else f"{size(one['missing'])} too much"
-        low, expected, high = "-", "no price" if one["fits"] else "-", "-"
+        fits, took, expected, (low, high) = f"{size(one['missing'])} too much", ("-", "-"), "-", ("-", "-")
+        if one["fits"]:
+            fits, took, expected = "fits", (duration(one["seconds"]), duration(one["hours"] * 3600)), "no price"
         if one["cost"] is not None:
             low, expected, high = (money(c, one["currency"]) for c in one["cost"])
-        took = (duration(one["seconds"]), duration(one["hours"] * 3600)) if one["fits"] else ("-", "-")
-        body.append([one["device"], precisions, size(one["memory"]), size(one["capacity"]), fits, *took, expected, low, high, one["layout"]])
-    answer = [
+        held = [size(one["memory"]), size(one["capacity"]), fits]
+        body.append([one["device"], precisions, *held, *took, expected, low, high, one["layout"]])
+    notes = dict.fromkeys(note for one in ranked for note in one["notes"])
+    return [
         "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first (expected price);",
-        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. --json: all of them",
+        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. "
+        "--json: all of them",
         "",
+        *table(header, body, {2, 3, 5, 6, 7, 8, 9}),
+        *(note_lines(list(notes)) or [""]),
+        *(_serving_lines(served) if served else []),
     ]
-    answer += table(header, body, {2, 3, 5, 6, 7, 8, 9})
-    answer += ["", *(f"note: {note}" for note in dict.fromkeys(note for one in ranked for note in one["notes"]))]
-    if served:
-        at = served[0][0].conditions
-        source = f" and {at['source_len']:,} of source" if "source_len" in at else ""
-        answer += ["", f"One device to serve it on, one sequence of {at['seq_len']:,} tokens{source}, before activations and framework:"]
-        body = []
-        for precision in served:
-            found = {row.name.removeprefix("serving/"): row for row in precision}
-            sizes = [f"{n / 1e9:.3g} GB" for n in (found["rule"].value, found["weights"].value, cache_of(found), found["total"].value)]
-            chosen = found["device"]
-            by_rule, fits = chosen.conditions["by_rule"], chosen.value if chosen.conditions["fits"] else "several"
-            body.append([chosen.conditions["precision"], sizes[0], by_rule.replace("none", "several"), *sizes[1:], fits])
-        answer += table(["precision", "rule of thumb: weights × 1.2", "least device", "weights", "cache", "with logits", "least device"], body, {1, 3, 4, 5})
-    return answer
+
+
+def _serving_lines(served: list[list[Row]]) -> list[str]:
+    at, body = served[0][0].conditions, []
+    source = f" and {at['source_len']:,} of source" if "source_len" in at else ""
+    for precision in served:
+        found = {row.name.removeprefix("serving/"): row for row in precision}
+        chosen, cache = found["device"], sum(found[k].value for k in ("kv_cache", "cross_cache") if k in found)
+        rule, *sizes = (f"{n / 1e9:.3g} GB" for n in (found["rule"].value, found["weights"].value, cache, found["total"].value))
+        by_rule, fits = chosen.conditions["by_rule"].replace("none", "several"), chosen.value if chosen.conditions["fits"] else "several"
+        body.append([chosen.conditions["precision"], rule, by_rule, *sizes, fits])
+    header = ["precision", "rule of thumb: weights × 1.2", "least device", "weights", "cache", "with logits", "least device"]
+    title = f"One device to serve it on, one sequence of {at['seq_len']:,} tokens{source}, before activations and framework:"
+    return ["", title, *table(header, body, {1, 3, 4, 5})]
 
 
 def _together(ranked: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -191,21 +167,19 @@ def _together(ranked: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     return list(found.values())
 
 
-def rows(ranked: list[dict[str, Any]], served: list[list[Row]] | None = None) -> list[Row]:
+def rows(ranked: list[dict[str, Any]], served: list[list[Row]]) -> list[Row]:
     """The same as rows: device/memory, device/step, device/hours, device/cost; and those of serving."""
     answer = []
     for one in ranked:
         at = {"device": one["device"], "precision": one["precision"], "layout": one["layout"]}
         given = {"memory": one["memory"], "capacity": one["capacity"]}
-        answer.append(figure("device/memory", one["memory"], "bytes", "reserved + framework", given, fits=one["fits"], **at))
+        answer.append(known_figure("device/memory", one["memory"], given, fits=one["fits"], **at))
         if not one["fits"]:
             continue
-        text = "the parts of gradus plan --on this device"
-        answer.append(figure("device/step", one["seconds"], "s", text, source="plan/step.py", fits=one["fits"], **at))
-        given, per = {"seconds": one["seconds"]}, one["per"]
-        answer.append(figure("device/hours", one["hours"], "h", "steps × seconds / 3600", given, per=per, fits=one["fits"], **at))
-        unit = SIGNS.get(one["currency"], one["currency"])
-        for case, cost in zip(("low", "expected", "high"), one["cost"] or ()):
+        per, unit = one["per"], SIGNS.get(one["currency"], one["currency"])
+        answer.append(known_figure("device/step", one["seconds"], {}, fits=True, **at))
+        answer.append(known_figure("device/hours", one["hours"], {"seconds": one["seconds"]}, per=per, fits=True, **at))
+        for case, cost in zip(CASES, one["cost"] or ()):
             given = {"hours": one["hours"]}
-            answer.append(figure("device/cost", cost, unit, "hours × price", given, case=case, per=per, date=one["date"], **at))
-    return [*answer, *itertools.chain.from_iterable(served or ())]
+            answer.append(known_figure("device/cost", cost, given, unit=unit, case=case, per=per, date=one["date"], **at))
+    return [*answer, *itertools.chain.from_iterable(served)]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any
 
+import yaml
+
 from gradus.rows import Row
+
+TEXTS = yaml.safe_load((importlib.resources.files("gradus.plan") / "figures.yaml").read_text(encoding="utf-8"))
 
 
 def figure(
@@ -14,3 +19,9 @@ def figure(
     """A predicted row. formula, inputs (name → number put in) and source are what `--explain` shows."""
     how = {"formula": formula, "inputs": inputs or {}, "source": source}
     return Row(name, value, unit, None, {"kind": "predicted", **conditions, "how": {k: v for k, v in how.items() if v}})
+
+
+def known_figure(name: str, value: float | str, inputs: dict[str, Any], **more: Any) -> Row:
+    """A figure whose unit, formula and source stand in figures.yaml, by its name or its group's. more: what does not, and conditions."""
+    known = TEXTS["figures"].get(name) or TEXTS["figures"][name.rpartition("/")[0]]
+    return figure(name, value, inputs=inputs, **{**known, **more})

@@ -35,3 +35,11 @@ def said_keys(overrides: Iterable[str]) -> frozenset[str]:
 def kind_of(on: str) -> str:
     """'8xA100-80GB' → 'A100-80GB'."""
     return re.sub(r"^\s*[0-9_,.eE+-]+\s*[x×*]\s*", "", on)
+
+
+def computed_in(layout: Layout) -> str:
+    """fp32, tf32, bf16 or fp16: what matrix products are computed in."""
+    numbers = layout.precision.removeprefix("pure_")
+    if layout.shard > 1 and layout.param_dtype:
+        numbers = layout.param_dtype
+    return "tf32" if numbers == "fp32" and layout.tf32 else numbers

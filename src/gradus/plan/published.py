@@ -11,8 +11,10 @@ from gradus.errors import UserError
 from gradus.plan.roofline import fitted
 
 EXPLAINED = (
-    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant utilisation (or",
-    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside (medians).",
+    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant "
+    "utilisation (or",
+    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside "
+    "(medians).",
     "Honest reading: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
 )
 
@@ -20,17 +22,21 @@ EXPLAINED = (
 def lines(path: str | None = None) -> Iterator[str]:
     """The kept tables. Raises UserError for a file, which is the benchmark's."""
     if path:
-        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: python benchmarks/groundtruth.py {path} scores it, --fit fits on it.")
+        instead = f"python benchmarks/groundtruth.py {path} scores it, --fit fits on it"
+        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: {instead}.")
     file = fitted()
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED
     for label in ("model", "source"):
         table = dict(file.get(f"without its {label}", {}))
         columns = table.pop("columns", [])
-        yield ""
-        yield f"{'each point, its ' + label + ' left out':34}" + "".join(f"{name:>9}" for name in columns)
-        for group, row in table.items():
-            cells = ("–" if v is None else f"{v:.0f}" if name in ("n", "models", "sources") else f"{v:.2f}" if name == "skill" else f"{100 * v:.1f}" for name, v in zip(columns, row))
-            yield f"{group:34}" + "".join(f"{cell:>9}" for cell in cells)
+        rows = {f"each point, its {label} left out": columns, **{group: map(_cell, columns, row) for group, row in table.items()}}
+        yield from ("", *(f"{head:34}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows.items()))
     yield ""
     yield from (f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1]))
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if column in ("n", "models", "sources") else f"{value:.2f}" if column == "skill" else f"{100 * value:.1f}"

@@ -14,13 +14,12 @@ from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.counts import sizes
-from gradus.plan.figures import figure
+from gradus.plan.figures import known_figure
+from gradus.plan.show import duration, rate, size
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-RULE = "a rule of thumb: P parameters of Q bits, and 20 % for all else"
-POPE = "Pope et al. 2022, section 2 and appendix A.1"
 ENCODERS = ("bert", "vit")
 LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
@@ -92,24 +91,16 @@ def serving(
     own, cross = cache_bytes(config, batch, length, source_len=use.source, precision=precision)
     part = math.gcd(_kv_heads(config), t)
     given = {**sizes(config), "batch": batch, "tokens": length, "k": _kv_heads(config), "bytes": BYTES[precision], "parts": part}
-
-    def bytes_of(name: str, value: float, formula: str, inputs: dict[str, Any], source: str = POPE, **more: str) -> Row:
-        return figure(f"serving/{name}", value, "bytes", formula, inputs, source, **more)
-
-    text = "2 · L · k · d · bytes / parts"
-    rows = [bytes_of("weights", weights / t, "P · Q / 8 / devices", {"P": total, "Q": use.bits, "devices": t})]
+    rows = [known_figure("serving/weights", weights / t, {"P": total, "Q": use.bits, "devices": t})]
     if config.family not in ENCODERS:
-        rows.append(bytes_of("kv_per_token", kv_per_token(config, precision) // part, text, given))
-        rows[-1].unit = "bytes/token"
-        rows.append(bytes_of("kv_cache", own // part, f"{text} · tokens · batch", given))
+        rows.append(known_figure("serving/kv_per_token", kv_per_token(config, precision) // part, given))
+        rows.append(known_figure("serving/kv_cache", own // part, given))
     if use.source:
-        text = f"{text} · source · batch: keys and values of the encoder's output"
-        rows.append(bytes_of("cross_cache", cross // part, text, {**given, "source": length}, "Raffel et al. 2020, section 2.1"))
-    text = "batch · classes · (bytes + 4): the scores of each row's last place, and their fp32 copy"
-    rows.append(bytes_of("logits", logits, text, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}, ""))
+        rows.append(known_figure("serving/cross_cache", cross // part, {**given, "source": length}))
+    rows.append(known_figure("serving/logits", logits, {"batch": batch, "classes": _scores(config), "bytes": BYTES[precision]}))
     parts = {row.name.partition("/")[2]: row.value for row in rows if row.unit == "bytes"}
     need = sum(parts.values())
-    rows.append(bytes_of("total", need, "sum of the parts", parts, "", without=LEFT_OUT))
+    rows.append(known_figure("serving/total", need, parts, without=LEFT_OUT))
     rows += [*_rule(use, total, own + cross), _device(weights + own + cross + logits, 1.2 * weights, precision)]
     if on is not None and need <= on.device.capacity:
         rows += _times(use, (own + cross) // part)
@@ -154,22 +145,18 @@ def _rule(use: Use, total: int, cache: int) -> list[Row]:
     holds = cache <= 0.2 * weights
     why = {} if holds else {"why": f"the cache alone is {cache / weights:.0%} of the weights: the rule knows neither batch nor length"}
     given = {"P": total, "Q": use.bits, "cache": cache, "20 % of the weights": 0.2 * weights}
-    rows = [figure("serving/rule", 1.2 * weights, "bytes", "P · 4 / (32 / Q) · 1.2", given, RULE, holds=holds, **why)]
+    rows = [known_figure("serving/rule", 1.2 * weights, given, holds=holds, **why)]
     if each:
-        text = "0.2 · weights / kv_per_token: tokens, over all rows, whose keys and values take up the 20 %"
-        given = {"weights": weights, "kv_per_token": each}
-        rows.append(figure("serving/rule_tokens", int(0.2 * weights / each), "tokens", text, given, RULE))
+        rows.append(known_figure("serving/rule_tokens", int(0.2 * weights / each), {"weights": weights, "kv_per_token": each}))
     return rows
 
 
 def least(need: float, numbers: str) -> list[Device]:
     """The GPUs that hold `need` bytes and compute in `numbers`, the least memory first; of equals the cheapest, then the fastest."""
 
-    def key(d: Device) -> tuple:
-        price = hardware.price(d)
-        return d.memory, price is None, price.expected if price else 0.0, -d.peaks[numbers]
-
-    return sorted((d for d in hardware.devices().values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need), key=key)
+    holds = [d for d in hardware.devices().values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need]
+    money = {d.name: price.expected if (price := hardware.price(d)) else math.inf for d in holds}
+    return sorted(holds, key=lambda d: (d.memory, money[d.name], -d.peaks[numbers]))
 
 
 def _device(need: float, rule: float, numbers: str) -> Row:
@@ -177,7 +164,7 @@ def _device(need: float, rule: float, numbers: str) -> Row:
     text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; of equals the cheapest"
     more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": LEFT_OUT}
     name = fits[0] if fits else "none: split it over several"
-    return figure("serving/device", name, "", text, {"total": need, "fits": fits}, "the hardware file", **more)
+    return known_figure("serving/device", name, {"total": need, "fits": fits}, formula=text, **more)
 
 
 # ---------------------------------------------------------------- time
@@ -239,10 +226,9 @@ def _times(use: Use, cache: int) -> list[Row]:
         if decoding and getattr(use.config, "n_experts", None):
             more["experts"] = "top_k read: rows of a batch that choose others read more"
         found = max(seconds["bandwidth"], seconds["operations"]) + sent
-        rows.append(figure(f"serving/{one.name}", found, "s/token" if decoding else "s", text, given, POPE, **more))
-    name, unit = ("tokens_per_s", "tokens/s") if decoding else ("samples_per_s", "samples/s")
-    given = {"batch": use.batch, "seconds": found}
-    return [*rows, figure(f"serving/{name}", use.batch / found, unit, f"batch / {one.name}", given, POPE, device=device.name)]
+        rows.append(known_figure(f"serving/{one.name}", found, given, formula=text, **more))
+    name, given = f"serving/{'tokens' if decoding else 'samples'}_per_s", {"batch": use.batch, "seconds": found}
+    return [*rows, known_figure(name, use.batch / found, given, device=device.name)]
 
 
 def _passes(use: Use) -> Iterator[Pass]:
@@ -270,8 +256,6 @@ def _passes(use: Use) -> Iterator[Pass]:
 
 def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = False) -> list[str]:
     """The rows of `serving` as a person reads them. images: what is put in are images."""
-    from gradus.plan.show import duration, rate, size
-
     found = {row.name.removeprefix("serving/"): row for row in rows}
     total, rule, device = found["total"], found["rule"], found["device"]
     c, need = total.conditions, total.value
@@ -279,9 +263,8 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
     parts = ", ".join(f"{text} {size(found[k].value)}" for k, text in named.items() if k in found)
     of, places = ("image", "patches") if images else ("sequence", "tokens")
     held = f"{c['batch']} {of}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {places}"
-    held += f" and {c['source_len']:,} of source" if c.get("source_len") else ""
-    parameters = rule.conditions["how"]["inputs"]["P"]
-    answer = [f"{name}, to use it: {parameters:,} parameters of {c['bits']} bits, {held} at a time"]
+    held += f" and {c['source_len']:,} of source" if "source_len" in c else ""
+    answer = [f"{name}, to use it: {rule.conditions['how']['inputs']['P']:,} parameters of {c['bits']} bits, {held} at a time"]
     if on is None:
         answer.append(f"memory    {size(need)}: {parts}")
     else:
@@ -291,31 +274,30 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
     single = f"{device.value} has the least memory of those that hold it (of equals the cheapest)"
     single = single if device.conditions["fits"] else "no single one holds it; --on 8xDEVICE splits it over eight"
-    answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")
     holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
+    answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")
     answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, a rule of thumb, {holds}{until}")
-    several = c.get("devices", 1) > 1
-    least, most = ("about", "about") if several else ("at least", "at most")
     if "kv_per_token" in found:
-        each = " on each device" * several
+        each = " on each device" * ("devices" in c)
         answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence{each}")
+    answer += [f"how fast  {line}" for line in _how_fast(found, c, on, images)]
+    return [*answer, f"not in it {c['without']}"]
+
+
+def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, images: bool) -> Iterator[str]:
+    least, most = ("about", "about") if "devices" in c else ("at least", "at most")
     if "decode_time" in found:
         decode, prefill = found["decode_time"], found["prefill_time"]
         what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
         prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens {least} {duration(prefill.value)}"
-        said = f"{prompt}, then a token{of_each} {least} {duration(decode.value)}"
-        answer.append(f"how fast  {said} (limit: {decode.conditions['limit']}): {most} {rate(found['tokens_per_s'].value)} tokens/s in all")
+        limit, speed = decode.conditions["limit"], rate(found["tokens_per_s"].value)
+        yield f"{prompt}, then a token{of_each} {least} {duration(decode.value)} (limit: {limit}): {most} {speed} tokens/s in all"
     elif "forward_time" in found:
         speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
-        answer.append(f"how fast  {least} {forward} a batch: {most} {speed} {'images' if images else 'samples'}/s")
+        yield f"{least} {forward} a batch: {most} {speed} {'images' if images else 'samples'}/s"
     elif on is None:
-        answer.append("how fast  say --on DEVICE")
-    return [*answer, f"not in it {c['without']}"]
-
-
-def cache_of(found: dict[str, Row]) -> float:
-    return sum(found[k].value for k in ("kv_cache", "cross_cache") if k in found)
+        yield "say --on DEVICE"
 
 
 # ---------------------------------------------------------------- compute-optimal sizes
@@ -330,21 +312,16 @@ def optimal(*, parameters: float | None = None, tokens: float | None = None) -> 
     """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits,
     for the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of
     the fits' data and tokenizer."""
-    rows = []
+    rows: list[Row] = []
     for fit, ((e, a, b, alpha, beta), source) in FITS.items():
         g, all_of = (alpha * a / (beta * b)) ** (1 / (alpha + beta)), alpha + beta
         product = (parameters / g) ** (all_of / beta) if parameters else (tokens * g) ** (all_of / alpha)  # N · D
         n = g * product ** (beta / all_of)
         d = product / n
         given = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g, **({"N": parameters} if parameters else {"D": tokens})}
-        for name, found, unit, formula in (
-            ("parameters", n, "parameters", "G · (C/6)^(β/(α+β))"),
-            ("tokens", d, "tokens", "(C/6) / N"),
-            ("flops", 6 * n * d, "FLOP", "6·N·D"),
-            ("tokens_per_parameter", d / n, "tokens/parameter", "D / N"),
-            ("loss", e + a / n**alpha + b / d**beta, "nats/token", "E + A/N^α + B/D^β"),
-        ):
-            rows.append(figure(f"optimal/{name}", found, unit, formula, given, source, fit=fit))
+        loss = e + a / n**alpha + b / d**beta
+        found = {"parameters": n, "tokens": d, "flops": 6 * n * d, "tokens_per_parameter": d / n, "loss": loss}
+        rows += [known_figure(f"optimal/{name}", value, given, source=source, fit=fit) for name, value in found.items()]
     return rows
 
 

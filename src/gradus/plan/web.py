@@ -29,7 +29,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -46,9 +46,7 @@ from gradus.plan.workers import Fault, Workers
 from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
-
-if TYPE_CHECKING:
-    from gradus.rows import Row
+from gradus.rows import Row
 
 # The layout's keys in the form, those that matter most first; what they may be comes from the schema.
 LAYOUT = {
@@ -89,11 +87,9 @@ def request_of(body: Any, started: Request | None) -> Request:
     try:
         asked = Asked.model_validate(body)
     except ValidationError as e:
-        key = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT]
-        if key in Asked.model_fields:
-            raise UserError(f"{Asked.model_fields[key].description}.") from None
-        unknown = f"{key}: unknown key of the request.{did_you_mean(key, Asked.model_fields)}"
-        raise UserError(unknown if key else "the request: expected a JSON object.") from None
+        key, fields = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT], Asked.model_fields
+        unknown = f"{key}: unknown key of the request.{did_you_mean(key, fields)}" if key else "the request: expected a JSON object."
+        raise UserError(f"{fields[key].description}." if key in fields else unknown) from None
     known = [*recipes.names(), *PRESETS, *ALIASES]
     if asked.recipe not in known and not (started and asked.recipe == started.recipe):
         own = f"Your own recipe: start gradus plan {shlex.quote(asked.recipe)} --web"
@@ -118,11 +114,9 @@ def _names_no_file(override: str) -> None:
 def command(request: Request, *more: str) -> str:
     """What to type for the same plan."""
     words = ["gradus", "plan", request.recipe]
-    words += ["--json_file", request.json_file] if request.json_file else []
-    words += ["--on", request.on] if request.on else []
-    for flag in ("tokens", "days"):
+    for flag in ("json_file", "on", "tokens", "days"):
         value = getattr(request, flag)
-        words += [f"--{flag}", f"{value:.12g}"] if value is not None else []
+        words += [f"--{flag}", value if isinstance(value, str) else f"{value:.12g}"] if value else []
     return shlex.join([*words, *more, *request.overrides])
 
 
@@ -141,15 +135,16 @@ def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any
 
 def options(started: Request | None) -> dict[str, Any]:
     """What the form offers, from the schema, the library and the hardware file."""
-    families = dict.fromkeys(fields["family"] for fields in PRESETS.values())
-    keys = []
+    keys, presets = [], {}
     for name, label in LAYOUT.items():
         kind = alternatives(Layout.model_fields[name].annotation)[0]
         choices = ["true", "false"] if kind is bool else [str(c) for c in get_args(kind)] or None
         keys.append({"key": f"layout.{name}", "label": label, "choices": choices, "main": len(keys) < MAIN_KEYS})
+    for name, fields in PRESETS.items():
+        presets.setdefault(fields["family"], []).append(name)
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
-        "presets": {family: [name for name, fields in PRESETS.items() if fields["family"] == family] for family in families},
+        "presets": presets,
         "devices": list(hardware.devices()),
         "layout": keys,
         "start": dataclasses.asdict(started) if started else None,
@@ -164,14 +159,14 @@ def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[
     lines, rows = search(request)
     device = kind_of(request.on or "")
     ranked: dict[int, dict[str, Any]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.conditions["rank"]):
         c = row.conditions
         best = c.get("best") or []
         why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
         entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why}
         entry["cells"] = {"devices": f"{c['devices']:,}"}
         ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name].format_map(c)] = value_text(row)
-    found = [ranked[rank] for rank in sorted(ranked)]
+    found = list(ranked.values())
     until = 1 if any(x["best"] for x in found) else lines.index("") if "" in lines else None  # where nothing fits: what would
     return {"layouts": found, "summary": lines[:until], "command": command(request, "--search")}
 
@@ -200,13 +195,13 @@ class Server(ThreadingHTTPServer):
         with self.one:  # tracing has one process-wide fake world
             return None if gone() else function(argument)
 
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
+    def verify_request(self, request: socket.socket, client_address: Any) -> bool:
         if self.connections.acquire(blocking=False):
-            return super().process_request(request, client_address)
+            return True
         with contextlib.suppress(OSError):
             request.settimeout(1)
             request.sendall(b"HTTP/1.0 503 Too many connections\r\n\r\n")
-        return self.shutdown_request(request)
+        return False
 
     def process_request_thread(self, request: socket.socket, client_address: Any) -> None:
         try:
@@ -255,7 +250,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self._from_here():
             return
         if path == "/":
-            self._send(200, self.server.page, "text/html; charset=utf-8", {"Content-Security-Policy": _policy(self.server.page)})
+            self._send(200, self.server.page, "text/html; charset=utf-8", **{"Content-Security-Policy": _policy(self.server.page)})
         elif path == "/api/options":
             self._answer(lambda: options(self.server.started))
         elif path == "/favicon.ico":
@@ -307,25 +302,25 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, make: Callable[[], dict[str, Any] | None]) -> None:
         """make: None where the form has moved on while this one waited."""
         try:
-            found, status = make(), 200
+            found = make()
         except UserError as e:
-            found, status = {"error": str(e)}, 400
+            return self._refuse(400, str(e))
         except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
             if not isinstance(e, Fault):
                 traceback.print_exc()
             why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
-            found, status = {"error": f"the plan failed ({why}). The terminal that serves this page has the trace."}, 500
+            return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the trace.")
         if found is not None:
-            self._send(status, json.dumps(found).encode(), "application/json")
+            self._send(200, json.dumps(found).encode())
 
     def _refuse(self, status: int, text: str) -> None:
-        self._send(status, json.dumps({"error": text}).encode(), "application/json")
+        self._send(status, json.dumps({"error": text}).encode())
 
-    def _send(self, status: int, body: bytes, kind: str, more: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, body: bytes, kind: str = "application/json", **more: str) -> None:
         always = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         try:
             self.send_response(status)
-            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **always, **(more or {})}.items():
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **always, **more}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
