@@ -13,7 +13,7 @@ import heapq
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,6 @@ class Candidate:
     money: float | None = None  # of a step
     run: float | None = None  # seconds of the whole run, where its length is known
     reason: str = ""  # why it loses
-    rough: float = 0.0  # seconds, by its sketch
 
     @property
     def fits(self) -> bool:
@@ -308,20 +307,21 @@ class Space:
         return c
 
 
-def contest(space: Space) -> Iterator[Candidate]:
+def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
     """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order; those that the engine
-    finds too large come between. Where nothing leaves the head room, what fits."""
+    finds too large come between. Where nothing leaves the head room, what fits. enough: whether one of so many seconds, roughly, is too late."""
     capacity = space.cluster.device.capacity
     for limit in (HEADROOM * capacity, capacity):
         space.limit, taken = limit, set()
         for found in space.walk():
             if found.way in taken:
                 continue
+            if enough(found.seconds):
+                return
             try:
                 c = space.price(found.layout)
             except UserError:  # it cannot be traced
                 continue
-            c.rough = found.seconds
             if c.needed <= limit:
                 taken.add(found.way)
             else:
@@ -344,10 +344,9 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         space.tried = kept["tried"]
         good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
         return good, [dataclasses.replace(c, time=None) for c in large]
+    enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
     with collecting():
-        for c in contest(space):
-            if (len(good) >= most and c.rough > SURE * good[0].seconds) or len(good) == MOST:
-                break
+        for c in contest(space, enough):
             (good if c.time else large).append(c)
             good.sort(key=lambda c: c.order)
     if not good and not large:
