@@ -8,6 +8,8 @@ import sys
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from gradus import models
 from gradus.errors import UserError
@@ -128,3 +130,14 @@ def test_mistakes():
 def test_presets_need_no_torch():
     code = "import sys; from gradus.recipe.presets import config_of; config_of('gpt2'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_module_that_is_made_meanwhile_keeps_its_initial_values():
+    """Of a model without memory PyTorch's own are not drawn; of another thread's modules they are."""
+    own = nn.Linear.reset_parameters
+    with models._undrawn():
+        torch.manual_seed(0)
+        meanwhile = nn.Linear(3, 2)
+        assert nn.Linear(3, 2, device="meta").weight.is_meta
+    torch.manual_seed(0)
+    assert torch.equal(meanwhile.weight, nn.Linear(3, 2).weight) and nn.Linear.reset_parameters is own

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +55,19 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: 
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """PyTorch's own initial values are not drawn: the family's are, once there is memory (`values.drawn`)."""
+    """PyTorch's own initial values are not drawn where there is no memory: the family's are, later (`values.drawn`).
+    Modules that another thread makes meanwhile, with memory, are not touched."""
+    from unittest import mock
+
     from torch import nn
 
-    kinds = nn.Linear, nn.Embedding
-    draws = [kind.reset_parameters for kind in kinds]
-    for kind in kinds:
-        kind.reset_parameters = lambda module: None
-    try:
+    def unless_meta(draw: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        return lambda module: None if module.weight.is_meta else draw(module)
+
+    with ExitStack() as stack:
+        for kind in (nn.Linear, nn.Embedding):
+            stack.enter_context(mock.patch.object(kind, "reset_parameters", unless_meta(kind.reset_parameters)))
         yield
-    finally:
-        for kind, draw in zip(kinds, draws):
-            kind.reset_parameters = draw
 
 
 def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
