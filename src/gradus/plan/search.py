@@ -43,7 +43,7 @@ SPLIT = {  # what the search decides; all else of the layout stays as the recipe
     "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages", "context", "context_method", "expert", "local_sgd", "diloco",
     "bucket_mb", "compress", "transport",
 }  # fmt: skip
-LONG = 1024  # tokens of a sample that is sketched alone for micro-batches of any size
+LONG = 2048  # tokens of a sample that is sketched alone for micro-batches of any size
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: fragmentation and longer samples come in weeks of running
 SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
