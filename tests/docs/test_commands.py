@@ -49,6 +49,7 @@ RECIPE = f"copy-task {TINY['copy-task']}"
 STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus predict RUN\b", "gradus predict runs/classes"),
     (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
+    (r"^gradus report runs/one runs/bf16 runs/two --to report --notes notes.md", "gradus report runs/copy runs/stopped --to out --notes notes.md"),
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
     (r"\b(RUN)\.\.\.", "runs/copy runs/stopped"),
     (r"log\.dir=RUN\b", "log.dir=runs/new"),
@@ -154,6 +155,7 @@ def workplace(tmp_path_factory) -> Path:
     words = ["Once upon a time the old king rode home", "a fine film about a small dog", "rain fell on the quiet town", "nobody knew the answer"]
     text = "\n".join(f"{words[i % 4]} and {words[(i * 7 + 1) % 4]} {i} times." + "\n" * (i % 10 == 9) for i in range(400))
     (folder / "lines.txt").write_text("a fine film\na slow one\n")
+    (folder / "notes.md").write_text("# What I saw\n\nOne is shorter.\n")
     (folder / "reviews.csv").write_text("review,label\n" + "".join(f"{words[i % 4]},{'good' if i % 2 else 'bad'}\n" for i in range(40)))
     for name in ("input.txt", "corpus.txt"):
         (folder / name).write_text(text)

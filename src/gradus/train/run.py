@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,8 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
     if not session.mesh.world.first:
         return
     if start.before is None:
-        write_json(folder / "environment.json", environment(session.device))
+        command = shlex.join(["gradus", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else None
+        write_json(folder / "environment.json", environment(session.device) | ({"command": command} if command else {}))
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     elif extended:
         (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run

@@ -1,0 +1,95 @@
+"""What a report is made of, whether it becomes a page or a PDF."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from gradus.errors import need
+
+Inline = list[tuple[str, str]]  # (plain, strong, emphasis or code; text)
+
+
+@dataclasses.dataclass
+class Heading:
+    level: int
+    text: str
+
+
+@dataclasses.dataclass
+class Text:
+    parts: Inline
+    item: bool = False  # of a list
+
+
+@dataclasses.dataclass
+class Table:
+    """rows: the first cell of each names it. words: the others are no numbers."""
+
+    head: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+    words: bool = False
+
+
+@dataclasses.dataclass
+class Figure:
+    svg: str
+    caption: str
+
+
+@dataclasses.dataclass
+class Code:
+    title: str
+    text: str
+
+
+Block = Heading | Text | Table | Figure | Code
+
+
+def plain(text: str) -> Text:
+    return Text([("plain", text)])
+
+
+def from_markdown(text: str) -> Iterator[Block]:
+    """Headings (from the third level on), paragraphs, lists, tables and code of a text; HTML in it is text."""
+    parser = (
+        need("markdown_it", "report", "notes in Markdown").MarkdownIt("commonmark", {"html": False}).enable("table")
+    )
+    kind, level, depth = "", 0, 0
+    rows: list[list[str]] = []
+    for token in parser.parse(text):
+        if token.type in ("fence", "code_block"):
+            yield Code(token.info.strip(), token.content.rstrip("\n"))
+        elif token.type in ("bullet_list_open", "ordered_list_open", "bullet_list_close", "ordered_list_close"):
+            depth += token.nesting
+        elif token.type == "table_close":
+            yield Table(rows[0], rows[1:], words=True)
+        elif token.type in ("table_open", "tr_open"):
+            rows = [*rows, []] if token.type == "tr_open" else []
+        elif token.nesting == 1:
+            kind, level = token.type, token.markup.count("#")
+        elif token.type == "inline":
+            parts = list(_inline(token.children))
+            if kind == "heading_open":
+                yield Heading(min(6, 2 + max(1, level)), "".join(text for _, text in parts))
+            elif kind in ("th_open", "td_open"):
+                rows[-1].append("".join(text for _, text in parts))
+            else:
+                yield Text(parts, depth > 0)
+
+
+def _inline(tokens: list[Any]) -> Iterator[tuple[str, str]]:
+    kind = "plain"
+    for token in tokens:
+        if token.type in ("strong_open", "em_open"):
+            kind = {"strong_open": "strong", "em_open": "emphasis"}[token.type]
+        elif token.type in ("strong_close", "em_close"):
+            kind = "plain"
+        elif token.type == "code_inline":
+            yield "code", token.content
+        elif token.type in ("softbreak", "hardbreak"):
+            yield "plain", " "
+        elif token.content:
+            yield kind, token.content
