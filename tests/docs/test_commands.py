@@ -23,6 +23,7 @@ import pytest
 from gradus import models
 from gradus.cli import main
 from gradus.data import tokenizers
+from gradus.proof import calibrate
 from gradus.recipe.schema import BertConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,11 +92,12 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"step_time\.py --threads 1 --out \S+", "step_time.py --threads 1 --families gpt --precisions fp32 --checkpointing none --repeat 1 --seconds 1"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
-    (r"--kills 200", "--kills 2"),
+    (r"--kills 200", "--kills 1"),
     (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),
     (r"--steps 200 --to \S+", "--steps 8 --results ."),
     (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
 ]
+FEW_POINTS = {"SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15), "REPEAT": 5}  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
@@ -228,6 +230,9 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
         pytest.skip(f"no {launcher} on PATH")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each
+    if re.search(r"calibrate|--on this|step_time", command):
+        for name, value in FEW_POINTS.items():
+            monkeypatch.setattr(calibrate, name, value)
     if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
         assert main(["calibrate", "--seconds", "30", "--threads", "1"]) == 0
     shutil.rmtree("out", ignore_errors=True)

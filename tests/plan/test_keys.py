@@ -9,7 +9,7 @@ import re
 import pytest
 
 from gradus.errors import UserError
-from gradus.hardware import Cluster, cluster, devices
+from gradus.hardware import Cluster, cluster
 from gradus.plan.answer import Answer, Request, answer, asked, pinned
 from gradus.plan.keys import kind_of, layout_keys, said_keys
 from gradus.plan.search import Found, best_layout, search
@@ -152,8 +152,6 @@ def test_presets_layouts_paste_back_on_all_kinds():
 
 @pytest.mark.slow
 def test_every_row_of_a_presets_search_pastes_back():
-    assert all(devices()[kind_of(on)] for on in ("8xA100-80GB", "8xV100-32GB"))
-    for preset, on in (("t5-base", "8xV100-32GB"), ("llama2-7b", "8xA100-80GB")):
-        request = Request(preset, (), on)
-        recipe, _, hardware, *_ = asked(request, [])
-        assert holds(search(recipe, Cluster(hardware.device, 8)), request)
+    request = Request("t5-base", (), "8xV100-32GB")
+    recipe, _, hardware, *_ = asked(request, [])
+    assert holds(search(recipe, Cluster(hardware.device, 8)), request)
