@@ -55,6 +55,7 @@ def fit(found: list[points.Point], date: str) -> None:
         file[f"without its {label}"] = {"columns": COLUMNS} | {
             name: [v if v is None or k in ("n", "models", "sources") else round(v, 3) for k, v in ((k, row[k]) for k in COLUMNS)] for name, row in table.items()}
         print(f"each point's {label} left out\n" + "\n".join(study.lines(table)))
+    file["sample"] = study.sample(found)
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
 
 

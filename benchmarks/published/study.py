@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,18 @@ def read(points: Iterable[Point]) -> tuple[list[Case], dict[str, list[Point]]]:
 
 
 # ---------------------------------------------------------------- one point
+
+
+def sample(points: Sequence[Point], every: int = 25) -> list[float | None]:
+    """What is predicted of some of the points with the committed parameters (None: not covered): kept beside the tables, to tell whether a
+    change of the code asks for a new fit."""
+    out: list[float | None] = []
+    for point in points[::every]:
+        try:
+            out.append(float(f"{predicted(case(point)):.5g}"))
+        except NotCovered:
+            out.append(None)
+    return out
 
 
 def committed(entry: str) -> dict[str, float]:

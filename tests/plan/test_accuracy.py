@@ -295,11 +295,11 @@ def test_all_26_counts_are_exact(points):
 
 @pytest.mark.slow
 @pytest.mark.shared_data
-def test_the_kept_table_is_this_codes(points):
-    cases, reasons = study.read(points)
-    assert len(cases) + sum(map(len, reasons.values())) == len(points)
-    of = study.Study(cases)
-    for label in ("model", "source"):
-        table = roofline.fitted()[f"without its {label}"]
-        for name, row in study.grouped(of.results(label)).items():
-            assert row["mean"] == pytest.approx(dict(zip(table["columns"], table[name]))["mean"], abs=0.01), name
+def test_the_kept_tables_are_this_codes(points):
+    """Of a sample: all points take many minutes (`python benchmarks/groundtruth.py POINTS.json --leave-out source`). Where this fails, the
+    parameters and the tables are to be made anew with --fit."""
+    kept = roofline.fitted()["sample"]
+    now = study.sample(points)
+    assert len(kept) == len(now) > 30 and [v is None for v in kept] == [v is None for v in now]
+    wrong = [(points[25 * i]["id"], a, b) for i, (a, b) in enumerate(zip(kept, now)) if a is not None and b != pytest.approx(a, rel=0.003)]
+    assert not wrong
