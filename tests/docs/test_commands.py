@@ -94,7 +94,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
     (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),
-    (r"--steps 200 --to \S+", "--steps 8 --results ."),
+    (r"--steps 200 --to \S+", "--steps 30 --results ."),
     (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
 ]
 FEW_POINTS = {"SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15), "REPEAT": 5}  # of a calibration
