@@ -76,7 +76,7 @@ def compared(found: Sequence[Run]) -> Iterator[Table]:
         speed.append([run.name, how, layout.precision, cell(run.processes), cell(s.get("steps")), *map(cell, cells)])
         losses = [s.get("train_loss"), *(s.get("metrics", {}).get(name) for name in metrics)]
         quality.append([run.name, cell(s.get("epoch")), cell(s.get("samples")), *map(cell, losses)])
-    caption = "Time and samples/s are those of training, without evaluation and checkpoints"
+    caption = "Time and samples/s are those of training, from the first step on, without evaluation and checkpoints"
     caption += f"; speed-up and efficiency are against {base.name}." if base and len(found) > 1 else "."
     head = ["run", "layout", "precision", "processes", "steps", "time", "samples/s", "speed-up", "efficiency"]
     yield Table(head, speed, caption)
@@ -113,7 +113,11 @@ def appendix(run: Run) -> Iterator[Block]:
     yield Heading(3, run.name)
     yield Table(
         ["machine", ""],
-        [[key.replace("_", " "), told(key, run.environment[key])] for key in KEPT if run.environment.get(key)],
+        [
+            [key.removesuffix("_bytes").replace("_", " "), told(key, run.environment[key])]
+            for key in KEPT
+            if run.environment.get(key)
+        ],
         words=True,
     )
     if command := run.environment.get("command"):
