@@ -33,7 +33,7 @@ RIGHT = (
 
 SMALL = (
     "recipe/bomb/*", "recipe/mapping-bomb/*", "recipe/deep-lists/*", "recipe-file/'fifo.yaml'/*", "json_file/deep", "config/rope", "config/type",
-    "data/label-3e9.csv/*", "data/label-huge.csv/*", "text/'fifo.txt'/*", "tokenizer.json/added-id/*", "tokenizer.json/vocab-size/*", "tokenizer.json/vocab-id/*",
+    "data/label-3e9.csv/*", "data/label-huge.csv/*", "data/surrogate.jsonl/*", "option/launch slurm --time=999*", "text/'fifo.txt'/*", "tokenizer.json/added-id/*", "tokenizer.json/vocab-size/*", "tokenizer.json/vocab-id/*",
     "tokenizer/spiece.model*", "GRADUS_HARDWARE/fifo", "override/'model.n_layers=99999999999'/*", "override/'model.d_model=1e18*", "override/'layout.threads=1e8'/*",
     "words/*--sweep*", "words/*nan*", "words/*1e200*", "words/*--processes 0*", "page/bracket", "page/a byte at a time", "page/override 'model.n_layers*",
 )  # fmt: skip

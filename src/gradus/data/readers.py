@@ -151,6 +151,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
     for row, line in enumerate(filter(str.strip, whole_lines(path)), 1):
         try:
             record = json.loads(line)
+            if "\\ud" in line or "\\uD" in line:
+                json.dumps(record, ensure_ascii=False).encode()  # half a character (a lone surrogate) is a ValueError
         except (ValueError, RecursionError) as e:
             record, why = None, f"is not valid JSON ({str(e).split(';')[0]})"
         else:

@@ -61,7 +61,7 @@ def _gpu(text: str) -> tuple[str | None, int]:
     name, _, number = text.partition(":")
     if name not in GPUS:
         raise UserError(f"--gpu={text}: Modal has no {name}.{did_you_mean(name, GPUS)}")
-    if number and (not number.isdigit() or not 1 <= int(number) <= 8 or name == "none"):
+    if number and (number not in [*"12345678"] or name == "none"):
         raise UserError(f"--gpu={text}: give TYPE or TYPE:N with N from 1 to 8, e.g. A100:2, or none.")
     return (None if name == "none" else text), int(number or 1)
 

@@ -26,7 +26,7 @@ ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
     "TIMEOUT",
 }  # fmt: skip
-TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+TIME = re.compile(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
 TAIL = 10  # lines
 
 
@@ -221,7 +221,7 @@ def _directive(option: str, value: str) -> str:
 
 
 def _gpus(args: Namespace) -> int:
-    found = re.fullmatch(r"(?:[\w.-]+:)?(\d+)", args.gpus)
+    found = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,6})", args.gpus)
     if not found:
         raise UserError(f"--gpus={args.gpus}: give a number of GPUs a node, or TYPE:NUMBER, e.g. 4 or a100:4.")
     return int(found[1])
