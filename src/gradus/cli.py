@@ -212,6 +212,16 @@ def _measuring(verb: Verb) -> None:
     add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
+    text = "a table of any configurations: planned, measured, accuracy"
+    add = verb("study", lambda a: room("proof.study_file").study(a), text, "overrides").add_argument
+    add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")
+    add("overrides", nargs="*", metavar="key=value", help="keys of every recipe")
+    add("--only", metavar="TEXT,...", help="only what has one of these in its name, and what that is compared with")
+    add("--rounds", **whole(10**6), help="instead of the file's")
+    add("--steps", **whole(limits.STEPS), help="instead of the file's: steps that are timed in a round")
+    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped goes on there")
+    add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
+    add("--json", **FLAG, help="the rows as JSON lines")
     run, text = lambda a: room("measure.machine").env(a), "the machine as found, with a word on each figure"
     add = verb("env", run, text, "").add_argument
     add("--json", **FLAG, help="as JSON")

@@ -1,0 +1,142 @@
+"""`gradus study FILE`: compare any configurations, as a YAML file says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradus import files, limits
+from gradus.errors import UserError, did_you_mean
+from gradus.proof import results
+from gradus.proof.study import RUNNERS, Configuration, Study, run, steady
+from gradus.train import resolve
+
+Count = Annotated[int, Field(ge=1, le=limits.STEPS)]
+
+
+class Settings(BaseModel):
+    """Of one configuration, of all that have a name on an axis, or of the whole study. `set` is added to what stands further out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    recipe: str | None = Field(None, description="a packaged recipe, a file beside this one, or a run folder")
+    set: list[str] = Field([], description="key=value, as after gradus train RECIPE")
+    runner: str | None = Field(None, description="steps (default), loader, train, or FILE.py:FUNCTION beside this file")
+    processes: Annotated[int, Field(ge=1, le=limits.PROCESSES)] | None = Field(None, description="how many (default 1)")
+    options: dict[str, Any] = Field({}, description="for a runner of one's own")
+
+
+class StudyFile(Settings):
+    configurations: dict[str, Settings | None] = Field({}, description="name: settings")
+    grid: dict[str, dict[str, Settings | None]] = Field({}, description="axis: {name: settings}; every combination is a configuration")
+    steps: Count = Field(10, description="steps that are timed in a round")
+    warm_up: Annotated[int, Field(ge=0, le=limits.STEPS)] = Field(3, description="steps before them")
+    rounds: Count = Field(3, description="rounds, each with every configuration")
+    seeds: list[int] = Field([], description="of whole trainings: one round for each")
+    against: str | None = Field(None, description="the name that ratios are against (default: the first)")
+    plan: bool = Field(True, description="also say before what each will take")
+    columns: list[str] = Field([], description="rows to show (default: all that are known)")
+    note: str = Field("", description="a line below the table")
+
+
+def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps: int | None = None) -> tuple[Study, StudyFile]:
+    """The study in a file. more: overrides of every recipe. Raises UserError."""
+    found = limits.parse_yaml(limits.read_text(path, limits.RECIPE_FILE), path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected keys: configurations or grid, and {', '.join(StudyFile.model_fields)}.")
+    try:
+        told = StudyFile.model_validate(found)
+    except ValidationError as e:
+        raise UserError("\n".join(f"{path}: {_wrong(error)}" for error in e.errors())) from None
+    if bool(told.configurations) == bool(told.grid):
+        raise UserError(f"{path}: give configurations or grid{', not both' if told.grid else ''}.")
+    axes = told.grid or {"configuration": told.configurations}
+    names = [name for axis in axes.values() for name in axis]
+    if told.against is not None and told.against not in names:
+        raise UserError(f"{path}: against={told.against}: no such name.{did_you_mean(told.against, names)}")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"{path}: {twice[0]} is a name on two axes. Give each its own.")
+    made = [
+        _configuration(path, told, dict(zip(axes, cell)), [axes[axis][name] for axis, name in zip(axes, cell)], more)
+        for cell in itertools.product(*axes.values())
+    ]
+    if told.seeds and any(c.runner != "train" for c in made):
+        raise UserError(f"{path}: seeds are of whole trainings. Set runner: train, or rounds instead of seeds.")
+    if told.rounds and not told.seeds and all(c.runner == "train" for c in made):
+        told.rounds = rounds or (told.rounds if "rounds" in told.model_fields_set else 1)
+    study = Study(path.stem, made, steps or told.steps, told.warm_up, rounds or told.rounds, told.seeds, told.against, told.plan)
+    return study, told
+
+
+def _wrong(error: Any) -> str:
+    """One of pydantic's errors in a line."""
+    place, key = ".".join(map(str, error["loc"])), str(error["loc"][-1])
+    if error["type"] == "extra_forbidden":
+        known = StudyFile.model_fields if len(error["loc"]) == 1 else Settings.model_fields
+        return f"{place}: unknown key." + (did_you_mean(key, known) or f" Known: {', '.join(known)}.")
+    field = StudyFile.model_fields.get(str(error["loc"][0]))
+    return f"{place}: {error['msg'][:1].lower()}{error['msg'][1:]}" + (f" ({field.description})" if field else "")
+
+
+def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Sequence[Settings | None], more: Sequence[str]) -> Configuration:
+    levels = [told, *(cell or Settings() for cell in cells)]  # the further in, the more it counts
+
+    def last(key: str, default: Any = None) -> Any:
+        return next((value for level in reversed(levels) if (value := getattr(level, key)) is not None), default)
+
+    name, runner, processes, recipe = " · ".join(at.values()), last("runner", "steps"), last("processes", 1), last("recipe")
+    options = {k: v for level in levels for k, v in level.options.items()}
+    if runner not in (*RUNNERS, "train"):
+        file, _, function = runner.rpartition(":")
+        if not (path.parent / file).is_file() or not function.isidentifier():
+            known = f"{', '.join(RUNNERS)}, train, or FILE.py:FUNCTION of a file beside it"
+            raise UserError(f"{path}: {name}: runner={runner}: no such runner. Known: {known}.")
+        runner = f"{(path.parent / file).resolve()}:{function}"
+    elif recipe is None:
+        raise UserError(f"{path}: {name}: no recipe. Name one, for all or for this one.")
+    elif options:
+        raise UserError(f"{path}: {name}: options are for a runner of one's own; {runner} has none. Use set.")
+    loaded = None
+    if recipe is not None:
+        beside = path.parent / recipe
+        words = [word for level in levels for word in level.set]
+        try:
+            loaded = steady(resolve.load(str(beside) if beside.is_file() else recipe, [*words, *more])[0], processes)
+        except UserError as e:
+            raise UserError(f"{path}: {name}: {e}") from None
+    elif any(level.set for level in levels):
+        raise UserError(f"{path}: {name}: set is of a recipe, and there is none. Name one, or use options.")
+    return Configuration(name, loaded, at, runner, processes, options)
+
+
+def study(args: Any) -> Iterator[str]:
+    """The verb. Yields what is printed."""
+    path = Path(args.file)
+    made, told = load(path, args.overrides, args.rounds, args.steps)
+    folder = Path(args.to or Path("studies") / made.name)
+    lines: list[str] = []
+    rows = run(made, folder, lines.append if args.json else lambda line: print(line, flush=True), args.only.split(",") if args.only else ())
+    if args.json:
+        yield from (row.json() for row in rows)
+        return
+    records = [json.loads(row.json()) for row in rows]
+    yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
+    yield f"rows: {folder / 'rows.jsonl'}"
+    if args.page:
+        fill(Path(args.page), made.name, [*results.markdown(records, told.columns), *(["", told.note] if told.note else [])])
+        yield f"table: {args.page}"
+
+
+def fill(page: Path, mark: str, lines: list[str]) -> None:
+    """Put a table into a page, between `<!-- MARK -->` and `<!-- end of MARK -->`. Raises UserError for a page without the marks."""
+    text = limits.read_text(page, limits.RECIPE_FILE)
+    before, found, rest = text.partition(f"<!-- {mark} -->\n")
+    _, ended, after = rest.partition(f"<!-- end of {mark} -->\n")
+    if not (found and ended):
+        raise UserError(f"{page}: has no lines <!-- {mark} --> and <!-- end of {mark} -->. Put them where the table belongs.")
+    files.write_text(page, before + found + "\n".join(lines) + "\n" + ended + after)
