@@ -211,7 +211,7 @@ def _measuring(verb: Verb) -> None:
     add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
     add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    add("--to", metavar="DIR", help="folder for rows, plot and runs (default: scale/RECIPE/TIME)")
+    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped goes on there")
     text = "a table of any configurations: planned, measured, accuracy"
     add = verb("study", lambda a: room("proof.study_file").study(a), text, "overrides").add_argument
     add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")
@@ -435,12 +435,9 @@ def evaluate(args) -> Iterable[str]:
     return (f"{name:26} {value:.4f}" for name, value in metrics.items())
 
 
-def scale(args) -> int:
-    from gradus.measure.scaling import scale as run
-    from gradus.proof.prove import Scaled
-
+def scale(args) -> Iterable[str]:
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
-    return run(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args, Scaled(args.force))
+    return room("proof.scale").scale(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
 from gradus.plan.workers import Fault
 from gradus.proof.measured import memory_of_step
-from gradus.proof.pairs import LABELS, Pair, errors_table, pairs, table
+from gradus.proof.pairs import errors_table, pairs, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
-from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.run import Plan
-from gradus.train.session import Session, open_for
+from gradus.train.session import Session
 
 SETTLED = 5  # steps of a start whose times are kept apart from those of the others
 TIMED = 4096  # latest marks of the time that are kept: on a CPU one a step
@@ -202,49 +201,6 @@ def write(path: Path, rows: list[Row]) -> None:
 def why_not(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0][:200]
     return text if isinstance(error, UserError | Fault | TimeoutError | EOFError) else f"{type(error).__name__}: {text}"
-
-
-class Scaled:
-    """Goes with `gradus scale`: a plan for every number of processes (measure.scaling.measure)."""
-
-    def __init__(self, force: bool = False):
-        self.force = force
-        self.rows: list[Row] = []
-
-    def before(self, by_processes: dict[int, Recipe], say: Callable[[str], None]) -> list[Row]:
-        """The rows of the plans. Raises UserError where one will not fit."""
-        for n, recipe in by_processes.items():
-            try:
-                with Planner() as planner:
-                    found = planner.plan(case_of(open_for(recipe, n), local=n))
-            except Exception as e:
-                say(f"note: no plan for {_processes(n)} ({why_not(e)})")
-                continue
-            if found.refusal and not self.force:
-                raise UserError(f"--processes {n}: {found.refusal}")
-            say(f"{_processes(n)}, {found.line}")
-            for row in found.rows:
-                row.conditions["processes"] = n
-            self.rows += found.rows
-        return self.rows
-
-    def after(self, rows: list[Row], folder: Path, say: Callable[[str], None]) -> None:
-        """Prints what was planned of the step and of what it sends beside what was measured, and writes it to `folder`/proof.jsonl."""
-        found: list[tuple[int, Pair]] = []
-        for n in dict.fromkeys(row.conditions["processes"] for row in self.rows):
-            said = [row.record() for row in self.rows if row.conditions["processes"] == n]
-            seen = {row.name: row.value for row in rows if row.conditions.get("processes") == n}
-            measured = [("time/step", "s", seen.get("scale/step")), ("traffic/sent", "bytes", seen.get("scale/sent") or None)]
-            found += [(n, pair) for pair in pairs(said, [{"name": k, "unit": u, "value": v} for k, u, v in measured if v is not None])]
-        if found:
-            write(folder / "proof.jsonl", [Row(f.name, f.measured, f.unit, None, MEASURED | {"processes": n}) for n, f in found])
-            say("")
-        for n, f in found:
-            say("{}, {}: planned {}, measured {}, error {}".format(_processes(n), LABELS[f.name], *f.cells()))
-
-
-def _processes(n: int) -> str:
-    return f"{n} process{'es' * (n > 1)}"
 
 
 # ---------------------------------------------------------------- the verb

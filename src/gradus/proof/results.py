@@ -11,7 +11,8 @@ from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 
 LABELS = {  # of rows, in the order of the columns
-    "samples_per_s": "samples/s", "ratio": "×", "time/step": "step", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
+    "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
+    "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
     "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process",
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
     "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",

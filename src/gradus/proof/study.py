@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ from gradus.train.session import open_for
 RUNNERS = {"steps": train_steps, "loader": load_steps}  # and train; and FILE.py:FUNCTION
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
+More = Callable[["Study", "Notebook"], Iterable["Row"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """What is measured once a round. at: its place on each axis. runner: steps (of training), loader, train (to the end, as a user starts
-    it), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. force: measured although the plan says that it does
-    not fit."""
+    it), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. rounds: of it (None: the study's). force: measured
+    although the plan says that it does not fit."""
 
     name: str
     recipe: Recipe | None
@@ -55,6 +56,7 @@ class Configuration:
     runner: str = "steps"
     processes: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rounds: int | None = None
     force: bool = False
 
     def describe(self) -> dict[str, Any]:
@@ -66,7 +68,8 @@ class Configuration:
 @dataclasses.dataclass(frozen=True)
 class Study:
     """steps, warm_up: of a round. seeds: of whole trainings, which take a round each. against: a name on one of the axes; its configuration
-    is what ratios are against (None: the first configuration). collectives: profile them by name in the last round."""
+    is what ratios are against (None: the first configuration). collectives: profile them by name in the last round. strict: what one
+    configuration fails of ends the study."""
 
     name: str
     configurations: Sequence[Configuration]
@@ -77,6 +80,7 @@ class Study:
     against: str | None = None
     plan: bool = True
     collectives: bool = False
+    strict: bool = False
 
     def base_of(self, c: Configuration) -> Configuration:
         """The configuration that `c` is compared with."""
@@ -110,9 +114,20 @@ class Sample:
         if self.ranks:
             self.values, self.series = figures(self.ranks), {"loss": self.ranks[0].losses}
 
+    @property
+    def rate(self) -> float:
+        """Samples/s."""
+        return self.values.get("samples_per_s", (0.0,))[0]
+
     def record(self) -> dict[str, Any]:
         found = dataclasses.asdict(self)
         return {k: v for k, v in found.items() if v and not (self.ranks and k in ("values", "series"))}
+
+
+def middle_of(samples: Sequence[Sample]) -> Sample:
+    """The round of median speed (of an even number of rounds, the slower of the two in the middle): its figures belong together."""
+    speeds = [s.rate for s in samples]
+    return samples[speeds.index(statistics.median_low(speeds))]
 
 
 def figures(ranks: list[Timed]) -> Values:
@@ -205,8 +220,8 @@ class Notebook:
 
     def add(self, c: Configuration, sample: Sample) -> None:
         self.samples[c.name].append(sample)
-        value, unit = sample.values.get("samples_per_s", (0.0, "samples/s"))
-        self.file.write([Row("sample/samples_per_s", value, unit, None, {"configuration": c.name, **sample.record(), **self.common})])
+        about = {"configuration": c.name, **sample.record(), **self.common}
+        self.file.write([Row("sample/samples_per_s", sample.rate, "samples/s", None, about)])
 
     def last(self, c: Configuration) -> Sample | None:
         return self.samples[c.name][-1] if self.samples[c.name] else None
@@ -232,6 +247,7 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
         except Exception as e:
             say(f"note: no plan for {c.name} ({why_not(e)})")
             continue
+        say(f"{c.name}, {found.line}")
         if found.refusal and not c.force:
             refused[c.name] = found.refusal
         for row in found.rows:
@@ -244,10 +260,10 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
 # ------------------------------------------------------------ the study
 
 
-def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = ()) -> list[Row]:
+def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), more: More = lambda *_: ()) -> list[Row]:
     """Take the samples that are missing, and return and write the rows of all that are there.
 
-    only: names of configurations, or parts of them; each with what it is compared with. Writes study.json, plan.jsonl, samples.jsonl,
+    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples. Writes study.json, plan.jsonl, samples.jsonl,
     rows.jsonl and workers.log into `folder`. Raises UserError for a mistake that is known before anything is started; what a configuration
     fails of later is told in its row.
     """
@@ -264,9 +280,12 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = ()) 
     notebook = Notebook(study, folder)
     foreseen, refused = planned(study, folder, say, wanted)
     for name, why in refused.items():
+        if study.strict:
+            raise UserError(f"{name}: {why}")
         say(f"{name}: {why}")
     rounds = len(study.seeds) or study.rounds
-    todo = [(k, c) for k in range(1, rounds + 1) for c in study.configurations if c.name in wanted and c.name not in refused]
+    chosen = [c for c in study.configurations if c.name in wanted and c.name not in refused]
+    todo = [(k, c) for k in range(1, rounds + 1) for c in chosen if k <= (c.rounds or rounds)]
     with contextlib.closing(notebook.file), ended_with_this():
         for at, (k, c) in enumerate(todo, 1):
             if notebook.has(c, k):
@@ -274,11 +293,13 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = ()) 
             try:
                 sample = take(study, c, k, folder)
             except UserError as e:
+                if study.strict:
+                    raise UserError(f"{c.name}: {e}") from None
                 sample = Sample(k, failed=str(e))
             notebook.add(c, sample)
             left = sum(mean_of(notebook, o) for j, o in todo[at:] if not notebook.has(o, j))
             say(f"round {k} of {rounds}, {at} of {len(todo)}: {c.name}: {told(sample)}" + (f"; {duration(left)} left" if left else ""))
-    rows = rows_of(study, notebook, foreseen, refused)
+    rows = [*rows_of(study, notebook, foreseen, refused), *more(study, notebook)]
     files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in rows))
     return rows
 
@@ -327,18 +348,20 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
         common |= {"retaken": retaken, "others": others} if samples[0].ranks else {}
         for name, (value, unit) in samples[0].planned.items():
             rows.append(Row(name, value, unit, None, {**common, "kind": "predicted"}))
+        middle = middle_of(samples)
         for name in samples[0].values:
-            rows.append(summary(name, [s.values[name] for s in samples if name in s.values], common, bool(study.seeds)))
+            values = [s.values[name] for s in samples if name in s.values]
+            rows.append(summary(name, values, common, None if study.seeds else middle.values[name][0]))
         rows += compared(study, c, samples, notebook, common)
     return rows
 
 
-def summary(name: str, found: Sequence[tuple[float, str]], common: dict[str, Any], seeds: bool) -> Row:
+def summary(name: str, found: Sequence[tuple[float, str]], common: dict[str, Any], value: float | None) -> Row:
+    """value: None for the mean over seeds."""
     values = [value for value, _ in found]
-    value = statistics.mean(values) if seeds else statistics.median(values)
     spread = {"samples": values, "low": min(values), "high": max(values)}
-    spread |= {"std": statistics.stdev(values)} if seeds and len(values) > 1 else {}
-    return Row(name, value, found[0][1], None, {**common, **spread})
+    spread |= {"std": statistics.stdev(values)} if value is None and len(values) > 1 else {}
+    return Row(name, statistics.mean(values) if value is None else value, found[0][1], None, {**common, **spread})
 
 
 def compared(study: Study, c: Configuration, samples: list[Sample], notebook: Notebook, common: dict[str, Any]) -> Iterator[Row]:
@@ -352,7 +375,7 @@ def compared(study: Study, c: Configuration, samples: list[Sample], notebook: No
     for name, kind in (("samples_per_s", "ratio"), ("memory/allocated", "ratio/memory"), ("memory/process", "ratio/process")):
         found = [(s.values[name][0] / b.values[name][0], "") for s, b in pairs if name in s.values and b.values.get(name, (0,))[0]]
         if found:
-            yield summary(kind, found, common, False)
+            yield summary(kind, found, common, statistics.median(ratio for ratio, _ in found))
     s, b = pairs[0]
     for name, values in s.series.items():
         if values and len(values) == len(b.series.get(name, ())):

@@ -97,7 +97,7 @@ def time_it(subject: Subject, window: Window) -> Timed:
         subject.step(subject.batch())
         subject.synchronise()
         warm_up.append(time.perf_counter() - began)
-    for retaken in range(RETAKES + 1):
+    for attempt in range(RETAKES + 1):
         subject.ready()
         before, others, marks, taken = subject.samples(), Others(window.root), [_now()], []
         for _ in range(window.steps):
@@ -107,7 +107,7 @@ def time_it(subject: Subject, window: Window) -> Timed:
             marks.append(_now())
         subject.synchronise()
         elapsed, share = time.perf_counter() - marks[0][0], others.share()
-        losses = losses or taken  # of the same steps, whether others disturbed them or not
+        retaken, losses = attempt, losses or taken  # of the same steps, whether others disturbed them or not
         if not subject.agree(share is not None and share > OTHERS):
             break
     samples, process = subject.samples() - before, peak_memory(subject.device)

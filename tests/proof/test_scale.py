@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import math
 import os
 import signal
@@ -11,15 +13,15 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure import scaling, workers
+from gradus.measure import workers
 from gradus.parallel.world import World
+from gradus.proof import scale, study, timing
 from gradus.rows import read_rows
 from gradus.train.schedule import learning_rate
 
@@ -34,71 +36,71 @@ def tiny(**more):
 # ------------------------------------------------------------ one and two processes, strong
 
 
+def run(folder: Path, *words: str, **more) -> tuple[str, list[dict]]:
+    """What `gradus scale` prints, and its rows."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main(["scale", "copy-task", *(f"{k}={v}" for k, v in {**TINY, **more}.items()), *words, "--to", str(folder)]) == 0
+    return told.getvalue(), read_rows(folder / "rows.jsonl")
+
+
 @pytest.fixture(scope="module")
 def strong(tmp_path_factory):
-    folder, lines = tmp_path_factory.mktemp("scale") / "strong", []
-    scaling.measure(tiny(), [1, 2], folder, scaling.Settings(steps=4, warm_up=2, repeat=2), say=lines.append)
-    rows = read_rows(folder / "rows.jsonl")
-    return folder, lines, {(r["name"], r["processes"]): r for r in rows if r["name"] != "scale/round/samples_per_s"}, rows
+    folder = tmp_path_factory.mktemp("scale") / "strong"
+    text, rows = run(folder, "--processes", "1,2", "--steps", "4", "--warmup", "2", "--repeat", "2")
+    return folder, text, {(r["name"], r["processes"]): r for r in rows if r["kind"] == "measured"}
 
 
 def value(found, name: str, n: int) -> float:
-    return found[f"scale/{name}", n]["value"]
+    return found[name, n]["value"]
 
 
 @pytest.mark.slow
 def test_figures_agree_with_each_other(strong):
-    _, _, found, rows = strong
-    rounds = {n: [r["value"] for r in rows if r["name"] == "scale/round/samples_per_s" and r["processes"] == n] for n in (1, 2)}
+    _, _, found = strong
     for n in (1, 2):
-        assert len(rounds[n]) == 2 and value(found, "samples_per_s", n) == min(rounds[n]), "of two rounds, the slower"
-        assert value(found, "samples_per_s", n) == pytest.approx(8 / value(found, "step", n))
-        parts = {name: value(found, f"step/{name}", n) for name in scaling.PARTS}
-        assert sum(parts.values()) == pytest.approx(value(found, "step", n))
-        assert 0 < parts["computing"] < value(found, "step", n) and parts["data"] > 0
-        assert len(found["scale/memory", n]["ranks"]) == n and 5e7 < value(found, "memory", n) < 5e9
+        rates = found["samples_per_s", n]["samples"]
+        assert len(rates) == 2 and value(found, "samples_per_s", n) == min(rates), "of two rounds, the slower"
+        assert value(found, "samples_per_s", n) == pytest.approx(8 / value(found, "time/step", n))
+        parts = {name: value(found, f"time/step/{name}", n) for name in timing.PARTS}
+        assert sum(parts.values()) == pytest.approx(value(found, "time/step", n))
+        assert 0 < parts["computing"] < value(found, "time/step", n) and parts["data"] > 0
+        assert 5e7 < value(found, "memory/process", n) < 5e9
     ratio = value(found, "samples_per_s", 2) / value(found, "samples_per_s", 1)
     assert value(found, "speed_up", 2) == pytest.approx(ratio) and value(found, "efficiency", 2) == pytest.approx(ratio / 2)
     assert value(found, "speed_up", 1) == value(found, "efficiency", 1) == 1
-    assert value(found, "step/communication", 1) == value(found, "step/waiting", 1) == 0 <= value(found, "step/communication", 2)
-    assert sum(value(found, f"lost/{name}", 2) for name in scaling.PARTS) == pytest.approx(1 - ratio / 2)
+    assert value(found, "time/step/communication", 1) == value(found, "time/step/waiting", 1) == 0 <= value(found, "time/step/communication", 2)
+    assert sum(value(found, f"lost/{name}", 2) for name in timing.PARTS) == pytest.approx(1 - ratio / 2)
 
 
 def test_two_processes_train_as_one_and_send_their_gradients(strong):
-    _, _, found, _ = strong
-    assert value(found, "loss", 2) == pytest.approx(value(found, "loss", 1), rel=1e-5)
-    assert found["scale/loss", 2]["step"] == 6
+    _, _, found = strong
+    assert value(found, "loss", 2) == pytest.approx(value(found, "loss", 1), rel=1e-5) and value(found, "deviation/loss", 2) < 1e-5
     n_bytes = 4 * models.count(tiny(**{"model.vocab_size": 11}).model)["total"]
-    assert found["scale/sent", 2]["parameters"] == n_bytes / 4
-    assert value(found, "sent", 1) == 0 and n_bytes <= value(found, "sent", 2) <= n_bytes + 16, "an all-reduce between two sends the array once"
-    reduced = found["scale/collective/all_reduce", 2]
+    assert found["traffic/sent", 2]["parameters"] == n_bytes / 4
+    assert ("traffic/sent", 1) not in found and n_bytes <= value(found, "traffic/sent", 2) <= n_bytes + 16, "an all-reduce between two sends it once"
+    reduced = found["collective/all_reduce", 2]
     assert reduced["calls"] == 3 and reduced["value"] > 0, "the counts, one bucket of gradients, the loss"
 
 
-def test_conditions_table_and_plot(strong):
-    folder, lines, found, _ = strong
-    for r in found.values():
-        assert r["recipe"] == "copy-task" and r["scaling"] == "strong" and r["threads"] == 1 and r["batch_samples"] == 8
-        assert {"cpu", "cpus", "versions", "layout", "steps", "warm_up", "precision", "device"} <= set(r)
-    text = "\n".join(lines)
-    at = next(i for i, line in enumerate(lines) if line.split()[:2] == ["processes", "batch,"])
-    assert lines[at + 1].split()[0] == "1" and lines[at + 2].split()[0] == "2"
-    assert f"{value(found, 'speed_up', 2):.2f}" in lines[at + 2].split() and f"{value(found, 'efficiency', 2):.2f}" in lines[at + 2].split()
+def test_conditions_and_table(strong):
+    _, text, found = strong
+    r = found["samples_per_s", 2]
+    assert r["recipe"] == "copy-task" and r["threads"] == 1 and {"cpu", "cpus", "versions", "layout", "steps", "warm_up", "precision", "device"} <= set(r)
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("configuration") and "samples/s" in line)
+    assert lines[at + 1].startswith("1 process ") and lines[at + 2].startswith("2 processes ")
+    assert f"{value(found, 'speed_up', 2):.4g}" in lines[at + 2].split() and f"{value(found, 'efficiency', 2):.4g}" in lines[at + 2].split()
     assert "all_reduce" in text and "lost against 1 process, in % of the step" in text
-    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert recipes.load(folder).batch.samples == 8
-    with pytest.raises(UserError, match="there is a measurement already"):
-        scaling.measure(tiny(), [1], folder, scaling.Settings())
 
 
-def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    lines = []
-    ranks = [scaling.Timed(1.0, np.full((4, 4), 0.05), 32, 2.0, 10**8, {}, None, {"device": "cpu", "precision": "fp32", "threads": 1, "parameters": 1, "loss_unit": ""})]
-    monkeypatch.setattr(scaling, "start", lambda n, *args, log: ranks)
-    scaling.measure(tiny(), [1], tmp_path, scaling.Settings(), say=lines.append)
-    assert any("no plot" in line and "gradus[plot]" in line for line in lines) and any(line.startswith("processes") for line in lines)
-    assert not (tmp_path / "scaling.png").exists() and (tmp_path / "rows.jsonl").exists()
+def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
+    folder, _, found = strong
+    monkeypatch.setattr(study, "start", lambda *args, **more: pytest.fail("measured twice"))
+    _, rows = run(folder, "--processes", "1,2", "--steps", "4", "--warmup", "2", "--repeat", "2")
+    again = {(r["name"], r["processes"]): r["value"] for r in rows if r["kind"] == "measured"}
+    assert again == {key: r["value"] for key, r in found.items()}
+    assert main(["scale", "copy-task", "layout.device=cpu", "--processes", "1,2", "--to", str(folder)]) == 2, "another study"
 
 
 # ------------------------------------------------------------ weak, to the end
@@ -106,37 +108,37 @@ def test_without_matplotlib_the_table_still_comes(strong, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path):
-    lines = []
-    rows = scaling.measure(tiny(), [1, 2], tmp_path, scaling.Settings(2, 2, 1, weak=True, scale_lr=True, to_the_end=True), say=lines.append)
-    found = {(r.name, r.conditions["processes"]): r for r in rows}
-    one, two = (recipes.load(tmp_path / "runs" / str(n)) for n in (1, 2))
+    text, rows = run(tmp_path / "weak", "--processes", "1,2", "--steps", "2", "--warmup", "2", "--repeat", "1", "--weak", "--scale-lr")
+    found = {(r["name"], r["configuration"]): r["value"] for r in rows}
+    names = {1: "1 process", 2: "2 processes"}
+    one, two = (recipes.load(tmp_path / "weak/runs" / f"{name.replace(' ', '-')}--to-the-end-1") for name in names.values())
     assert (one.batch.samples, one.train.steps, one.optimizer.lr) == (8, 8, tiny().optimizer.lr)
     assert (two.batch.samples, two.train.steps, two.optimizer.lr) == (16, 4, 2 * tiny().optimizer.lr)
     assert (two.schedule.warmup_steps, two.layout.threads) == (2, 1)
-    for n in (1, 2):
-        assert found["scale/whole/valid/loss", n].value > 0 and 0 <= found["scale/whole/valid/accuracy", n].value <= 1
-        assert found["scale/whole/runtime", n].step == {1: 8, 2: 4}[n]
-        assert found["scale/samples_per_s", n].value == pytest.approx(8 * n / found["scale/step", n].value)
-    assert found["scale/whole/speed_up", 2].value == pytest.approx(found["scale/whole/runtime", 1].value / found["scale/whole/runtime", 2].value)
-    head = next(line for line in lines if "learning rate" in line)
-    assert "valid/accuracy" in head and "speed-up" in head
+    for n, name in names.items():
+        whole = f"{name}, to the end"
+        assert found["valid/loss", whole] > 0 and 0 <= found["valid/accuracy", whole] <= 1
+        assert found["samples_per_s", name] == pytest.approx(8 * n / found["time/step", name])
+    times = [found["time/run", f"{name}, to the end"] for name in names.values()]
+    assert found["speed_up", "2 processes, to the end"] == pytest.approx(times[0] / times[1])
+    assert "valid/accuracy" in next(line for line in text.splitlines() if "training loss" in line)
 
 
 def test_what_weak_leaves_and_changes():
     r = tiny(**{"train.checkpoint_every": 4, "evaluate.every": 6, "schedule.end_step": 8})
-    kept = scaling.recipe_for(r, 4, weak=True)
+    kept = scale.recipe_for(r, 4, weak=True)
     assert (kept.batch.samples, kept.optimizer.lr, kept.train.steps, kept.train.checkpoint_every) == (32, r.optimizer.lr, 2, 1)
     assert (kept.evaluate.every, kept.schedule.end_step, kept.schedule.warmup_steps) == (2, 2, 1)
-    assert scaling.recipe_for(r, 4).model_copy(update={"layout": r.layout}) == r, "strong: nothing but the layout"
+    assert scale.recipe_for(r, 4).model_copy(update={"layout": r.layout}) == r, "strong: nothing but the layout"
     tensor = r.model_copy(update={"layout": r.layout.model_copy(update={"tensor": 2})})
-    assert scaling.recipe_for(tensor, 4, weak=True).batch.samples == 16, "two of four see samples of their own"
+    assert scale.recipe_for(tensor, 4, weak=True).batch.samples == 16, "two of four see samples of their own"
 
 
 @pytest.mark.parametrize("name", ["noam", "cosine", "constant"])
 def test_weak_has_the_rate_of_one_process_at_the_same_sample(name):
     r = recipes.load("copy-task", **{"schedule.name": name, "schedule.warmup_steps": 40, "train.steps": 200})
     for scale_lr, times in ((False, 1), (True, 4)):
-        w = scaling.recipe_for(r, 4, weak=True, scale_lr=scale_lr)
+        w = scale.recipe_for(r, 4, weak=True, scale_lr=scale_lr)
         for step in (2, 10, 30, 50):
             alone = learning_rate(r.schedule, r.optimizer.lr, 4 * step, 200, 128)
             assert learning_rate(w.schedule, w.optimizer.lr, step, w.train.steps, 128) == pytest.approx(times * alone)
@@ -144,7 +146,7 @@ def test_weak_has_the_rate_of_one_process_at_the_same_sample(name):
 
 def test_one_replica_leaves_out_what_replicas_do():
     r = tiny(**{"layout.replicate": "ddp", "layout.shard_optimizer": True})
-    one, two = (found.layout for found in scaling.examine(r, [1, 2], weak=False, scale_lr=False))
+    one, two = (found.recipe.layout for found in scale.examine(r, [1, 2], weak=False, scale_lr=False))
     assert (one.replicate, one.shard_optimizer) == ("auto", False) and (two.replicate, two.shard_optimizer) == ("ddp", True)
     assert (one.threads, two.threads) == (1, 1)
 
@@ -152,20 +154,19 @@ def test_one_replica_leaves_out_what_replicas_do():
 # ------------------------------------------------------------ how figures are made
 
 
+def timed(spent: list[float], elapsed: float, device: str = "cpu") -> timing.Timed:
+    return timing.Timed([], elapsed, [spent], 8, [], {}, None, 0, facts={"device": device})
+
+
 def test_parts_of_a_step():
     """Rank 0 computes 6 and is blocked 4; rank 1 computes 8 of which others took 1, and is blocked 1: that is communication."""
-    ranks = [
-        scaling.Timed(10.0, np.array([[0.5, 5.5, 0.0, 4.0]]), 8, 1.0, 1, None, None, {"device": "cpu"}),
-        scaling.Timed(10.0, np.array([[0.5, 7.5, 1.0, 1.0]]), 8, 1.0, 1, None, None, {"device": "cpu"}),
-    ]
-    parts = scaling.Round(ranks).parts()
-    assert parts == pytest.approx({"computing": 6.5, "communication": 1.0, "waiting": 1.5, "data": 0.5, "other": 0.5})
-    alone = scaling.Round([scaling.Timed(20.0, np.array([[1.0, 16.0, 2.0, 1.0]]), 8, 1.0, 1, None, None, {"device": "cpu"})])
-    assert alone.parts() == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
-    gone = scaling.lost(scaling.Found(2, tiny(), [scaling.Round(ranks)]), scaling.Found(1, tiny(), [alone]))
+    ranks = [timed([0.5, 5.5, 0.0, 4.0], 10.0), timed([0.5, 7.5, 1.0, 1.0], 10.0)]
+    assert scale.parts_of(ranks) == pytest.approx({"computing": 6.5, "communication": 1.0, "waiting": 1.5, "data": 0.5, "other": 0.5})
+    alone = [timed([1.0, 16.0, 2.0, 1.0], 20.0)]
+    assert scale.parts_of(alone) == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
+    gone = scale.lost(ranks, alone)
     assert gone == pytest.approx({"computing": -0.15, "communication": 0.1, "waiting": 0.15, "data": 0.0, "other": -0.1})
-    gpu = scaling.Timed(1.0, np.zeros((1, 4)), 8, 1.0, 1, None, None, {"device": "cuda"})
-    assert scaling.Round([gpu]).parts() is None
+    assert scale.parts_of([timed([0.0] * 4, 1.0, "cuda")]) is None
 
 
 def test_collectives_go_by_the_name_they_were_called_by():
@@ -173,20 +174,20 @@ def test_collectives_go_by_the_name_they_were_called_by():
         ("c10d::_reduce_scatter_base_", 0.0, 5.0), ("c10d::allreduce_", 10.0, 11.0), ("c10d::broadcast_", 12.0, 13.0),
         ("gloo:all_reduce", 30.0, 40.0), ("gloo:all_reduce", 20.0, 27.0), ("gloo:broadcast", 41.0, 44.0), ("aten::mm", 0.0, 50.0),
     ]  # fmt: skip
-    found = scaling.by_collective(events, steps=2)
+    found = timing.by_collective(events, steps=2)
     assert {name: (calls, 1e6 * seconds) for name, (calls, seconds) in found.items()} == {
         "all_reduce": (0.5, pytest.approx(5.0)), "broadcast": (0.5, pytest.approx(1.5)), "reduce_scatter": (0.5, pytest.approx(3.5)),
     }  # fmt: skip
 
 
 def test_clocks_tell_computing_from_sleeping():
-    before = scaling._now()
+    before = timing._now()
     time.sleep(0.2)
-    slept = scaling._now()
+    slept = timing._now()
     end = time.thread_time() + 0.1
     while time.thread_time() < end:
         math.sqrt(2.0)
-    worked = scaling._now()
+    worked = timing._now()
     wall, processor, _ = (b - a for a, b in zip(before, slept))
     assert wall >= 0.2 and processor < 0.1
     assert worked[1] - slept[1] >= 0.1
@@ -201,14 +202,14 @@ def test_clocks_tell_computing_from_sleeping():
         (["--processes", "1,x"], "'x' is no whole number from 1 to"),
         (["--processes", "1,,2"], "'nothing' is no whole number from 1 to"),
         (["--processes", "0,2"], "'0' is no whole number from 1 to"),
-        (["--processes", "1,3"], "--processes 3: copy-task: batch.samples=128 does not divide among 3 processes"),
+        (["--processes", "1,3"], "3 processes: copy-task: batch.samples=128 does not divide among 3 processes"),
         (["--processes", "1,2", "layout.shard=2"], "--processes 1: this layout needs a multiple of 2"),
         (["--processes", "1,2", "--scale-lr"], "--scale-lr"),
         (["--processes", "1,2", "--warmup", "1"], "--warmup 1: must be at least 2"),
         (["--processes", "1,2", "--repeat", "0"], "--repeat=0: must be at least 1"),
         (["--processes", "1,2", "log.dir=x"], "log.dir cannot take effect"),
         (["--processes", "1,2", "layout.replicate=manual", "layout.transport=mpi"], "layout.transport=mpi"),
-        (["--processes", "1,2", "layout.replicate=none"], "--processes 2: copy-task: layout.replicate=none"),
+        (["--processes", "1,2", "layout.replicate=none"], "2 processes: copy-task: layout.replicate=none"),
         (["--processes", "1,2", "--stepps", "3"], "Did you mean --steps?"),
     ],
 )

@@ -1,0 +1,212 @@
+"""The harness: what is measured is kept, alternates, is compared with its base, and is measured once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.proof import results, study, study_file, timing
+from gradus.rows import read_rows
+
+TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=4",
+        "batch.samples=8", "train.steps=8", "evaluate.samples=0", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
+SLEEPER = """
+import time
+from gradus.proof.timing import Subject
+
+def sleeper(recipe, options):
+    seen = [0]
+    def step(batch):
+        seen[0] += 2
+        time.sleep(options["seconds"])
+        return 1.0 / seen[0]
+    return Subject(lambda: None, step, lambda: seen[0])
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "own.py").write_text(SLEEPER)
+    (folder / "some.yaml").write_text(text)
+    return folder / "some.yaml"
+
+
+OWN = """
+runner: own.py:sleeper
+steps: 3
+warm_up: 1
+rounds: 2
+configurations:
+  slow: {options: {seconds: 0.04}}
+  fast: {options: {seconds: 0.01}}
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    file = written(folder, OWN)
+    assert main(["study", str(file), "--to", str(folder / "out")]) == 0
+    return file, folder / "out", {(r["name"], r["configuration"]): r for r in read_rows(folder / "out/rows.jsonl")}
+
+
+def test_a_runner_of_ones_own_is_timed_and_compared(own):
+    _, folder, rows = own
+    assert 20 < rows["samples_per_s", "slow"]["value"] < 51 and rows["samples_per_s", "fast"]["value"] < 201
+    ratio = rows["ratio", "fast"]
+    by_round = [f / s for f, s in zip(rows["samples_per_s", "fast"]["samples"], rows["samples_per_s", "slow"]["samples"])]
+    assert ratio["against"] == "slow" and ratio["samples"] == pytest.approx(by_round) and 1.5 < ratio["value"] < 4.5
+    assert ("ratio", "slow") not in rows and rows["deviation/loss", "fast"]["value"] == 0
+    samples = read_rows(folder / "samples.jsonl")
+    assert [(s["round"], s["configuration"]) for s in samples] == [(1, "slow"), (1, "fast"), (2, "slow"), (2, "fast")], "rounds alternate"
+    assert all(len(s["ranks"][0]["spent"]) == 3 and len(s["ranks"][0]["warm_up"]) == 1 for s in samples), "every step is kept"
+
+
+def test_what_was_stopped_goes_on_and_nothing_is_measured_twice(own, tmp_path):
+    file, folder, _ = own
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "study.json").write_bytes((folder / "study.json").read_bytes())
+    (cut / "samples.jsonl").write_text("\n".join(lines[:3]) + "\n" + lines[3][:40])  # killed while it wrote the last one
+    assert main(["study", str(file), "--to", str(cut)]) == 0
+    again = (cut / "samples.jsonl").read_text().splitlines()
+    assert again[:3] == lines[:3] and len(again) == 4 and json.loads(again[3])["configuration"] == "fast"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sends signals to a group")
+def test_a_study_that_is_killed_keeps_its_samples(tmp_path):
+    file = written(tmp_path, OWN.replace("rounds: 2", "rounds: 500"))
+    command = [sys.executable, "-m", "gradus", "study", str(file), "--to", str(tmp_path / "out")]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as p:
+        end = time.monotonic() + 60
+        while not ((tmp_path / "out/samples.jsonl").exists() and (tmp_path / "out/samples.jsonl").read_text().count("\n") > 1):
+            assert time.monotonic() < end and p.poll() is None
+            time.sleep(0.05)
+        os.killpg(p.pid, 2)
+        assert p.wait(30) == 130 and "Traceback" not in p.stderr.read()
+    assert len(read_rows(tmp_path / "out/samples.jsonl")) >= 2
+
+
+@pytest.mark.slow
+def test_a_grid_of_trainings_planned_measured_and_against_an_axis(tmp_path, capsys):
+    file = written(tmp_path, f"""
+recipe: copy-task
+set: {json.dumps(TINY)}
+steps: 3
+rounds: 1
+grid:
+  batch: {{whole: , halves: {{set: [layout.micro_batch=4]}}}}
+  processes: {{one: , two: {{processes: 2}}}}
+against: whole
+""")
+    assert main(["study", str(file), "--to", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]) == 2, "no such page"
+    (tmp_path / "page.md").write_text("before\n<!-- some -->\nold\n<!-- end of some -->\nafter\n")
+    assert main(["study", str(file), "--to", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("before\n<!-- some -->\n| configuration |") and "old" not in page and page.endswith("<!-- end of some -->\nafter\n")
+    rows = read_rows(tmp_path / "out/rows.jsonl")
+    measured = {(r["configuration"], r["name"]): r for r in rows if r["kind"] == "measured"}
+    assert measured["halves · two", "ratio"]["against"] == "whole · two" and ("whole · two", "ratio") not in measured
+    assert measured["halves · two", "deviation/loss"]["value"] < 1e-5, "the layout changes nothing"
+    table = results.Table(rows)
+    for name in table.names:
+        planned, peak = table.planned[name, "memory/allocated"]["value"], measured[name, "memory/allocated"]["value"]
+        assert planned == pytest.approx(peak, rel=0.03)
+    assert "tensors: planned with a median error of" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_seeds_are_whole_trainings(tmp_path):
+    file = written(tmp_path, f"recipe: copy-task\nset: {json.dumps(TINY)}\nrunner: train\nseeds: [0, 1]\nconfigurations: {{one: }}\n")
+    assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 0
+    rows = {r["name"]: r for r in read_rows(tmp_path / "out/rows.jsonl") if r["kind"] == "measured"}
+    loss = rows["valid/loss"]
+    assert len(set(loss["samples"])) == 2 and loss["value"] == pytest.approx(sum(loss["samples"]) / 2) and loss["std"] > 0
+    assert "±" in results.shown("valid/loss", loss["value"], loss)
+
+
+def test_what_a_configuration_fails_of_is_told_in_its_row(tmp_path, capsys):
+    file = written(tmp_path, OWN + "  broken: {runner: own.py:nothing}\n")
+    with pytest.raises(RuntimeError, match="nothing"):  # a mistake in the study's own code
+        study.run(study_file.load(file, rounds=1)[0], tmp_path / "first", say=lambda line: None, only=["broken"])
+    huge = written(tmp_path, f"recipe: copy-task\nset: {json.dumps(TINY)}\nsteps: 2\nwarm_up: 2\nrounds: 1\nconfigurations: {{small: , huge: {{set: [batch.samples=10000000000]}}}}\n")
+    code = main(["study", str(huge), "--to", str(tmp_path / "out")])
+    assert code == 2 or "huge: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "expected keys"),
+        ("recipe: copy-task", "give configurations or grid."),
+        ("recipe: copy-task\nconfiguration: {}", "configuration: unknown key. Did you mean configurations?"),
+        ("recipe: copy-task\nconfigurations: {a: {sett: []}}", "configurations.a.sett: unknown key. Did you mean set?"),
+        ("recipe: copy-task\nconfigurations: {a: }\nsteps: 0", "steps: input should be greater than or equal to 1"),
+        ("recipe: copy-task\nconfigurations: {a: {set: [model.layers=2]}}", "a: command line: model.layers: unknown key"),
+        ("recipe: copy-tusk\nconfigurations: {a: }", "Did you mean copy-task?"),
+        ("configurations: {a: }", "a: no recipe."),
+        ("recipe: copy-task\nconfigurations: {a: }\nagainst: b", "against=b: no such name"),
+        ("recipe: copy-task\nconfigurations: {a: {runner: no.py:f}}", "runner=no.py:f: no such runner"),
+        ("recipe: copy-task\nconfigurations: {a: }\nseeds: [1]", "seeds are of whole trainings"),
+        ("recipe: copy-task\nconfigurations: {a: {options: {b: 1}}}", "options are for a runner of one's own"),
+        ("recipe: copy-task\ngrid: {x: {a: }, y: {a: }}", "a is a name on two axes"),
+        ("recipe: copy-task\nconfigurations: {a: {processes: 3}}", "a: copy-task: batch.samples=128 does not divide among 3"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_clear_line(text, said, tmp_path, capsys):
+    file = written(tmp_path, text)
+    assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and error.startswith("error:") and not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path):
+    file = written(tmp_path, OWN)
+    with pytest.raises(UserError, match="is not empty, and holds no study"):
+        study.run(study_file.load(file)[0], tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_processes_below_the_study_are_its_own():
+    """What a child computes counts as its parent's, and not as another child's; and the processors were busy with it."""
+    burn, idle = (subprocess.Popen([sys.executable, "-c", code]) for code in ("while True: pass", "import time; time.sleep(60)"))
+    try:
+        time.sleep(0.5)
+        before = [sum(timing._own(pid)) for pid in (burn.pid, os.getpid(), idle.pid)]
+        busy, end = timing._busy(), time.monotonic() + 30
+        while (done := sum(timing._own(burn.pid)) - before[0]) < 20 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert done >= 20 and timing._busy() - busy >= done - 2
+        assert sum(timing._own(os.getpid())) - before[1] >= done and sum(timing._own(idle.pid)) - before[2] <= 2
+    finally:
+        for p in (burn, idle):
+            p.kill()
+            p.wait()
+
+
+def test_steps_are_taken_again_where_others_disturb(monkeypatch):
+    shares = iter([0.8, 0.05])
+    monkeypatch.setattr(timing.Others, "share", lambda self: next(shares))
+    taken = []
+    subject = timing.Subject(lambda: None, lambda batch: taken.append(1) or float(len(taken)), lambda: len(taken))
+    found = timing.time_it(subject, timing.Window(2, 1, os.getpid()))
+    assert found.retaken == 1 and found.others == 0.05 and len(taken) == 5 and found.samples == 2
+    assert found.losses == [2.0, 3.0], "of the first two timed steps, disturbed or not"
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
+def test_the_middle_round_is_one_that_was_measured(rates):
+    samples = [study.Sample(i, values={"samples_per_s": (r, "")}) for i, r in enumerate(rates)]
+    middle = study.middle_of(samples).rate
+    assert sum(r <= middle for r in rates) * 2 >= len(rates) and sum(r >= middle for r in rates) * 2 >= len(rates)
