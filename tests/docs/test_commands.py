@@ -52,6 +52,8 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
     (r"^gradus report runs/one runs/bf16 runs/two --to report --notes notes.md", "gradus report runs/copy runs/stopped --to out --notes notes.md"),
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
+    (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
+    (r"^gradus report studies/NAME", "gradus report runs/copy"),
     (r"\b(RUN)\.\.\.", "runs/copy runs/stopped"),
     (r"log\.dir=RUN\b", "log.dir=runs/new"),
     (r"\bRUN\b", "runs/copy"),
@@ -157,6 +159,8 @@ def workplace(tmp_path_factory) -> Path:
     words = ["Once upon a time the old king rode home", "a fine film about a small dog", "rain fell on the quiet town", "nobody knew the answer"]
     text = "\n".join(f"{words[i % 4]} and {words[(i * 7 + 1) % 4]} {i} times." + "\n" * (i % 10 == 9) for i in range(400))
     (folder / "lines.txt").write_text("a fine film\na slow one\n")
+    example = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/studies.md").read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "some.yaml").write_text(example[1])
     (folder / "notes.md").write_text("# What I saw\n\nOne is shorter.\n")
     (folder / "reviews.csv").write_text("review,label\n" + "".join(f"{words[i % 4]},{'good' if i % 2 else 'bad'}\n" for i in range(40)))
     for name in ("input.txt", "corpus.txt"):
