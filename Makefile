@@ -1,12 +1,16 @@
 # `make train` trains the original Transformer to copy; `make test` runs the tests that need only minutes, `make test-all` every one.
-# Each sets up .venv first.
+# `make experiment NAME=s3-vertex` runs a study of experiments/ and writes its page and rows; SET="data.path=..." adds keys. Each sets up .venv first.
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-all lint clean
+.PHONY: train experiment test test-all lint clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
+
+experiment: .venv/installed
+	.venv/bin/gradus study experiments/$(NAME).yaml $(SET) --page docs/experiments/$(NAME).md
+	cp studies/$(NAME)/rows.jsonl experiments/results/$(NAME).jsonl
 
 test: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -18,58 +18,71 @@ LABELS = {  # of rows, in the order of the columns
     "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",
 }  # fmt: skip
 HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved")
+WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
+COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
 
 
 class Table:
-    """Rows by configuration and name."""
+    """Rows by configuration and name: what a source says, what is planned for its devices, what was planned, what was measured."""
 
     def __init__(self, rows: Sequence[Record], wanted: Sequence[str] = ()):
-        measured = [r for r in rows if r.get("kind") == "measured"]
-        self.names = list(dict.fromkeys(r["configuration"] for r in measured))
-        self.measured = {(r["configuration"], r["name"]): r for r in measured}
-        self.failed = {r["configuration"]: r["value"] for r in measured if r["name"] == "failed"}
-        self.planned: dict[tuple[str, str], Record] = {}
-        for r in rows:  # of the largest batch, where that was planned; else of the one step
-            if r.get("kind") == "predicted" and not ((r["configuration"], r["name"]) in self.planned and r.get("step") is not None):
-                self.planned[r["configuration"], r["name"]] = r
-        there = dict.fromkeys(r["name"] for r in measured if r["name"] != "failed")
+        self.names = list(dict.fromkeys(r["configuration"] for r in rows))
+        self.of: dict[tuple[str, str, str], Record] = {}
+        for r in rows:  # of what was planned: of the largest batch, where there is that, else of the one step
+            key = (r["configuration"], r["name"], r["kind"])
+            if not (r["kind"] == "predicted" and key in self.of and r.get("step") is not None):
+                self.of[key] = r
+        self.failed = {c: r["value"] for (c, name, _), r in self.of.items() if name == "failed"}
+        there = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
         order = [*(name for name in LABELS if name in there), *(n for n in there if n not in LABELS and n not in HIDDEN)]
         order = [name for name in order if not name.startswith(("traffic/", "time/step/")) or name == "traffic/sent"]
         self.columns = [name for name in wanted if name in there] if wanted else order
 
-    def both(self, name: str) -> bool:
-        return any((c, name) in self.planned and (c, name) in self.measured for c in self.names)
+    def kinds(self, name: str) -> list[str]:
+        """Of a figure, in the order of the columns."""
+        there = {kind for _, other, kind in self.of if other == name}
+        return [kind for kind in WORDS if kind in there]
+
+    def error(self, c: str, name: str, planned: str, measured: str) -> float | None:
+        p, m = (self.of.get((c, name, kind)) for kind in (planned, measured))
+        return (p["value"] - m["value"]) / m["value"] if p and m and m["value"] else None
+
+    def errors(self, name: str, planned: str, measured: str) -> list[float]:
+        """Of all configurations that have both."""
+        return [e for c in self.names if (e := self.error(c, name, planned, measured)) is not None]
+
+    def compared(self, name: str) -> list[tuple[str, str]]:
+        """(planned, measured) kinds of this figure that are compared."""
+        return [pair for pair in COMPARED if self.errors(name, *pair)]
 
     def head(self) -> list[str]:
         cells = ["configuration"]
         for name in self.columns:
-            label = LABELS.get(name, name)
-            cells += [f"{label} planned", "measured", "error"] if self.both(name) else [label]
+            kinds, label = self.kinds(name), LABELS.get(name, name)
+            heads = [WORDS[kind] for kind in kinds]
+            heads += ["error" if measured == "measured" else "error there" for _, measured in self.compared(name)]
+            cells += [label] if kinds == ["measured"] else [f"{label}: {heads[0]}", *heads[1:]]
         return cells
 
     def body(self) -> Iterator[list[str]]:
         for c in self.names:
             cells = [c]
             for name in self.columns:
-                r, planned = self.measured.get((c, name)), self.planned.get((c, name))
-                if self.both(name):
-                    cells.append(shown(name, planned and planned["value"], planned))
-                cells.append(shown(name, r and r["value"], r))
-                if self.both(name):
-                    cells.append(signed((planned["value"] - r["value"]) / r["value"]) if r and planned and r["value"] else "-")
+                found = (self.of.get((c, name, kind)) for kind in self.kinds(name))
+                cells += [shown(name, r and r["value"], r) for r in found]
+                cells += [signed(self.error(c, name, *pair)) for pair in self.compared(name)]
             yield cells
 
-    def errors(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
         """The sizes of the plan's errors, over all configurations."""
         for name in self.columns:
-            pairs = [(self.planned[c, name]["value"], self.measured[c, name]["value"]) for c in self.names if self._pair(c, name)]
-            if len(pairs) > 1:
-                sizes = [abs(p - m) / m for p, m in pairs if m]
-                yield f"{LABELS.get(name, name)}: planned with a median error of {statistics.median(sizes):.1%}, at most {max(sizes):.1%} ({len(sizes)})"
-
-    def _pair(self, c: str, name: str) -> bool:
-        return (c, name) in self.planned and (c, name) in self.measured
+            for planned, measured in self.compared(name):
+                sizes = [abs(e) for e in self.errors(name, planned, measured)]
+                where = "" if measured == "measured" else " for the source's devices"
+                middle = f"a median error of {statistics.median(sizes):.1%}, at most {max(sizes):.1%} ({len(sizes)})"
+                if len(sizes) > 1:
+                    yield f"{LABELS.get(name, name)}: planned{where} with {middle}"
 
 
 def shown(name: str, value: Any, row: Record | None) -> str:
@@ -120,8 +133,8 @@ def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
     table = Table(rows, wanted)
     yield from columns(table.head(), list(table.body()), set(range(1, 99)))
     yield from (f"{c}: {why}" for c, why in table.failed.items())
-    yield from table.errors()
-    yield conditions_line(rows)
+    yield from table.summary()
+    yield from filter(None, [conditions_line(rows)])
 
 
 def markdown(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
@@ -133,5 +146,5 @@ def markdown(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str
     yield from ("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table.body())
     yield ""
     yield from (f"{c}: {why}  " for c, why in table.failed.items())
-    yield from (f"{line}  " for line in table.errors())
-    yield conditions_line(rows) + "."
+    yield from (f"{line}  " for line in table.summary())
+    yield from (f"{line}." for line in [conditions_line(rows)] if line)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -24,31 +25,58 @@ import torch
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.hardware import Cluster
 from gradus.measure.machine import conditions
 from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check
+from gradus.parallel.mesh import single_process
 from gradus.parallel.world import World
+from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.show import duration, size
+from gradus.plan.step import step_time
 from gradus.proof import runs
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
+from gradus.proof.room import resident
 from gradus.proof.timing import RETAKES, Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
-from gradus.train.session import open_for
+from gradus.train.session import open_for, open_session
 
 RUNNERS = {"steps": train_steps, "loader": load_steps}  # and train; and FILE.py:FUNCTION
+RATIOS = {"samples_per_s": "ratio", "memory/allocated": "ratio/memory", "memory/process": "ratio/process"}  # row → against its base
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
 More = Callable[["Study", "Notebook"], Iterable["Row"]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Foreign:
+    """The devices that a source measured on, as they are written, and the recipe as it ran there."""
+
+    name: str
+    cluster: Cluster
+    recipe: Recipe
+
+    def values(self) -> Values:
+        """What the plan says of it."""
+        n, device = self.cluster.n, self.cluster.device
+        check.validate(self.recipe, n)
+        target = "cpu" if device.kind == "cpu" else "cuda"
+        memory = plan_memory(self.recipe, n, target=target, device=device)
+        time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
+        found: Values = {"time/step": (time.total, "s"), "memory/allocated": (memory.allocated, "bytes"), "memory/device": (memory.device_total, "bytes")}
+        if self.recipe.batch.samples:
+            found["samples_per_s"] = (self.recipe.batch.samples / time.total, "samples/s")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class Configuration:
     """What is measured once a round. at: its place on each axis. runner: steps (of training), loader, train (to the end, as a user starts
-    it), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. rounds: of it (None: the study's). force: measured
-    although the plan says that it does not fit."""
+    it), none (it is planned only), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. rounds: of it (None: the study's). force: measured
+    although the plan says that it does not fit. source, foreign: what a source says, and where it measured."""
 
     name: str
     recipe: Recipe | None
@@ -58,6 +86,8 @@ class Configuration:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     rounds: int | None = None
     force: bool = False
+    source: dict[str, float] = dataclasses.field(default_factory=dict)
+    foreign: Foreign | None = None
 
     def describe(self) -> dict[str, Any]:
         """What makes it another one."""
@@ -244,18 +274,30 @@ class Notebook:
 
 def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) -> tuple[list[Row], dict[str, str]]:
     """(rows of the plans of the configurations, why one of them will not fit: name → reason); kept in plan.jsonl."""
-    rows, refused, path = [], {}, folder / "plan.jsonl"
+    rows: list[Row] = []
+    refused, path, before = {}, folder / "plan.jsonl", 0
     if path.exists():
         rows = [Row(r.pop("name"), r.pop("value"), r.pop("unit", ""), r.pop("step", None), r) for r in read_rows(path)]
         known = {row.conditions["configuration"] for row in rows}
     else:
         known = set()
-    for c in study.configurations if study.plan else ():
-        if c.recipe is None or c.runner != "steps" or c.name in known or (only and c.name not in only):
+    for c in study.configurations:
+        if c.name in known or (only and c.name not in only):
+            continue
+        about = {"configuration": c.name, "at": c.at}
+        rows += [Row(name, value, unit_of(name), None, {**about, "kind": "source"}) for name, value in c.source.items()]
+        if c.foreign is not None:
+            where = {**about, "kind": "planned", "on": c.foreign.name}
+            rows += [Row(name, value, unit, None, where) for name, (value, unit) in c.foreign.values().items()]
+        if not study.plan or c.recipe is None or c.runner != "steps":
             continue
         try:
+            case = case_of(open_for(c.recipe, c.processes), local=c.processes)
+            if case.room.target == "cpu":
+                before = before or start(1, resident_bytes, c.recipe, log=folder / "workers.log")[0]
+                case.room.resident = before
             with Planner() as planner:
-                found = planner.plan(case_of(open_for(c.recipe, c.processes), local=c.processes))
+                found = planner.plan(case)
         except Exception as e:
             say(f"note: no plan for {c.name} ({why_not(e)})")
             continue
@@ -267,6 +309,29 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
         rows += found.rows
     files.write_text(path, "".join(row.json() + "\n" for row in rows))
     return rows, refused
+
+
+def ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
+    """Of what a source says, and of what is planned for its devices, against the base of each."""
+    of = {(r.conditions["configuration"], r.name, r.conditions["kind"]): r for r in rows if r.conditions["kind"] in ("source", "planned")}
+    for c in study.configurations:
+        base = study.base_of(c)
+        for kind, (name, ratio) in itertools.product(("source", "planned"), RATIOS.items()):
+            mine, other = of.get((c.name, name, kind)), of.get((base.name, name, kind))
+            if mine and other and base is not c and (c.name, ratio, kind) not in of:
+                yield Row(ratio, mine.value / other.value, "", None, {**mine.conditions, "against": base.name})
+
+
+def resident_bytes(recipe: Recipe, here: World) -> int:
+    """Of a process that is about to build the recipe's model."""
+    open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}), None, here)
+    return resident()
+
+
+def unit_of(name: str) -> str:
+    """Of a figure that a source states."""
+    first = name.partition("/")[0]
+    return "samples/s" if name == "samples_per_s" else {"time": "s", "memory": "bytes", "traffic": "bytes"}.get(first, "")
 
 
 # ------------------------------------------------------------ the study
@@ -296,7 +361,7 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), 
             raise UserError(f"{name}: {why}")
         say(f"{name}: {why}")
     rounds = len(study.seeds) or study.rounds
-    chosen = [c for c in study.configurations if c.name in wanted and c.name not in refused]
+    chosen = [c for c in study.configurations if c.name in wanted and c.name not in refused and c.runner != "none"]
     todo = [(k, c) for k in range(1, rounds + 1) for c in chosen if k <= (c.rounds or rounds)]
     with contextlib.closing(notebook.file), ended_with_this():
         for at, (k, c) in enumerate(todo, 1):
@@ -342,7 +407,7 @@ def told(sample: Sample) -> str:
 def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: dict[str, str]) -> list[Row]:
     """What was planned, then what was measured: the median over the rounds (of whole trainings the mean over the seeds), with all samples;
     and against the base: ratio, saved memory, farthest loss."""
-    rows = list(foreseen)
+    rows = [*foreseen, *ratios(study, foreseen)]
     for c in study.configurations:
         samples = [s for s in notebook.samples[c.name] if not s.failed]
         r = c.recipe
@@ -384,7 +449,7 @@ def compared(study: Study, c: Configuration, samples: list[Sample], notebook: No
     if base is c or not pairs:
         return
     common = {**common, "against": base.name}
-    for name, kind in (("samples_per_s", "ratio"), ("memory/allocated", "ratio/memory"), ("memory/process", "ratio/process")):
+    for name, kind in RATIOS.items():
         found = [(s.values[name][0] / b.values[name][0], "") for s, b in pairs if name in s.values and b.values.get(name, (0,))[0]]
         if found:
             yield summary(kind, found, common, statistics.median(ratio for ratio, _ in found))

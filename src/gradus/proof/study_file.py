@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradus import files, limits
+from gradus import files, hardware, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.proof import results
-from gradus.proof.study import RUNNERS, Configuration, Study, run, steady
+from gradus.proof.study import RUNNERS, Configuration, Foreign, Study, run, steady
 from gradus.train import resolve
 
 Count = Annotated[int, Field(ge=1, le=limits.STEPS)]
@@ -25,9 +27,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     recipe: str | None = Field(None, description="a packaged recipe, a file beside this one, or a run folder")
     set: list[str] = Field([], description="key=value, as after gradus train RECIPE")
-    runner: str | None = Field(None, description="steps (default), loader, train, or FILE.py:FUNCTION beside this file")
+    runner: str | None = Field(None, description="steps (default), loader, train, none (planned only), or FILE.py:FUNCTION beside this file")
     processes: Annotated[int, Field(ge=1, le=limits.PROCESSES)] | None = Field(None, description="how many (default 1)")
     options: dict[str, Any] = Field({}, description="for a runner of one's own")
+    source: dict[str, float] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
+    source_devices: str | None = Field(None, description="of the source, as gradus plan --on has them; planned for these too")
+    source_set: list[str] = Field([], description="key=value that holds for the plan on the source's devices alone")
 
 
 class StudyFile(Settings):
@@ -40,12 +45,20 @@ class StudyFile(Settings):
     against: str | None = Field(None, description="the name that ratios are against (default: the first)")
     plan: bool = Field(True, description="also say before what each will take")
     columns: list[str] = Field([], description="rows to show (default: all that are known)")
-    note: str = Field("", description="a line below the table")
+    about: str = Field("", description="Markdown: what is above the table on a page of its own, its first line the title")
+    note: str = Field("", description="Markdown: what is below the table")
+
+
+class _Reader(yaml.SafeLoader):
+    """1e9 is a number, as in YAML 1.2."""
+
+
+_Reader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789"))
 
 
 def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps: int | None = None) -> tuple[Study, StudyFile]:
     """The study in a file. more: overrides of every recipe. Raises UserError."""
-    found = limits.parse_yaml(limits.read_text(path, limits.RECIPE_FILE), path)
+    found = limits.parse_yaml(limits.read_text(path, limits.RECIPE_FILE), path, _Reader)
     if not isinstance(found, dict):
         raise UserError(f"{path}: expected keys: configurations or grid, and {', '.join(StudyFile.model_fields)}.")
     try:
@@ -91,27 +104,32 @@ def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Seque
 
     name, runner, processes, recipe = " · ".join(at.values()), last("runner", "steps"), last("processes", 1), last("recipe")
     options = {k: v for level in levels for k, v in level.options.items()}
-    if runner not in (*RUNNERS, "train"):
+    if runner not in (*RUNNERS, "train", "none"):
         file, _, function = runner.rpartition(":")
         if not (path.parent / file).is_file() or not function.isidentifier():
-            known = f"{', '.join(RUNNERS)}, train, or FILE.py:FUNCTION of a file beside it"
+            known = f"{', '.join(RUNNERS)}, train, none, or FILE.py:FUNCTION of a file beside it"
             raise UserError(f"{path}: {name}: runner={runner}: no such runner. Known: {known}.")
         runner = f"{(path.parent / file).resolve()}:{function}"
     elif recipe is None:
         raise UserError(f"{path}: {name}: no recipe. Name one, for all or for this one.")
     elif options:
         raise UserError(f"{path}: {name}: options are for a runner of one's own; {runner} has none. Use set.")
-    loaded = None
+    loaded, on, foreign = None, last("source_devices"), None
     if recipe is not None:
         beside = path.parent / recipe
         words = [word for level in levels for word in level.set]
+        given = [str(beside) if beside.is_file() else recipe, [*words, *more]]
         try:
-            loaded = steady(resolve.load(str(beside) if beside.is_file() else recipe, [*words, *more])[0], processes)
+            loaded = steady(resolve.load(*given)[0], processes)
+            if on is not None:
+                there = [word for level in levels for word in level.source_set]
+                foreign = Foreign(on, hardware.cluster(on), resolve.load(given[0], [*given[1], *there])[0])
         except UserError as e:
             raise UserError(f"{path}: {name}: {e}") from None
     elif any(level.set for level in levels):
         raise UserError(f"{path}: {name}: set is of a recipe, and there is none. Name one, or use options.")
-    return Configuration(name, loaded, at, runner, processes, options)
+    source = {k: v for level in levels for k, v in level.source.items()}
+    return Configuration(name, loaded, at, runner, processes, options, source=source, foreign=foreign)
 
 
 def study(args: Any) -> Iterator[str]:
@@ -128,8 +146,17 @@ def study(args: Any) -> Iterator[str]:
     yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
     yield f"rows: {folder / 'rows.jsonl'}"
     if args.page:
-        fill(Path(args.page), made.name, [*results.markdown(records, told.columns), *(["", told.note] if told.note else [])])
-        yield f"table: {args.page}"
+        put(Path(args.page), path, told, records)
+        yield f"page: {args.page}"
+
+
+def put(page: Path, path: Path, told: StudyFile, records: Sequence[results.Record]) -> None:
+    """The table into a page; where there is none yet, and the study says what it is about, a page of its own."""
+    if not page.exists() and told.about:
+        marks = f"<!-- {path.stem} -->\n<!-- end of {path.stem} -->"
+        command = f"`gradus study {path.parent.name}/{path.name}` makes this table again:"
+        files.write_text(page, "\n\n".join([told.about.strip(), command, marks, told.note.strip()]).strip() + "\n")
+    fill(page, path.stem, list(results.markdown(records, told.columns)))
 
 
 def fill(page: Path, mark: str, lines: list[str]) -> None:
