@@ -494,9 +494,10 @@ def option_cases(pick: random.Random) -> Iterator[Case]:
     """A bad value of every option that takes a number, and words that are none."""
     from gradus.cli import parser
 
+    Path("study.yaml").write_text("recipe: gpt.yaml\nconfigurations: {one: , two: {set: [layout.micro_batch=1]}}\nsteps: 2\nrounds: 1\nplan: false\n")
     positional = {"train": ["gpt.yaml"], "plan": ["gpt2-small"], "prove": ["run-gpt"], "check": ["gpt.yaml"], "fit": ["gpt.yaml"], "show": ["gpt.yaml"], "fetch": ["gpt.yaml"],
                   "tokenizer": ["train", "text.txt"], "profile": ["gpt.yaml"], "evaluate": ["run-gpt"], "predict": ["run-bert", "a film"], "generate": ["run-gpt", "line"],
-                  "scale": ["gpt.yaml"], "export": ["run-gpt"]}  # fmt: skip
+                  "scale": ["gpt.yaml"], "export": ["run-gpt"], "study": ["study.yaml"]}  # fmt: skip
     required = {"fetch": ["--to", "x"], "tokenizer": ["--vocab-size", "300", "--to", "x"], "scale": ["--processes", "1"], "export": ["--to", "x"], "generate": ["--max-new", "2"]}
     verbs = parser()._subparsers._group_actions[0].choices
     places = verbs["launch"]._subparsers._group_actions[0].choices

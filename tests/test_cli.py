@@ -142,8 +142,8 @@ def test_every_verb_that_takes_a_recipe_takes_training_arguments():
         (["check"], "proof.check.check", 4),
         (["fit"], "proof.fit.fit", 4),
         (["profile"], "measure.profile.profile", 4),
-        (["scale", "--processes", "1,2,4"], "measure.scaling.scale", 16),  # strong scaling: one batch, that of the most
-        (["scale", "--processes", "1,2,4", "--weak"], "measure.scaling.scale", 4),
+        (["scale", "--processes", "1,2,4"], "proof.scale.scale", 16),  # strong scaling: one batch, that of the most
+        (["scale", "--processes", "1,2,4", "--weak"], "proof.scale.scale", 4),
     ],
 )
 def test_training_arguments_reach_the_verb(verb, where, samples, arguments, monkeypatch, capsys):

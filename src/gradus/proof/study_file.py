@@ -137,6 +137,7 @@ def study(args: Any) -> Iterator[str]:
     path = Path(args.file)
     made, told = load(path, args.overrides, args.rounds, args.steps)
     folder = Path(args.to or Path("studies") / made.name)
+    before, after = around(Path(args.page), path, told) if args.page else ("", "")
     lines: list[str] = []
     rows = run(made, folder, lines.append if args.json else lambda line: print(line, flush=True), args.only.split(",") if args.only else ())
     if args.json:
@@ -146,24 +147,21 @@ def study(args: Any) -> Iterator[str]:
     yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
     yield f"rows: {folder / 'rows.jsonl'}"
     if args.page:
-        put(Path(args.page), path, told, records)
+        files.write_text(Path(args.page), before + "\n".join(results.markdown(records, told.columns)) + "\n" + after)
         yield f"page: {args.page}"
 
 
-def put(page: Path, path: Path, told: StudyFile, records: Sequence[results.Record]) -> None:
-    """The table into a page; where there is none yet, and the study says what it is about, a page of its own."""
+def around(page: Path, path: Path, told: StudyFile) -> tuple[str, str]:
+    """What is before and after the table of a page: between the lines `<!-- NAME -->` and `<!-- end of NAME -->`. Where there is no page, and
+    the study says what it is about, one of its own. Raises UserError for a page without the marks."""
+    first, last = f"<!-- {path.stem} -->\n", f"<!-- end of {path.stem} -->\n"
     if not page.exists() and told.about:
-        marks = f"<!-- {path.stem} -->\n<!-- end of {path.stem} -->"
         command = f"`gradus study {path.parent.name}/{path.name}` makes this table again:"
-        files.write_text(page, "\n\n".join([told.about.strip(), command, marks, told.note.strip()]).strip() + "\n")
-    fill(page, path.stem, list(results.markdown(records, told.columns)))
-
-
-def fill(page: Path, mark: str, lines: list[str]) -> None:
-    """Put a table into a page, between `<!-- MARK -->` and `<!-- end of MARK -->`. Raises UserError for a page without the marks."""
-    text = limits.read_text(page, limits.RECIPE_FILE)
-    before, found, rest = text.partition(f"<!-- {mark} -->\n")
-    _, ended, after = rest.partition(f"<!-- end of {mark} -->\n")
+        text = "\n".join([told.about.strip(), "", command, "", first + last, told.note.strip()]).strip() + "\n"
+    else:
+        text = limits.read_text(page, limits.RECIPE_FILE)
+    before, found, rest = text.partition(first)
+    _, ended, after = rest.partition(last)
     if not (found and ended):
-        raise UserError(f"{page}: has no lines <!-- {mark} --> and <!-- end of {mark} -->. Put them where the table belongs.")
-    files.write_text(page, before + found + "\n".join(lines) + "\n" + ended + after)
+        raise UserError(f"{page}: has no lines {first.strip()} and {last.strip()}. Put them where the table belongs.")
+    return before + first, last + after
