@@ -161,20 +161,33 @@ def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
     assert keys(every) == ["layout.precision=bf16", "layout.compile=default", "batch.samples=32"], "the largest share first"
     assert "layout.attention=sdpa" in keys(every, **naive)
     assert "layout.attention=sdpa" not in keys(every, **naive, **{"layout.precision": "bf16"}), "slower on a CPU"
-    assert "layout.precision=bf16" not in keys(every, **{"layout.precision": "bf16"})
+    assert not [key for key in keys(every, **{"layout.precision": "bf16"}) if "precision" in key]
     assert "layout.compile=default" not in keys(every, **{"layout.compile": "default"})
     monkeypatch.setattr(module, "has_compiler", lambda: False)
     monkeypatch.setattr(module, "describe", lambda: {"cpu_flags": ["avx2"]})
     assert keys(every) == ["batch.samples=32"] and keys({}) == []
+    assert keys(every, **{"layout.precision": "bf16"})[0] == "layout.precision=fp32", "no instructions for bf16"
     assert keys({"recomputation": 0.2}, **{"layout.checkpointing": "full"}) == ["layout.checkpointing=none"]
+
+
+def event(name, cat, ts, dur, tid=1, **args):
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def test_compiled_kernels_are_told_from_python():
+    graph = "## Call CompiledFxGraph abc ##"
+    events = [event("ProfilerStep#2", "user_annotation", 0, 100), event("gradus/ready", "user_annotation", 1, 1), event("gradus/forward", "user_annotation", 90, 1),
+              event("nn.Module: Block_0", "python_function", 10, 60), event(graph, "user_annotation", 20, 40), event("/tmp/torchinductor_me/ab/cd.py(9): call", "python_function", 21, 38),
+              event("<built-in function kernel>", "python_function", 25, 20), event("aten::mm", "cpu_op", 46, 10)]  # fmt: skip
+    found = collections.Counter()
+    for call in read(events, cuda=False).calls:
+        found[call.category, call.place.modules, call.place.source] += call.own
+    assert found["compiled kernels", ("Block",), ""] == 30 and found["matrix products", ("Block",), ""] == 10
+    assert sum(found.values()) == 100
 
 
 def gpu_events():
     """A step of 100 µs on a GPU as the profiler writes it: 20 of data, a product forwards, its backward pass by another thread."""
-
-    def event(name, cat, ts, dur, tid=1, **args):
-        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
-
     return [
         event("ProfilerStep#2", "user_annotation", 0, 100),
         event("gradus/data", "user_annotation", 20, 1),

@@ -39,6 +39,7 @@ def test_page(folder):
     list(page(folder))
     assert (folder / "profile.html").read_text() == text, "equal rows give equal bytes"
     (folder / "memory_summary.txt").write_text("| Allocated |")
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().replace('"cpu"', '"cuda:0"'))
     list(page(folder))
     assert "| Allocated |" in (folder / "profile.html").read_text()
 

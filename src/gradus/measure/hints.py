@@ -82,16 +82,17 @@ def _gpu(recipe, cuda, share, _) -> Iterator[Hint]:
 
 def _precision(recipe, cuda, share, _) -> Iterator[Hint]:
     part, layout = share("matrix products") + share("convolution"), recipe.layout
-    if part < 0.3 or layout.precision != "fp32" or (cuda and layout.tf32):
+    if part < 0.3 or layout.precision not in ("fp32", "bf16") or (cuda and layout.tf32):
         return
-    fast = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if cuda
-        else {"avx512_bf16", "amx_bf16", "bf16"} & set(describe()["cpu_flags"])
-    )
-    if fast:
-        text = f"matrix products take {part:.0%}, in fp32: this {'GPU' if cuda else 'CPU'} has instructions for bf16"
-        yield Hint("layout.precision=bf16", part, text)
+    if cuda:
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(describe()["cpu_flags"]))
+    text = f"matrix products take {part:.0%}, in {layout.precision}: this {'GPU' if cuda else 'CPU'} has"
+    if fast and layout.precision == "fp32":
+        yield Hint("layout.precision=bf16", part, f"{text} instructions for bf16")
+    elif not fast and layout.precision == "bf16":
+        yield Hint("layout.precision=fp32", part, f"{text} no instructions for bf16")
 
 
 def _casts(recipe, cuda, share, _) -> Iterator[Hint]:

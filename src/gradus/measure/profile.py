@@ -34,6 +34,7 @@ from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_session
 
 WAIT, WARM_UP, ACTIVE, TOP, POINTS = 1, 1, 3, 10, 100
+CYCLE = WAIT + WARM_UP + ACTIVE
 
 
 def profile(
@@ -234,8 +235,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
             raise UserError(f"{path}: the trace could not be written ({e}). Give another --to.") from None
         recorded.files.append(path)
         recorded.cycles.append(trace.read(events, cuda))
-        made = sum(e.get("name") == "[memory]" and e["args"]["Bytes"] > 0 for e in events)
-        recorded.allocations += made / (ACTIVE * repeat)
+        recorded.allocations += trace.allocations(events, cuda) / (ACTIVE * repeat)
         state = component_bytes(trainer.model, trainer.optimizer)
         state = {name: state[name] for name in ("weights", "optimizer")}
         recorded.levels = trace.memory(events, cuda, gradients, state, POINTS)
@@ -243,7 +243,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
     def mark(name: str) -> None:
         with record_function(trace.MARK + name):
             pass
-        if name == "backward":
+        if name == "backward" and found.step_num % CYCLE == CYCLE - 1:
             grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
             gradients.clear()
             gradients.update(g.untyped_storage().data_ptr() for g in grads)
@@ -256,13 +256,13 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
         warnings.catch_warnings(action="ignore", category=UserWarning),  # that a cycle forgets the one before
         torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, **what) as found,
     ):
-        for number in range((WAIT + WARM_UP + ACTIVE) * repeat):
+        for number in range(CYCLE * repeat):
             began = _now(cuda)
             step = next(steps)  # before the marks are set: workers take the task with them
             mark("data")
             with between(trainer, mark):
                 trainer.take(step)
-            if number % (WAIT + WARM_UP + ACTIVE) < WAIT:
+            if number % CYCLE < WAIT:
                 recorded.seconds.append(_now(cuda) - began)
             found.step()
     return recorded
@@ -312,7 +312,9 @@ def time_rows(session: Session, recorded: Recorded) -> list[Row]:
 KINDS: dict[str, Callable[[trace.Call], str]] = {
     "phase": lambda call: call.phase,
     "category": lambda call: call.category,
-    "operation": lambda call: call.name if call.kind == "cpu_op" else "",
+    "operation": lambda call: (
+        call.name if call.kind == "cpu_op" else trace.COMPILED if call.category == trace.COMPILED else ""
+    ),
     "place": lambda call: call.place.name,
 }
 

@@ -21,12 +21,13 @@ PHASES = {"data": "data", "forward": "forward", "backward": "backward", "step": 
 REST = "rest"  # between them: counts of all processes, the batch on its way to the device, gradients set to nothing
 AGAIN = "recomputation"  # of a forward pass within the backward pass
 WAITING, PYTHON, IDLE, POINTWISE = "data loading", "Python and dispatch", "device idle", "element-wise"
+COMPILED = "compiled kernels"
 
 # the category of an operation, by its name: the first that fits
 NAMES = {
     "collectives": r"^(c10d|nccl|gloo|mpi):|c10d_functional|record_param_comms",
     "attention": r"scaled_dot_product|flash_attention|efficient_attention|flex_attention",
-    "compiled kernels": r"triton_|cpp_fused|CompiledF|Torch-Compiled|AOTAutograd|inductor",
+    COMPILED: r"triton_|cpp_fused|CompiledF|Torch-Compiled|AOTAutograd|inductor",
     "convolution": r"::\w*conv",
     "matrix products": r"::_?(add)?(mm|bmm|mv)(_backward)?$|::(baddbmm|addbmm|matmul|linear|dot|einsum|_?grouped_mm)",
     "normalisation": r"::\w*norm",
@@ -44,10 +45,12 @@ CALLS = ("cpu_op", "python_function", "user_annotation", *LAUNCHES)
 
 class Place(NamedTuple):
     """Where in the model and in the source something was called. modules: classes, from the outermost. source: the
-    innermost function that is neither PyTorch's nor Python's own, `FILE:LINE NAME`."""
+    innermost function that is no library's, `FILE:LINE NAME`. compiled: within a graph that
+    torch.compile made."""
 
     modules: tuple[str, ...] = ()
     source: str = ""
+    compiled: bool = False
 
     @property
     def kernel(self) -> bool:
@@ -80,7 +83,7 @@ class Call:
         if self.phase in ("data", IDLE):
             return WAITING if self.phase == "data" else IDLE
         if self.kind == "python_function":
-            return PYTHON
+            return COMPILED if self.place.compiled else PYTHON  # on a CPU its kernels are functions of Python's
         named = next((category for category, test in _tests() if test(self.name)), PYTHON)
         if named in (PYTHON, "collectives"):
             return named
@@ -187,7 +190,9 @@ def _sweep(
         if phase == "backward" and (again or "torch/utils/checkpoint.py" in event["name"]):
             phase, place = AGAIN, place if again else Place()
         if kind == "python_function":
-            place = _called_from(place, event["name"])
+            place = place if place.compiled else _called_from(place, event["name"])
+        elif event["name"].startswith("## Call CompiledFxGraph"):
+            place = place._replace(compiled=True)
         else:
             key = event["pid"], event["tid"], start
             place = places.get(flows[1].get(key), place)
@@ -206,7 +211,7 @@ def _sweep(
         yield event, call
 
 
-STANDARD = frozenset(sys.stdlib_module_names) | {"torch"}
+LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", "PIL", "pyarrow", "tokenizers"}
 FRAME = re.compile(r"(?P<file>.+\.py)\((?P<line>\d+)\): (?P<name>.+)")
 
 
@@ -216,7 +221,7 @@ def _called_from(place: Place, name: str) -> Place:
     if name.startswith("nn.Module: "):
         return place._replace(modules=(*place.modules, name.removeprefix("nn.Module: ").rsplit("_", 1)[0]))
     frame = FRAME.fullmatch(name)
-    if not frame or frame["file"].split("/")[0].removesuffix(".py") in STANDARD or "site-packages" in frame["file"]:
+    if not frame or frame["file"].split("/")[0].removesuffix(".py") in LIBRARIES or "site-packages" in frame["file"]:
         return place
     return place._replace(source=f"{frame['file']}:{frame['line']} {frame['name']}")
 
@@ -276,7 +281,7 @@ def memory(events: list[dict], cuda: bool, gradients: set[int], constant: dict[s
     begin, end = phases.steps[-1]
     ends = {kind: [at for at, mark in phases.marks if mark == kind and begin <= at < end] for kind in PHASES}
     changes: list[tuple[float, str, int]] = []
-    for start, stop, address, size in _allocations(events, cuda):
+    for start, stop, address, size in _spans(events, cuda):
         if stop <= begin or start >= end:
             continue
         component, phase = "other", phases.phase(start) if start >= begin else ""
@@ -301,17 +306,25 @@ def memory(events: list[dict], cuda: bool, gradients: set[int], constant: dict[s
     return levels
 
 
-def _allocations(events: list[dict], cuda: bool) -> Iterator[tuple[float, float, int, int]]:
+def allocations(events: list[dict], cuda: bool) -> int:
+    """How many times memory of the device was allocated."""
+    return sum(args["Bytes"] > 0 for _, args in _changes(events, cuda))
+
+
+def _changes(events: list[dict], cuda: bool) -> list[tuple[float, dict]]:
+    """(time, what the profiler says of it), in order."""
+    changes = ((e["ts"], e["args"]) for e in events if e.get("name") == "[memory]")
+    return sorted((c for c in changes if c[1]["Device Type"] == int(cuda)), key=lambda change: change[0])
+
+
+def _spans(events: list[dict], cuda: bool) -> Iterator[tuple[float, float, int, int]]:
     """(start, end, address, bytes) of what was allocated or freed on the device while it was recorded."""
     alive: dict[int, tuple[float, int]] = {}
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        args = event["args"]
-        if args["Device Type"] != int(cuda):
-            continue
+    for at, args in _changes(events, cuda):
         address, size = args["Addr"], args["Bytes"]
         if size > 0:
-            alive[address] = event["ts"], size
+            alive[address] = at, size
         else:
             start, size = alive.pop(address, (float("-inf"), -size))
-            yield start, event["ts"], address, size
+            yield start, at, address, size
     yield from ((start, float("inf"), address, size) for address, (start, size) in alive.items())

@@ -27,9 +27,10 @@ def page(folder: Path) -> Iterator[str]:
     """Write profile.html from the folder's rows.jsonl and, of CUDA, memory_summary.txt; yields what is printed.
 
     Equal rows give equal bytes. Without matplotlib there is a note in place of the page."""
-    rows, summary = read_rows(folder / "rows.jsonl"), folder / "memory_summary.txt"
+    rows, file = read_rows(folder / "rows.jsonl"), folder / "memory_summary.txt"
+    summary = file.read_text(encoding="utf-8") if rows[0]["device"].startswith("cuda") else ""
     try:
-        blocks = list(content(rows, summary.read_text(encoding="utf-8") if summary.is_file() else ""))
+        blocks = list(content(rows, summary))
     except UserError as e:
         yield f"note: no page: {e} The rows and the lines above hold the same figures."
         return
