@@ -45,8 +45,7 @@ CALLS = ("cpu_op", "python_function", "user_annotation", *LAUNCHES)
 
 class Place(NamedTuple):
     """Where in the model and in the source something was called. modules: classes, from the outermost. source: the
-    innermost function that is no library's, `FILE:LINE NAME`. compiled: within a graph that
-    torch.compile made."""
+    innermost function that is no library's, `FILE:LINE NAME`. compiled: within a graph of torch.compile's."""
 
     modules: tuple[str, ...] = ()
     source: str = ""
