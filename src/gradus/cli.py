@@ -163,8 +163,10 @@ def _preparing(verb: Verb) -> None:
     add("--lowercase", **FLAG)
     add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
-    add = verb("profile", profile, "torch.profiler over a few steps, and where the memory goes").add_argument
-    add("--to", metavar="DIR", help="folder for the trace (default: profile/RECIPE)")
+    text = "torch.profiler over a few steps: where time and memory go, and what to try next"
+    add = verb("profile", profile, text).add_argument
+    add("--repeat", **whole(1_000), default=2, help="cycles of 1 step to wait, 1 to warm up, 3 recorded")
+    add("--to", metavar="DIR", help="folder for page, rows and traces (default: profile/RECIPE)")
 
 
 def _using(verb: Verb) -> None:
@@ -426,7 +428,8 @@ def tokenizer(args) -> Iterable[str]:
 
 def profile(args) -> Iterable[str]:
     recipe = load_recipe(args)
-    return room("measure.profile").profile(recipe, Path(args.to or f"profile/{recipe.name}"))
+    folder, page = Path(args.to or f"profile/{recipe.name}"), room("report.profiled").page
+    return room("measure.profile").profile(recipe, folder, args.repeat, page)
 
 
 def evaluate(args) -> Iterable[str]:

@@ -1,17 +1,23 @@
-"""The memory picture against sizes known beforehand, and the files that a profile leaves."""
+"""The memory picture against sizes known beforehand; times against their sum, a trace written by hand, and what must show in them."""
 
 from __future__ import annotations
 
+import collections
 import json
-import re
+import time
 
 import pytest
 import torch
 
 from gradus import models
 from gradus import recipe as recipes
+from gradus.data.loader import Loader
 from gradus.errors import UserError
-from gradus.measure.profile import memory_picture, profile
+from gradus.measure.hints import hints
+from gradus.measure.profile import memory_picture, profile, record
+from gradus.measure.trace import read
+from gradus.report.profiled import page
+from gradus.rows import read_rows
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -32,30 +38,188 @@ def picture(tmp_path, **more):
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile") / "new" / "folder"
-    return folder, list(profile(tiny(), folder, repeat=2))
+    return folder, list(profile(tiny(**{"data.n_train": 64}), folder, 2, page)), read_rows(folder / "rows.jsonl")
+
+
+def times(rows, kind):
+    return {row["name"].split("/", 2)[2]: row for row in rows if row["name"].startswith(f"time/{kind}/")}
+
+
+def calls(tmp_path, **more):
+    trainer, steps, _, _ = memory_picture(open_session(tiny(**more)), tmp_path)
+    return record(trainer, steps, tmp_path, 1).cycles[0].calls
+
+
+def shares(tmp_path, kind="category", **more):
+    every, found = calls(tmp_path, **more), collections.Counter()
+    total = sum(call.own for call in every)
+    for call in every:
+        found[getattr(call, kind)] += call.own / total
+    return found
+
+
+def test_files(profiled):
+    folder, lines, _ = profiled
+    traces = ["copy-task.1.pt.trace.json", "copy-task.2.pt.trace.json"]  # TensorBoard's plugin: WORKER.SPAN.pt.trace.json
+    assert sorted(p.name for p in folder.iterdir()) == [*traces, "profile.html", "rows.jsonl"]
+    events = json.loads((folder / traces[1]).read_text())["traceEvents"]
+    assert sum(e["name"].startswith("ProfilerStep") for e in events) == 3, "after one to wait and one to warm up"
+    assert any("Input Dims" in e.get("args", {}) for e in events), "shapes are recorded"
+    assert any("gradus/models/seq2seq.py" in e["name"] for e in events), "stacks are recorded"
+    heads = [line.split()[0] for line in lines if line.startswith("  ") and "share" in line]
+    assert heads == ["phase", "category", "operation", "place"] and any(line.startswith("what to try next") for line in lines)
+
+
+def test_times_sum_to_the_recorded_step(profiled):
+    rows = profiled[2]
+    by = {row["name"]: row for row in rows}
+    recorded = by["time/step/recorded"]
+    assert by["time/step"]["value"] > 0 and recorded["recorded_steps"] == 6
+    for kind in ("phase", "category"):
+        assert sum(row["share"] for row in times(rows, kind).values()) == pytest.approx(1, abs=1e-6)
+        assert sum(row["value"] for row in times(rows, kind).values()) == pytest.approx(recorded["value"])
+    assert set(times(rows, "phase")) == {"data", "forward", "backward", "optimizer", "rest"}
+    operations = [row["value"] for row in times(rows, "operation").values()]
+    assert operations == sorted(operations, reverse=True) and sum(operations) < recorded["value"]
+    steps = sum(e["dur"] for n in (1, 2) for e in json.loads((profiled[0] / f"copy-task.{n}.pt.trace.json").read_text())["traceEvents"]
+                if e["name"].startswith("ProfilerStep"))  # fmt: skip
+    assert recorded["value"] == pytest.approx(steps / 6e6, rel=1e-6), "the profiler's own count of the steps"
+
+
+def test_operations_have_a_place_in_the_model_also_backwards(profiled):
+    products = times(profiled[2], "operation")
+    assert products["aten::addmm"]["category"] == products["aten::mm"]["category"] == "matrix products"
+    place = next(name for name in times(profiled[2], "place") if name.endswith("FeedForward / Linear"))
+    assert times(profiled[2], "place")[place]["source"].startswith("gradus/layers/feedforward.py:")
+    assert products["aten::mm"]["place"].endswith("Linear"), "half of the backward passes of Linear's products"
+
+
+def test_memory_within_a_step_is_what_was_measured_by_other_means(profiled):
+    rows = profiled[2]
+    by = {(row["name"], row.get("step")): row["value"] for row in rows}
+    levels = {}
+    for row in rows:
+        if row["name"].startswith("memory/timeline/"):
+            levels.setdefault(row["ms"], {})[row["name"].split("/")[2]] = row["value"]
+    assert len(levels) == 100 and sorted(levels) == list(levels)
+    assert max(sum(level.values()) for level in levels.values()) == pytest.approx(by["memory/backward/peak", 2], rel=0.1)
+    assert max(level["activations"] for level in levels.values()) == pytest.approx(by["memory/activations", None], rel=0.1)
+    assert max(level["gradients"] for level in levels.values()) == pytest.approx(by["memory/gradients", None], rel=0.01)
+    assert {level["weights"] for level in levels.values()} == {by["memory/weights", None]}
+    assert {level["optimizer"] for level in levels.values()} == {by["memory/optimizer", None]}
+
+
+def test_all_of_attention_is_attention_also_backwards(tmp_path):
+    names = collections.defaultdict(set)
+    for kernel in ("naive", "sdpa"):
+        for call in calls(tmp_path, **{"layout.attention": kernel}):
+            names[kernel, call.category].add(call.name)
+    assert names["naive", "attention"] >= {"aten::bmm", "aten::_softmax", "aten::_softmax_backward_data"}
+    assert "aten::bmm" not in names["naive", "matrix products"] | names["sdpa", "attention"]
+    assert {name for name in names["sdpa", "attention"] if name.endswith("for_cpu_backward")}
 
 
 @pytest.mark.slow
-def test_files(profiled):
-    folder, lines = profiled
-    assert sorted(p.name for p in folder.iterdir()) == ["memory.jsonl", "top.txt", "trace-2.json", "trace.json"]
-    trace = json.loads((folder / "trace.json").read_text())
-    steps = [e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("ProfilerStep") and e.get("cat") == "user_annotation"]
-    assert len(steps) == 3, "three steps are recorded, after one to wait and one to warm up"
-    assert any("Input Dims" in e.get("args", {}) for e in trace["traceEvents"]), "shapes are recorded"
-    top = (folder / "top.txt").read_text().splitlines()
-    assert "Self CPU" in top[2] and "top 10 operations" in top[0]
-    assert all(line in lines for line in top)
+def test_attention_written_out_takes_longer(tmp_path):
+    long = {"task.length": 1024, "model.seq_len": 1025, "batch.samples": 1, "model.n_layers": 1, "model.d_model": 64, "model.n_heads": 8}
+    naive, sdpa = (shares(tmp_path, **long, **{"layout.attention": kernel}) for kernel in ("naive", "sdpa"))
+    assert naive["attention"] / naive["matrix products"] > 1.3 * sdpa["attention"] / sdpa["matrix products"]
 
 
-def test_top_operations_are_in_order_and_the_trace_holds_the_matrix_products(profiled):
-    ruled = re.split(r"\n[- ]+\n", (profiled[0] / "top.txt").read_text())  # the head, the names of columns, the operations, the totals
-    rows = [re.split(r"\s{2,}", line.strip()) for line in ruled[2].splitlines()]
-    times = [float(row[2].rstrip("mus")) * {"us": 1e-6, "ms": 1e-3}.get(row[2][-2:], 1) for row in rows]
-    assert times == sorted(times, reverse=True) and times[0] > 0
-    assert len(rows) == 10 and any(row[0].startswith("aten::") for row in rows)
-    trace = (profiled[0] / "trace.json").read_text()  # whether they are among the top of so small a model is a matter of the machine
-    assert '"aten::addmm"' in trace or '"aten::mm"' in trace
+def test_recomputation_is_told_from_the_backward_pass(tmp_path):
+    again = shares(tmp_path, "phase", **{"layout.checkpointing": "full"})
+    assert again["recomputation"] > 0.1 and abs(sum(again.values()) - 1) < 1e-6
+
+
+def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
+    own = Loader.steps
+
+    def slow(self, *args):
+        for step in own(self, *args):
+            time.sleep(0.1)
+            yield step
+
+    monkeypatch.setattr(Loader, "steps", slow)
+    (tmp_path / "copy-task.9.pt.trace.json").write_text("{}")
+    found = shares(tmp_path)
+    assert found["data loading"] > 0.5
+    assert [path.name for path in tmp_path.glob("*.pt.trace.json")] == ["copy-task.1.pt.trace.json"], "an earlier profile's go"
+    (hint,) = (h for h in hints(tiny(), torch.device("cpu"), found, free_cores=1) if h.key.startswith("data"))
+    assert hint.key == "data.workers=1" and hint.share == found["data loading"] and f"{hint.share:.0%}" in hint.text
+    assert not [h for h in hints(tiny(), torch.device("cpu"), found, free_cores=0) if h.key.startswith("data")], "no core for it"
+
+
+def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
+    from gradus.measure import hints as module
+
+    def keys(shares, **more):
+        return [h.key for h in hints(tiny(**more), torch.device("cpu"), shares, 1)]
+
+    monkeypatch.setattr(module, "has_compiler", lambda: True)
+    monkeypatch.setattr(module, "describe", lambda: {"cpu_flags": ["amx_bf16"]})
+    every = {"attention": 0.3, "element-wise": 0.35, "matrix products": 0.4, "optimizer": 0.25}
+    naive = {"layout.attention": "naive", "model.dropout": 0.0}
+    assert keys(every) == ["layout.precision=bf16", "layout.compile=default", "batch.samples=32"], "the largest share first"
+    assert "layout.attention=sdpa" in keys(every, **naive)
+    assert "layout.attention=sdpa" not in keys(every, **naive, **{"layout.precision": "bf16"}), "slower on a CPU"
+    assert not [key for key in keys(every, **{"layout.precision": "bf16"}) if "precision" in key]
+    assert "layout.compile=default" not in keys(every, **{"layout.compile": "default"})
+    monkeypatch.setattr(module, "has_compiler", lambda: False)
+    monkeypatch.setattr(module, "describe", lambda: {"cpu_flags": ["avx2"]})
+    assert keys(every) == ["batch.samples=32"] and keys({}) == []
+    assert keys(every, **{"layout.precision": "bf16"})[0] == "layout.precision=fp32", "no instructions for bf16"
+    assert keys({"recomputation": 0.2}, **{"layout.checkpointing": "full"}) == ["layout.checkpointing=none"]
+
+
+def event(name, cat, ts, dur, tid=1, **args):
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def test_compiled_kernels_are_told_from_python():
+    graph = "## Call CompiledFxGraph abc ##"
+    events = [event("ProfilerStep#2", "user_annotation", 0, 100), event("gradus/ready", "user_annotation", 1, 1), event("gradus/forward", "user_annotation", 90, 1),
+              event("nn.Module: Block_0", "python_function", 10, 60), event(graph, "user_annotation", 20, 40), event("/tmp/torchinductor_me/ab/cd.py(9): call", "python_function", 21, 38),
+              event("<built-in function kernel>", "python_function", 25, 20), event("aten::mm", "cpu_op", 46, 10)]  # fmt: skip
+    found = collections.Counter()
+    for call in read(events, cuda=False).calls:
+        found[call.category, call.place.modules, call.place.source] += call.own
+    assert found["compiled kernels", ("Block",), ""] == 30 and found["matrix products", ("Block",), ""] == 10
+    assert sum(found.values()) == 100
+
+
+def gpu_events():
+    """A step of 100 µs on a GPU as the profiler writes it: 20 of data, a product forwards, its backward pass by another thread."""
+    return [
+        event("ProfilerStep#2", "user_annotation", 0, 100),
+        event("gradus/data", "user_annotation", 20, 1),
+        event("gradus/ready", "user_annotation", 22, 1),
+        event("nn.Module: Linear_0", "python_function", 24, 10),
+        event("aten::addmm", "cpu_op", 25, 8),
+        event("cudaLaunchKernel", "cuda_runtime", 26, 2, correlation=7),
+        event("gradus/forward", "user_annotation", 36, 1),
+        event("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 40, 8, tid=2),
+        event("aten::mm", "cpu_op", 41, 6, tid=2),
+        event("cudaLaunchKernel", "cuda_runtime", 42, 2, tid=2, correlation=8),
+        event("gradus/backward", "user_annotation", 50, 1),
+        event("cudaDeviceSynchronize", "cuda_runtime", 60, 5, correlation=9),
+        {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 3, "ts": 25, "pid": 1, "tid": 1},
+        {"ph": "f", "cat": "fwdbwd", "name": "fwdbwd", "id": 3, "ts": 40, "pid": 1, "tid": 2},
+        event("before", "kernel", 0, 5, tid=70, correlation=1),  # launched before it was recorded
+        event("gemm", "kernel", 30, 40, tid=70, correlation=7),
+        event("gemm", "kernel", 70, 20, tid=70, correlation=8),
+    ]
+
+
+def test_times_on_a_gpu_are_those_of_kernels():
+    found = read(gpu_events(), cuda=True)
+    times = {(call.name, call.phase, call.category, call.place.modules): call.own for call in found.calls}
+    assert times == {
+        ("aten::addmm", "forward", "matrix products", ("Linear",)): 40,
+        ("aten::mm", "backward", "matrix products", ("Linear",)): 20,
+        ("waiting for data", "data", "data loading", ()): 15,  # 20 less the 5 in which the GPU still computed
+        ("device idle", "device idle", "device idle", ()): 25,
+    }
+    assert sum(times.values()) == 100 and found.waits == (1, 5)
 
 
 def test_components_are_what_they_must_be(tmp_path):

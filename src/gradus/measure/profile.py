@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import glob
 import itertools
 import json
+import statistics
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, record_function
 
+from gradus import limits
 from gradus.data.loader import Loader, Step
 from gradus.errors import UserError
+from gradus.files import write_text
 from gradus.hardware.tables import table as columns
+from gradus.measure import machine, trace
+from gradus.measure.hints import hints
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import Recipe
@@ -23,34 +33,51 @@ from gradus.rows import Row
 from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_session
 
-WAIT, WARM_UP, ACTIVE, TOP = 1, 1, 3, 10
+WAIT, WARM_UP, ACTIVE, TOP, POINTS = 1, 1, 3, 10, 100
+CYCLE = WAIT + WARM_UP + ACTIVE
 
 
-def profile(recipe: Recipe, folder: Path, repeat: int = 1) -> Iterator[str]:
-    """Take real steps of the recipe and yield lines: first the memory picture, then torch.profiler's top operations.
+def profile(
+    recipe: Recipe, folder: Path, repeat: int = 2, page: Callable[[Path], Iterator[str]] | None = None
+) -> Iterator[str]:
+    """Take real steps of the recipe and yield lines: the memory picture; where a step's time goes, by phase, category,
+    operation and place in the code; and what to try next.
 
     Memory: allocated (on CUDA also reserved) and the peak after building, and after the forward pass, the backward pass
     and the optimizer's step of the first two steps; then by component. Time: `repeat` cycles of 1 step not looked at, 1
-    to warm up, 3 recorded. Writes trace.json (one a cycle; open it in Perfetto or chrome://tracing), top.txt and
-    memory.jsonl (rows) into `folder`. Raises UserError for what the recipe, the data or the disk do not allow.
+    to warm up, 3 recorded with shapes, memory and stacks. Writes into `folder` rows.jsonl, RECIPE.CYCLE.pt.trace.json
+    (for Perfetto and TensorBoard) and on CUDA memory_summary.txt; `page` then makes one of the folder's rows. Raises
+    UserError for what the recipe, the data or the disk do not allow.
     """
-    folder_for(folder, ("top.txt",))
+    folder_for(folder, ("rows.jsonl",))
     session = open_session(recipe)
     trainer, steps, picture, rows = memory_picture(session, folder)
+    written = [folder / "rows.jsonl"]
     try:
         where = f"{session.recipe.name}, {session.recipe.layout.precision} on {session.device}"
         yield f"memory of {where}, MB:"
         yield from picture
-        (folder / "memory.jsonl").write_text("".join(row.json() + "\n" for row in rows))
-        operations = time_operations(trainer, steps, folder, repeat)
+        recorded = record(trainer, steps, folder, repeat)
     finally:
         trainer.loader.close()
-    top = [f"top {TOP} operations of {ACTIVE} steps of {where}, by their own time:", *operations]
-    (folder / "top.txt").write_text("\n".join(top) + "\n")
+    times = time_rows(session, recorded)
+    write_text(written[0], "".join(row.json() + "\n" for row in rows + times))
+    if session.device.type == "cuda":
+        written.append(folder / "memory_summary.txt")
+        write_text(written[-1], torch.cuda.memory_summary())
     yield ""
-    yield from top
+    yield from time_lines(times, where)
     yield ""
-    yield f"wrote {', '.join(str(folder / name) for name in ('trace.json', 'top.txt', 'memory.jsonl'))}"
+    yield f"wrote {', '.join(map(str, [*written, *recorded.files]))}"
+    yield from page(folder) if page else ()
+
+
+def conditions(session: Session) -> dict[str, Any]:
+    """Of every row of a profile."""
+    r, device = session.recipe, session.device
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    what = {"recipe": r.name, "device": str(device), **gpu, "precision": r.layout.precision, "samples": r.batch.samples}
+    return {**what, "tokens": r.batch.tokens, "threads": torch.get_num_threads(), **machine.conditions()}
 
 
 def folder_for(folder: Path, names: Iterable[str]) -> None:
@@ -157,16 +184,13 @@ def picture_lines(
     last = {name: allocated for name, allocated, _ in phases}
     peaks = {name: max(peak for other, _, peak in phases if other == name) for name in last}
     activations = last["step 2: forward"] - last["step 2: ready"]
-    recipe = session.recipe
-    numbers = {"device": str(session.device), "precision": recipe.layout.precision}
-    conditions = {"recipe": recipe.name, **numbers, "torch": torch.__version__}
-    cells, rows = [], []
+    where, cells, rows = conditions(session), [], []
     for name in ("building", *(f"step {n}: {name}" for n in (1, 2) for name in ("forward", "backward", "step"))):
         numbers = {"allocated": last[name], "peak": peaks[name]}
         numbers |= {"reserved": timeline.reserved[name]} if cuda else {}
         cells.append([f"  {name}", *(f"{n / 1e6:,.2f}" for n in numbers.values())])
         phase, step = name.split(": ")[-1], int(name[5]) if ":" in name else None
-        rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, conditions) for kind, n in numbers.items()]
+        rows += [Row(f"memory/{phase}/{kind}", n, "bytes", step, where) for kind, n in numbers.items()]
     lines = columns(["  after", *numbers], cells, {1, 2, 3})
     components = (
         ("weights", state["weights"], ""), ("gradients", state["gradients"], "after the backward pass"),
@@ -175,34 +199,161 @@ def picture_lines(
         ("peak", max(peaks.values()), "the highest of all"),
     )  # fmt: skip
     cells = [[f"  {name}", f"{n / 1e6:,.2f}", what] for name, n, what in components]
-    rows += [Row(f"memory/{name}", n, "bytes", conditions=conditions) for name, n, _ in components]
+    rows += [Row(f"memory/{name}", n, "bytes", conditions=where) for name, n, _ in components]
     return [*lines, "", *columns(["  component", "MB", ""], cells, {1})], rows
 
 
 # ---------------------------------------------------------------- time
 
 
-def time_operations(trainer: Trainer, steps: Iterator[Any], folder: Path, repeat: int) -> list[str]:
-    """Profile steps, write the traces, and return torch.profiler's table of the TOP operations by their own time."""
-    cuda = trainer.device.type == "cuda"
-    written: list[Path] = []
+@dataclasses.dataclass
+class Recorded:
+    """cycles: what was recorded. files: their traces. seconds: of steps that were not recorded, on the host's clock.
+    levels: memory within the last recorded step. allocations: a step."""
+
+    cycles: list[trace.Trace] = dataclasses.field(default_factory=list)
+    files: list[Path] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    levels: list[trace.Level] = dataclasses.field(default_factory=list)
+    allocations: float = 0.0
+
+
+def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -> Recorded:
+    """Take steps under torch.profiler, with a trace of each cycle; an earlier profile's traces go. Raises UserError."""
+    cuda, name = trainer.device.type == "cuda", trainer.recipe.name
+    recorded, gradients = Recorded(), set()
+    for old in folder.glob(f"{glob.escape(name)}.*.pt.trace.json"):
+        old.unlink()
 
     def keep(found: torch.profiler.profile) -> None:
-        path = folder / ("trace.json" if not written else f"trace-{len(written) + 1}.json")
+        path = folder / f"{name}.{len(recorded.files) + 1}.pt.trace.json"  # as TensorBoard's plugin wants them called
         try:
             found.export_chrome_trace(str(path))
-            json.loads(path.read_text(encoding="utf-8"))  # the profiler does not look whether the disk took it all
+            # the profiler does not look whether the disk took it all
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         except (OSError, RuntimeError, ValueError) as e:
             raise UserError(f"{path}: the trace could not be written ({e}). Give another --to.") from None
-        written.append(path)
+        recorded.files.append(path)
+        recorded.cycles.append(trace.read(events, cuda))
+        recorded.allocations += trace.allocations(events, cuda) / (ACTIVE * repeat)
+        state = component_bytes(trainer.model, trainer.optimizer)
+        state = {name: state[name] for name in ("weights", "optimizer")}
+        recorded.levels = trace.memory(events, cuda, gradients, state, POINTS)
 
-    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
+    def mark(name: str) -> None:
+        with record_function(trace.MARK + name):
+            pass
+        if name == "backward" and found.step_num % CYCLE == CYCLE - 1:
+            grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            gradients.clear()
+            gradients.update(g.untyped_storage().data_ptr() for g in grads)
+            mark("ready")
+
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    with torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=keep, record_shapes=True, profile_memory=True
-    ) as found:
-        for _ in range((WAIT + WARM_UP + ACTIVE) * repeat):
-            trainer.take(next(steps))
+    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=repeat)
+    what = {"record_shapes": True, "profile_memory": True, "with_stack": True}
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # that a cycle forgets the one before
+        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, **what) as found,
+    ):
+        for number in range(CYCLE * repeat):
+            began = _now(cuda)
+            step = next(steps)  # before the marks are set: workers take the task with them
+            mark("data")
+            with between(trainer, mark):
+                trainer.take(step)
+            if number % CYCLE < WAIT:
+                recorded.seconds.append(_now(cuda) - began)
             found.step()
-    by, width = f"self_{'device' if cuda else 'cpu'}_time_total", {"max_name_column_width": 56}
-    return found.key_averages().table(sort_by=by, row_limit=TOP, **width).splitlines()
+    return recorded
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_rows(session: Session, recorded: Recorded) -> list[Row]:
+    """Seconds a step by phase, category, operation and place, each kind summing to a recorded step (of operations and
+    places the largest only); the memory within a step; hints, with the share of the step that each is about."""
+    calls = [call for cycle in recorded.cycles for call in cycle.calls]
+    n = sum(len(cycle.steps) for cycle in recorded.cycles)
+    where = conditions(session) | {"recorded_steps": n}
+    total = sum(call.own for call in calls)
+    rows = [
+        Row("time/step", statistics.median(recorded.seconds), "s", conditions=where),
+        Row("time/step/recorded", total / n / 1e6, "s", conditions=where),
+        Row("memory/allocations", recorded.allocations, "a step", conditions=where),
+    ]
+    if session.device.type == "cuda":
+        waits, took = (sum(cycle.waits[i] for cycle in recorded.cycles) / n for i in (0, 1))
+        rows.append(Row("time/waits", took / 1e6, "s", conditions=where | {"calls": waits}))
+    shares = {}
+    for kind, of in KINDS.items():
+        groups = collections.defaultdict(list)
+        for call in calls:
+            groups[of(call)].append(call)
+        largest = sorted(groups, key=lambda key: -sum(call.own for call in groups[key]))
+        for key in [key for key in largest if key][: 3 * TOP]:
+            seconds = sum(call.own for call in groups[key]) / n / 1e6
+            share = seconds * n * 1e6 / total
+            shares |= {key: share} if kind in ("phase", "category") else {}
+            more = {"share": share, "calls": len(groups[key]) / n, **_most(kind, groups[key])}
+            rows.append(Row(f"time/{kind}/{key}", seconds, "s", conditions=where | more))
+    for level in recorded.levels:
+        at = where | {"ms": level.ms}
+        rows += [Row(f"memory/timeline/{name}", n, "bytes", conditions=at) for name, n in level.bytes.items()]
+    busy = torch.get_num_threads() if session.device.type == "cpu" else 1
+    found = hints(session.recipe, session.device, shares, limits.processors() - busy)
+    return rows + [Row(f"hint/{h.key}", h.share, "of the step", conditions=where | {"text": h.text}) for h in found]
+
+
+KINDS: dict[str, Callable[[trace.Call], str]] = {
+    "phase": lambda call: call.phase,
+    "category": lambda call: call.category,
+    "operation": lambda call: (
+        call.name if call.kind == "cpu_op" else trace.COMPILED if call.category == trace.COMPILED else ""
+    ),
+    "place": lambda call: call.place.name,
+}
+
+
+def _most(kind: str, calls: list[trace.Call]) -> dict[str, Any]:
+    """What the most expensive of the calls are: their category, source, shapes."""
+
+    def most(of: Callable[[trace.Call], str]) -> str:
+        seconds = collections.Counter()
+        for call in calls:
+            seconds[of(call)] += call.own
+        return seconds.most_common(1)[0][0]
+
+    if kind == "operation":
+        shapes = most(lambda c: c.shapes)
+        return {"category": most(lambda c: c.category), "place": most(KINDS["place"]), "shapes": shapes}
+    return {"source": most(lambda c: c.place.source)} if kind == "place" else {}
+
+
+def time_lines(rows: list[Row], where: str) -> Iterator[str]:
+    """The times of a profile's rows as tables, and its hints."""
+    by = {row.name: row for row in rows}
+    step, recorded = by["time/step"], by["time/step/recorded"]
+    yield (
+        f"a step of {where}: {step.value * 1e3:,.1f} ms; {recorded.value * 1e3:,.1f} ms while recorded, "
+        f"of which the shares are ({recorded.conditions['recorded_steps']} steps)"
+    )
+    if waits := by.get("time/waits"):
+        yield f"the host waited for the GPU {waits.conditions['calls']:.1f} times a step, {waits.value * 1e3:,.1f} ms"
+    for kind, more in (("phase", ()), ("category", ()), ("operation", ("calls", "category")), ("place", ("source",))):
+        own = [row for row in rows if row.name.startswith(f"time/{kind}/")][: 2 * TOP if not more else TOP]
+        cells = [
+            [f"  {row.name.split('/', 2)[2]}", f"{row.value * 1e3:,.2f}", f"{row.conditions['share']:.1%}"]
+            + [f"{v:,.0f}" if isinstance(v := row.conditions[key], float) else v for key in more]
+            for row in own
+        ]
+        yield ""
+        yield from columns([f"  {kind}", "ms", "share", *more], cells, {1, 2, 3} if "calls" in more else {1, 2})
+    yield ""
+    found = [row for row in rows if row.name.startswith("hint/")]
+    yield "what to try next:" if found else "what to try next: no setting of the layout stands out"
+    yield from (f"  {row.name.removeprefix('hint/')}: {row.conditions['text']}" for row in found)

@@ -168,6 +168,11 @@ def _checkpointed(forward, context: dict):
     return recomputing
 
 
+def has_compiler() -> bool:
+    """Of C++, which torch.compile needs for a CPU."""
+    return bool(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++"))
+
+
 def use_compile(model: nn.Module, mode: str, device: torch.device, in_turn: bool = True) -> None:
     """Compile every block, in place: one graph serves all blocks of a kind, and heads and losses stay eager.
 
@@ -176,7 +181,7 @@ def use_compile(model: nn.Module, mode: str, device: torch.device, in_turn: bool
     if mode == "none":
         return
     on_cpu = device.type == "cpu"
-    if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+    if on_cpu and not has_compiler():
         raise UserError(
             f"layout.compile={mode}: compiling for a CPU needs a C++ compiler and there is none. "
             "Install g++ or set layout.compile=none."

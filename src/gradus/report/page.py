@@ -17,7 +17,7 @@ STYLE = """
 body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; margin: 2rem 0 .6rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }

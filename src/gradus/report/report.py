@@ -54,7 +54,7 @@ def content(title: str, found: Sequence[Run], notes: str) -> Iterator[Block]:
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)
     yield Heading(2, "Plots")
-    for caption, svg in plots.drawn(found):
+    for caption, svg in plots.drawn(plots.of_runs(found)):
         yield Figure(svg, caption)
     yield Heading(2, "How it was done")
     for run in found:

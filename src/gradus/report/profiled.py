@@ -1,0 +1,146 @@
+"""The page of a profile: what `gradus profile` wrote as rows, to read. A pure function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus import files
+from gradus.errors import UserError
+from gradus.plan.show import size
+from gradus.report import plots
+from gradus.report.blocks import Block, Code, Figure, Heading, Inline, Table, Text, plain
+from gradus.report.page import to_html
+from gradus.report.report import told
+from gradus.rows import read_rows
+
+TOP = 10
+CONDITIONS = (
+    *("recipe", "device", "gpu", "precision", "samples", "tokens", "recorded_steps"),
+    *("host", "cpu", "cpus", "threads", "load", "versions"),
+)
+Row = dict[str, Any]
+
+
+def page(folder: Path) -> Iterator[str]:
+    """Write profile.html from the folder's rows.jsonl and, of CUDA, memory_summary.txt; yields what is printed.
+
+    Equal rows give equal bytes. Without matplotlib there is a note in place of the page."""
+    rows, file = read_rows(folder / "rows.jsonl"), folder / "memory_summary.txt"
+    summary = file.read_text(encoding="utf-8") if rows[0]["device"].startswith("cuda") else ""
+    try:
+        blocks = list(content(rows, summary))
+    except UserError as e:
+        yield f"note: no page: {e} The rows and the lines above hold the same figures."
+        return
+    files.write_text(folder / "profile.html", to_html(f"Profile: {rows[0]['recipe']}", blocks))
+    yield f"{folder / 'profile.html'}: the page; it needs no other file"
+
+
+def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
+    """Raises UserError without matplotlib."""
+    by = {row["name"]: row for row in rows}
+    step, recorded = by["time/step"], by["time/step/recorded"]
+    yield Heading(1, f"Profile: {step['recipe']}")
+    text = f"A step takes {ms(step)} ms, and {ms(recorded)} ms while it is recorded: the shares are of the latter. "
+    text += f"It allocates memory {by['memory/allocations']['value']:,.0f} times"
+    if waits := by.get("time/waits"):
+        text += f", and waits {waits['calls']:,.1f} times for the GPU, {ms(waits)} ms in all"
+    yield plain(f"{text}.")
+    yield Heading(2, "What to try next")
+    hints = below(rows, "hint")
+    yield from (Text(_hint(name, row), item=True) for name, row in hints)
+    if not hints:
+        yield plain("No setting of the layout stands out.")
+    (times, memory) = (Figure(svg, caption) for caption, svg in plots.drawn(_figures(rows)))
+    yield Heading(2, "Where the step's time goes")
+    yield times
+    yield from tables(rows)
+    yield Heading(2, "Memory")
+    yield memory
+    yield from memory_tables(rows)
+    if summary:
+        yield Code("torch.cuda.memory_summary()", summary)
+    yield Heading(2, "How it was measured")
+    yield Table(["", ""], [[k.replace("_", " "), told(k, step[k])] for k in CONDITIONS if step.get(k)], words=True)
+    trace = f"{step['recipe']}.1.pt.trace.json"
+    parts = [("plain", "The traces beside this page ("), ("code", trace), ("plain", ", one a cycle) open in ")]
+    parts += [("code", "ui.perfetto.dev"), ("plain", " and "), ("code", "chrome://tracing"), ("plain", "; ")]
+    yield Text(
+        [*parts, ("code", "tensorboard --logdir ."), ("plain", " shows them with the plugin torch-tb-profiler.")]
+    )
+
+
+def below(rows: Sequence[Row], path: str) -> list[tuple[str, Row]]:
+    """(the rest of its name, row) of what is named below a path."""
+    return [(row["name"].removeprefix(f"{path}/"), row) for row in rows if row["name"].startswith(f"{path}/")]
+
+
+def ms(row: Row) -> str:
+    return f"{row['value'] * 1e3:,.2f}"
+
+
+def _hint(name: str, row: Row) -> Inline:
+    return [("code", name), ("plain", f": {row['text']}.")]
+
+
+def tables(rows: Sequence[Row]) -> Iterator[Block]:
+    """By operation and by place in the code; categories and phases are in the plot."""
+    yield Heading(2, "Top operations")
+    cells = [
+        [name, row["category"], ms(row), f"{row['share']:.1%}", f"{row['calls']:,.0f}", row["place"] or "–"]
+        for name, row in below(rows, "time/operation")[:TOP]
+    ]
+    head = ["operation", "category", "ms", "share", "calls", "mostly in"]
+    yield Table(head, cells, "A step's, without the time of the operations that they call.", words=True)
+    yield Heading(2, "Where they are called")
+    cells = [
+        [name, ms(row), f"{row['share']:.1%}", row["source"] or "–"] for name, row in below(rows, "time/place")[:TOP]
+    ]
+    caption = "The backward pass of an operation counts where the operation was called."
+    yield Table(["module, or file", "ms", "share", "mostly from"], cells, caption, words=True)
+
+
+def memory_tables(rows: Sequence[Row]) -> Iterator[Block]:
+    by = {row["name"]: row for row in rows}
+    known = {name: name for name in ("weights", "gradients", "optimizer")}
+    known |= {"activations": "activations, of one micro-batch", "peak": "peak of the first two steps"}
+    yield Table(["component", "size"], [[text, size(by[f"memory/{name}"]["value"])] for name, text in known.items()])
+    passes: dict[str, dict[str, str]] = {}
+    for name, row in below(rows, "memory"):
+        when, _, kind = name.partition("/")
+        if kind in ("allocated", "peak", "reserved"):
+            step = f"step {row['step']}: {when}" if row.get("step") else when
+            passes.setdefault(step, {})[kind] = size(row["value"])
+    kinds = list(next(iter(passes.values())))
+    yield Table(["after", *kinds], [[name, *row.values()] for name, row in passes.items()])
+
+
+# ---------------------------------------------------------------- plots
+
+
+def _figures(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+    figure, panels = plots.sheet(2, 3.4)
+    for axes, kind in zip(panels, ("phase", "category")):
+        own = [(name, row) for name, row in below(rows, f"time/{kind}") if row["share"] >= 0.0005]
+        places = range(len(own), 0, -1)
+        axes.barh(places, [row["value"] * 1e3 for _, row in own], 0.7, color=plots.COLOURS[0])
+        for place, (_, row) in zip(places, own):
+            axes.text(row["value"] * 1e3, place, f" {row['share']:.1%}", va="center")
+        axes.set_yticks(list(places), [name for name, _ in own])
+        axes.set(xlabel="ms a step", title=f"by {kind}")
+        axes.margins(x=0.18)
+        axes.grid(axis="x", alpha=0.25)
+    yield "Time of a recorded step, by phase and by category of operations; each sums to the whole step.", figure
+    figure, (axes,) = plots.sheet(1, 3.0)
+    levels: dict[str, list[tuple[float, float]]] = {}
+    for name, row in below(rows, "memory/timeline"):
+        levels.setdefault(name, []).append((row["ms"], row["value"] / 1e6))
+    times = [at for at, _ in next(iter(levels.values()))]
+    heights = [[value for _, value in points] for points in levels.values()]
+    axes.stackplot(times, heights, labels=list(levels), colors=plots.COLOURS, step="mid", lw=0)
+    axes.set(xlabel="ms of the step", ylabel="MB", xlim=(times[0], times[-1]))
+    axes.grid(alpha=0.25)
+    plots.legend(figure, axes, len(levels))
+    yield "Memory of tensors within the last recorded step, by component.", figure
