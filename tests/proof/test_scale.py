@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradus import models
 from gradus import recipe as recipes
@@ -166,7 +168,21 @@ def test_parts_of_a_step():
     assert scale.parts_of(alone) == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
     gone = scale.lost(ranks, alone)
     assert gone == pytest.approx({"computing": -0.15, "communication": 0.1, "waiting": 0.15, "data": 0.0, "other": -0.1})
-    assert scale.parts_of([timed([0.0] * 4, 1.0, "cuda")]) is None
+    gpu = timed([0.1, 0.0, 0.0, 0.0], 1.0, "cuda")
+    assert scale.parts_of([gpu]) is None
+    gpu.kernels = [0.6, 0.2]
+    assert scale.parts_of([gpu]) == pytest.approx({"computing": 0.6, "communication": 0.2, "waiting": 0.0, "data": 0.1, "other": 0.1})
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
+def test_what_intervals_cover(starts_and_lengths):
+    intervals = [(a, a + n) for a, n in starts_and_lengths]
+    assert timing.covered(intervals) == len({i for a, b in intervals for i in range(a, b)})
+
+
+def test_a_gpu_communicates_alone_where_no_other_kernel_runs():
+    events = [("ncclDevKernel_AllReduce", 5.0, 25.0), ("gemm", 0.0, 10.0), ("gemm", 8.0, 15.0), ("ncclDevKernel_AllReduce", 40.0, 42.0)]
+    assert timing.by_kernel(events, steps=2) == pytest.approx([7.5e-6, 6e-6])
 
 
 def test_collectives_go_by_the_name_they_were_called_by():

@@ -77,13 +77,15 @@ def without_replicas(layout: Layout) -> dict[str, Any]:
 
 
 def parts_of(ranks: Sequence[Timed]) -> dict[str, float] | None:
-    """Seconds of the mean step by PARTS: means over the processes, which add up to the step. None on a GPU, which works by itself while the
-    thread that the clocks see goes on."""
-    if ranks[0].facts["device"] != "cpu":
-        return None
+    """Seconds of the mean step by PARTS: means over the processes, which add up to the step. None where nothing tells them."""
     spent = np.array([t.spent for t in ranks])  # (processes, steps, 4)
     step = max(t.elapsed for t in ranks) / spent.shape[1]
     data, computing, ready, _ = spent.mean(axis=(0, 1)).tolist()
+    if ranks[0].facts["device"] != "cpu":
+        if any(t.kernels is None for t in ranks):
+            return None
+        computing, communication = np.mean([t.kernels for t in ranks], axis=0).tolist()
+        return dict(zip(PARTS, (computing, communication, 0.0, data, step - computing - communication - data)))
     if len(ranks) == 1:
         return dict(zip(PARTS, (computing, 0.0, 0.0, data, step - computing - data)))
     communication = float(spent[:, :, 3].min(axis=0).mean())
@@ -119,6 +121,9 @@ def own_rows(study: Study, notebook: Notebook) -> Iterator[Row]:
     found = [(c, samples) for c in study.configurations if (samples := [s for s in notebook.samples[c.name] if not s.failed])]
     for of, speed in (("steps", "samples_per_s"), ("train", "time/run")):
         some = [(c, middle_of(samples), samples[-1].ranks) for c, samples in found if c.runner == of]
+        for _, sample, last in some:
+            for t, profiled in zip(sample.ranks, last):
+                t.kernels = profiled.kernels
         for c, sample, last in some:
             base, its, _ = some[0]
             about = {"kind": "measured", "configuration": c.name, "processes": c.processes, "against": base.name, **notebook.common}
@@ -164,7 +169,7 @@ def lines(rows: Sequence[results.Record]) -> Iterator[str]:
         body = [[c, share(1 - of[c]["efficiency"]), *cells(share, of[c], [f"lost/{p}" for p in parts])] for c in names]
         yield from columns(["configuration", "in all", *parts], body, RIGHT)
     elif names:
-        yield "\nthe parts of a step are measured on a CPU only"
+        yield "\nno parts of a step: this device has no clocks for them"
     calls = [r for r in steps if r["name"].startswith("collective/")]
     if calls:
         yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"

@@ -8,15 +8,19 @@ programs had the processor (Linux tells it), and what one process alone is block
 
 Collectives by name are profiled in steps of their own, after the timed ones: from when gloo's own threads begin with one until it is done,
 the wait for the last process included. Some may be hidden behind computing.
+
+On a GPU, which works by itself while the thread that the clocks see goes on, computing is the time in which any kernel but NCCL's runs,
+communication that of NCCL's alone (the wait for others in it), of profiled steps; other is the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,7 @@ class Timed:
     retaken: int  # times that the steps were timed before these, and given up because of others
     sent: dict[str, list[float]] | None = None  # collective → calls and bytes that this process sends, a step
     collectives: dict[str, list[float]] | None = None  # the same → calls and seconds, a step
+    kernels: list[float] | None = None  # of a GPU: seconds a step that it computed, and that it did nothing but communicate
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -170,12 +175,18 @@ def train_steps(recipe: Recipe, window: Window, here: World) -> Timed:
     )  # fmt: skip
     try:
         timed, counted = time_it(subject, window), traffic.counted
-        if window.collectives and parallel.several and session.device.type == "cpu":
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        cuda = session.device.type == "cuda"
+        if window.collectives and (parallel.several or cuda):
+            kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+            with torch.profiler.profile(activities=[kind]) as found:
                 for _ in range(more):
                     trainer.take(next(source))
+                subject.synchronise()
             events = [(e.name, e.time_range.start, e.time_range.end) for e in found.events()]
-            timed.collectives = by_collective(events, more)
+            if cuda:
+                timed.kernels = by_kernel(events, more)
+            else:
+                timed.collectives = by_collective(events, more)
         timed.memory |= peak_of_one_more(subject)
     finally:
         trainer.loader.close()
@@ -222,6 +233,22 @@ def by_collective(events: Sequence[tuple[str, float, float]], steps: int) -> dic
     for begin, end, name in done:
         times.setdefault(name, []).append((end - begin) / 1e6)
     return {name: [len(t) / steps, sum(t) / steps] for name, t in sorted(times.items())}
+
+
+def by_kernel(events: Sequence[tuple[str, float, float]], steps: int) -> list[float]:
+    """[computing, communicating alone] seconds a step of a GPU, from its kernels (name, start and end in µs), which may overlap."""
+    own = covered((start, end) for name, start, end in events if not name.startswith("nccl"))
+    every = covered((start, end) for _, start, end in events)
+    return [own / steps / 1e6, (every - own) / steps / 1e6]
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """How much of the line these intervals cover."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 # ------------------------------------------------------------ clocks
