@@ -88,7 +88,8 @@ def shown(name: str, value: Any, row: Record | None) -> str:
         return f"{value:.1%}"
     text = figure(value)
     if row.get("std") is not None:
-        return f"{text} ± {row['std']:.2g}"
+        two_digits = float(f"{row['std']:.2g}")
+        return f"{text} ± {figure(two_digits)}"
     if name in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
         text += f" [{figure(row['low'])}, {figure(row['high'])}]"
     return text

@@ -17,6 +17,7 @@ PLAIN = ("axes.spines.top", "axes.spines.right", "legend.frameon")
 STYLE = {
     "svg.hashsalt": "gradus",
     "svg.fonttype": "path",
+    "text.parse_math": False,  # a $ in a name is a $
     "font.size": 9,
     **dict.fromkeys(PLAIN, False),
     **dict.fromkeys(INKED, INK),
@@ -48,12 +49,12 @@ def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
         yield caption, _speed_up(done)
 
 
-def _panels(n: int, height: float = 2.7) -> tuple[Any, list[Any]]:
+def new_figure(n: int, height: float = 2.7) -> tuple[Any, list[Any]]:
     figure = need("matplotlib.figure", "report", "a report's plots").Figure(figsize=(9.2, height), layout="constrained")
     return figure, list(figure.subplots(1, n, squeeze=False)[0])
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def add_legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
@@ -67,7 +68,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
         own = [(kind, run) for run in runs for kind in lines if run.series(f"{kind}/{name}")]
         if not own:
             continue
-        figure, panels = _panels(3)
+        figure, panels = new_figure(3)
         for axes, x in zip(panels, ("step", "tokens", "seconds of training")):
             for kind, run in own:
                 points = run.series(f"{kind}/{name}")
@@ -79,7 +80,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
             axes.grid(alpha=0.25)
         unit = next(run.unit(f"{kind}/{name}") for kind, run in own)
         panels[0].set_ylabel(f"{name}, {unit}" if unit else name)
-        _legend(figure, panels[0])
+        add_legend(figure, panels[0])
         yield f"{name.capitalize()} by step, by tokens and by seconds of training.", figure
 
 
@@ -87,19 +88,19 @@ def _by_step(runs: Sequence[Run], caption: str, wanted: dict[str, str]) -> Itera
     known = {name: label for name, label in wanted.items() if any(run.series(f"train/{name}") for run in runs)}
     if not known:
         return
-    figure, panels = _panels(len(known))
+    figure, panels = new_figure(len(known))
     for axes, (name, label) in zip(panels, known.items()):
         for i, run in enumerate(runs):
             if points := run.series(f"train/{name}"):
                 axes.plot(*zip(*points), color=COLOURS[i % len(COLOURS)], lw=1.0, label=run.name)
         axes.set(xlabel="step", ylabel=label)
         axes.grid(alpha=0.25)
-    _legend(figure, panels[0])
+    add_legend(figure, panels[0])
     yield f"{caption}, by step.", figure
 
 
 def _memory(bars: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    figure, (axes,) = _panels(1, 0.8 + 0.28 * len(bars))
+    figure, (axes,) = new_figure(1, 0.8 + 0.28 * len(bars))
     places = range(len(bars), 0, -1)
     for label, i, alpha, shift in (("planned", 2, 0.4, 0.18), ("measured", 3, 1.0, -0.18)):
         widths = [bar[i] / 1e6 for bar in bars]
@@ -107,12 +108,12 @@ def _memory(bars: list[tuple[Run, str, float, float]], several: bool) -> Any:
     axes.set_yticks(list(places), [f"{run.name}: " * several + name.removeprefix("memory/") for run, name, *_ in bars])
     axes.set_xlabel("MB")
     axes.grid(axis="x", alpha=0.25)
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
 def _speed_up(runs: Sequence[Run]) -> Any:
-    figure, (axes,) = _panels(1)
+    figure, (axes,) = new_figure(1)
     base, places = runs[0], range(len(runs))
     axes.bar(places, [run.speed / base.speed for run in runs], 0.6, color=COLOURS[0])
     for i, run in enumerate(runs):
