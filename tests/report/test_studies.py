@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
     assert any(code.title == "pair: recipe of fp32 · 1 of them" and "precision: fp32" in code.text for code in blocks_of(harness, Code))
 
 
+def test_the_command_is_kept_and_the_study_goes_on(tmp_path, monkeypatch):
+    study = Study("s", [Configuration("a", None)])
+    for words in (["study", "a b.yaml"], ["study", "a b.yaml", "--only", "a"]):
+        monkeypatch.setattr(sys, "argv", ["gradus", *words])
+        Notebook(study, tmp_path / "s").file.close()
+    assert json.loads((tmp_path / "s" / "study.json").read_text())["command"] == "gradus study 'a b.yaml' --only a"
+    with pytest.raises(UserError, match="holds another study"):
+        Notebook(Study("s", [Configuration("b", None)]), tmp_path / "s")
+
+
 def test_the_tables_say_what_the_rows_say(harness):
     speed, memory, *_ = blocks_of(harness, Table)
     assert speed.head[:3] == ["configuration", "samples/s", "×"] and speed.rows[0][1] == "750 [500, 1,000]"
@@ -89,7 +100,7 @@ def test_the_plots_of_several_processes(harness):
     assert study_plots._lines(study, study.values("samples_per_s")) == {
         p: [f"{p} · {n} of them" for n in (1, 2)] for p in ("fp32", "bf16")
     }
-    assert study_plots._components(study, "fp32 · 1 of them")[1] == {"weights": 2e6, "gradients": 2e6, "activations and the rest": 5e6}
+    assert study_plots._components(study)["fp32 · 1 of them"][1] == {"weights": 2e6, "gradients": 2e6, "activations and the rest": 5e6}
 
 
 def test_equal_rows_give_equal_bytes(harness, tmp_path):
@@ -142,7 +153,7 @@ def test_a_ladder_rung_by_rung(tmp_path):
     ]  # fmt: skip
     (tmp_path / "ladder" / "study.json").rename(tmp_path / "ladder" / "ladder.json")
     (caption,) = captions(folder)
-    assert studies.is_study(tmp_path / "ladder") and "pale: not kept" in caption
+    assert studies.is_study(tmp_path / "ladder") and "faint: not kept" in caption
 
 
 def test_quality_against_speed_and_many_of_them(tmp_path, monkeypatch):

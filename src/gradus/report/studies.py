@@ -65,13 +65,17 @@ class Study:
                 mine.update((k, v) for k, v in row.items() if k not in ("name", "value", "unit"))
         return found
 
+    @functools.cached_property
+    def _numbers(self) -> dict[tuple[str, Any], dict[str, float]]:
+        found: dict[tuple[str, Any], dict[str, float]] = {}
+        for row in self.rows:
+            if isinstance(row["value"], int | float) and math.isfinite(row["value"]):
+                found.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
+        return found
+
     def values(self, name: str, planned: bool = False) -> dict[str, float]:
         """Configuration → the finite number of this name that was measured, or planned of one step, of it."""
-        kind = "predicted" if planned else "measured"
-        found = {
-            row["configuration"]: row["value"] for row in self.rows if (row["name"], row.get("kind")) == (name, kind)
-        }
-        return {c: v for c, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+        return self._numbers.get((name, "predicted" if planned else "measured"), {})
 
     def row(self, c: str, name: str) -> dict[str, Any]:
         return self.table.measured.get((c, name), {})
@@ -110,9 +114,12 @@ def is_study(folder: Path) -> bool:
 
 def read(folders: Iterable[str]) -> list[Study]:
     """Raises UserError for a study of which nothing was measured, and for one that is given twice."""
-    studies = apart([Study(Path(given).resolve().name, Path(given)) for given in folders])
+    studies = [Study(Path(given).resolve().name, Path(given)) for given in folders]
     for study in studies:
-        again = f"Start it again: {study.about.get('command', f'gradus study FILE.yaml --to {study.folder}')}"
+        study.name = study.about.get("study", study.name)
+    for study in apart(studies):
+        command = study.about.get("command")
+        again = f"Start it again: {command}" if command else "Start it again, with the same --to."
         if not (study.folder / "rows.jsonl").is_file():
             raise UserError(f"{study.folder}: this study has not come to its end. {again}")
         if not study.names:
@@ -126,7 +133,8 @@ def read(folders: Iterable[str]) -> list[Study]:
 
 def tables(study: Study) -> Iterator[Block]:
     left = [name for name in study.table.columns if not name.startswith(ELSEWHERE)]
-    left = [name for name in left if (name, "speed_up" in left) != ("ratio", True)]  # which is the same
+    better = {"ratio": "speed_up", "ratio/process": "ratio/memory"}  # that say as much
+    left = [name for name in left if better.get(name) not in left]
     for pattern, caption in GROUPS:
         mine = [name for name in left if re.fullmatch(pattern, name)]
         left = [name for name in left if name not in mine]

@@ -29,8 +29,7 @@ def _figures(study: Study) -> Iterator[tuple[str, Any]]:
     speeds, ladder = study.values("samples_per_s"), any("rung" in facts for facts in study.facts.values())
     if speeds:
         yield _speed(study, speeds, ladder)
-    memory = {c: sides for c in study.facts if (sides := _components(study, c))}
-    if memory and not ladder:
+    if not ladder and (memory := _components(study)):
         yield _memory(memory)
     runners = dict.fromkeys(study.facts[c].get("runner") for c in speeds)
     lines: dict[str, list[str]] = {}
@@ -63,21 +62,22 @@ def _unit(most: float) -> tuple[float, str]:
 
 
 def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float = 1) -> None:
-    """Lying bars, pale where a rung was not kept, with every sample as a dot, or the deviation over the seeds."""
+    """Lying bars, faint where a rung was not kept, with every sample as a dot, or the deviation over the seeds."""
     values, colour = study.values(name), COLOURS[0]
     for place, c in enumerate(names):
         if c not in values:
             continue
         row, value = study.row(c, name), values[c] / unit
         samples = [s / unit for s in row.get("samples", ()) if isinstance(s, int | float)]
-        pale = not study.facts[c].get("kept", True)
-        axes.barh(place, value, 0.62, color=colour, alpha=0.3 if pale else 0.85)
+        faint = not study.facts[c].get("kept", True)
+        axes.barh(place, value, 0.62, color=colour, alpha=0.3 if faint else 0.85)
         if row.get("std"):
             axes.errorbar(value, place, xerr=row["std"] / unit, color=INK, capsize=3, lw=1)
         elif len(samples) > 1:
             axes.plot(samples, [place] * len(samples), "o", color=INK, ms=3.5, mew=0)
         far = max([value + row.get("std", 0) / unit, *samples])
-        ratio = study.row(c, "ratio" if name == "samples_per_s" else "ratio/memory").get("value")
+        of = ("speed_up", "ratio") if name == "samples_per_s" else ("ratio/memory",)
+        ratio = next((found["value"] for found in (study.row(c, kind) for kind in of) if found), None)
         if isinstance(ratio, int | float):
             axes.annotate(f"{ratio:.2f} ×", (far, place), (5, 0), textcoords="offset points", va="center")
     _name_places(axes, names)
@@ -97,7 +97,7 @@ def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> tuple[str, A
         panels[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
         panels[1].tick_params(labelleft=False)
     rows = [study.row(c, "samples_per_s") for c in names]
-    caption = "Speed and memory, rung by rung; pale: not kept." if ladder else "Speed of each configuration."
+    caption = "Speed and memory, rung by rung; faint: not kept." if ladder else "Speed of each configuration."
     if any("std" in row for row in rows):
         caption += " Lines: the standard deviation over the seeds."
     elif any(len(row.get("samples", ())) > 1 for row in rows):
@@ -105,24 +105,20 @@ def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> tuple[str, A
     return caption + " Written: the ratio." * any(study.row(c, "ratio") for c in names) + less, figure
 
 
-def _components(study: Study, c: str) -> list[dict[str, float]]:
-    """Bytes by component: planned (empty where it was not), measured. Where the parts are not known, the whole."""
-    for whole, rest in (("memory/allocated", "activations and the rest"), ("memory/process", "the process")):
-        if c in study.values(whole):
-            sides = []
-            for planned in (True, False):
-                rows = study.table.planned if planned else study.table.measured  # planned: of the largest batch
-                total = rows.get((c, whole), {}).get("value")
-                if not isinstance(total, int | float):
-                    sides.append({})
-                    continue
-                state = {} if whole != "memory/allocated" else STATE
-                parts = {
-                    label: study.values(n, planned)[c] for n, label in state.items() if c in study.values(n, planned)
-                }
-                sides.append({**parts, rest: max(0.0, total - sum(parts.values()))})
-            return sides
-    return []
+def _components(study: Study) -> dict[str, list[dict[str, float]]]:
+    """Configuration → bytes by component: planned (empty where it was not), measured. Of the process as a whole where
+    tensors are not known of any."""
+    tensors = bool(study.values("memory/allocated"))
+    whole, rest = ("memory/allocated", "activations and the rest") if tensors else ("memory/process", "the process")
+    found: dict[str, list[dict[str, float]]] = {}
+    for c in study.values(whole):
+        for planned, rows in ((True, study.table.planned), (False, study.table.measured)):
+            total = rows.get((c, whole), {}).get("value")  # planned: of the largest batch
+            known = {label: study.values(name, planned).get(c) for name, label in STATE.items() if tensors}
+            parts = {label: value for label, value in known.items() if value is not None}
+            side = {} if total is None else {**parts, rest: max(0.0, total - sum(parts.values()))}
+            found.setdefault(c, []).append(side)
+    return found
 
 
 def _memory(memory: dict[str, list[dict[str, float]]]) -> tuple[str, Any]:
@@ -142,7 +138,7 @@ def _memory(memory: dict[str, list[dict[str, float]]]) -> tuple[str, Any]:
     _name_places(axes, names)
     add_legend(figure, axes)
     what = "Memory at the peak, of the process that takes most"
-    return f"{what}; {'upper, pale: planned; lower: measured' if both else 'measured'}.{less}", figure
+    return f"{what}; {'upper, faint: planned; lower: measured' if both else 'measured'}.{less}", figure
 
 
 # ---------------------------------------------------------------- several numbers of processes
@@ -210,6 +206,7 @@ def _stacked(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
             end[height < 0] += height
     axes.axhline(0, color=INK, lw=0.8)
     axes.set_xticks(places, list(stacks))
+    axes.set_xlim(-0.7, max(len(stacks), 2) - 0.3)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
 
@@ -237,6 +234,10 @@ def _quality(study: Study) -> Iterator[tuple[str, Any]]:
         unit = study.row(names[0], x).get("unit", "")
         axes.set(xlabel="samples/s" if x == "samples_per_s" else f"{x}, {unit}", ylabel=name)
         axes.margins(0.15)
+        for limits, to in ((axes.get_xlim(), axes.set_xlim), (axes.get_ylim(), axes.set_ylim)):
+            middle = sum(limits) / 2  # what is the same to 2 % looks so
+            to(min(limits[0], middle - 0.02 * abs(middle)), max(limits[1], middle + 0.02 * abs(middle)))
+        axes.locator_params(axis="x", nbins=4)
         axes.grid(alpha=0.25)
     add_legend(figure, panels[0])
     std = any("std" in study.row(c, name) for name in metrics for c in names)
