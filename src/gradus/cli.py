@@ -123,10 +123,11 @@ def _planning(verb: Verb) -> None:
     add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
-    text = "runs as one HTML file and one PDF, to hand in"
+    text = "runs and studies as one HTML file and one PDF, to hand in"
     run = lambda a: room("report.report").report(a.runs, a.to, a.notes)  # noqa: E731
     add = verb("report", run, text, "runs").add_argument
-    add("runs", nargs="+", metavar="RUN", help="run folders; several: one table, with the speed-up against the first")
+    text = "folders of runs and of studies; several runs: one table, with the speed-up against the first"
+    add("runs", nargs="+", metavar="RUN|STUDY", help=text)
     add("--to", required=True, metavar="DIR", help="folder for report.html and report.pdf")
     add("--notes", metavar="FILE.md", help="your own discussion")
 

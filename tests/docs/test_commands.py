@@ -51,6 +51,8 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus predict RUN\b", "gradus predict runs/classes"),
     (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
     (r"^gradus report runs/one runs/bf16 runs/two --to report --notes notes.md", "gradus report runs/copy runs/stopped --to out --notes notes.md"),
+    (r"^gradus study precision.yaml", "gradus study precision.yaml --to studies/new --rounds 1 --steps 2"),
+    (r"^gradus report runs/one studies/precision --to report", "gradus report runs/copy studies/precision --to out"),
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
     (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
     (r"^gradus report studies/NAME", "gradus report runs/copy"),
@@ -163,6 +165,11 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "some.yaml").write_text(example[1])
     (folder / "notes.md").write_text("# What I saw\n\nOne is shorter.\n")
     (folder / "reviews.csv").write_text("review,label\n" + "".join(f"{words[i % 4]},{'good' if i % 2 else 'bad'}\n" for i in range(40)))
+    (folder / "precision.yaml").write_text(json.dumps({"recipe": "copy-task", "set": TINY["copy-task"].split(), "configurations": {"fp32": None}}))
+    (folder / "studies" / "precision").mkdir(parents=True)
+    (folder / "studies" / "precision" / "study.json").write_text("{}")
+    row = {"name": "samples_per_s", "value": 3.0, "unit": "samples/s", "kind": "measured", "configuration": "fp32"}
+    (folder / "studies" / "precision" / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for name in ("input.txt", "corpus.txt"):
         (folder / name).write_text(text)
     for name in ("train", "valid", "test"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gradus import cli
 from gradus.errors import UserError
-from gradus.report import page
+from gradus.report import page, plots
 from gradus.report.blocks import Code, Heading, Table, Text, from_markdown
 from gradus.report.report import compared, content, report
 from gradus.report.runs import read
@@ -71,6 +71,19 @@ def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
     assert text.count("<figure>") == len(metrics) + 4  # each metric, the loss one; rate and norm, throughput, memory, speed-up
 
 
+def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "drawn", lambda runs: [])
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "study.json").write_text("{}")
+    rows = [{"name": "samples_per_s", "value": 3.0, "kind": "measured", "configuration": c} for c in "ab"]
+    (tmp_path / "pair" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "notes.md").write_text("My words.\n")
+    said = list(report([str(tmp_path / "pair"), str(folders / "short")], str(tmp_path / "out"), str(tmp_path / "notes.md")))
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert said[0].endswith("1 run, 1 study; it needs no other file") and not Tags(text).open and not Tags(text).loads
+    assert text.index("<h2>Results</h2>") < text.index("<h2>Study: pair</h2>") < text.index("My words.") < text.index("<h2>How it was done</h2>")
+
+
 def test_the_table_is_what_the_summaries_say(folders):
     found = read([str(folders / "short"), str(folders / "long")])
     speed, quality = compared(found)
@@ -117,7 +130,7 @@ def test_seconds_of_training_follow_from_what_was_logged(folders):
 
 @pytest.mark.parametrize(
     "runs, wrong",
-    [(["nowhere"], "nowhere: holds no run"), (["short", "short"], "is given twice"), (["broken"], r"summary\.json: is no JSON")],
+    [(["nowhere"], "nowhere: holds neither a run"), (["short", "short"], "is given twice"), (["broken"], r"summary\.json: is no JSON")],
 )
 def test_wrong_folders(folders, tmp_path, monkeypatch, runs, wrong):
     monkeypatch.chdir(folders)

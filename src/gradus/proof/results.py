@@ -33,6 +33,8 @@ class Table:
             key = (r["configuration"], r["name"], r["kind"])
             if not (r["kind"] == "predicted" and key in self.of and r.get("step") is not None):
                 self.of[key] = r
+        self.measured = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "measured"}
+        self.planned = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "predicted"}
         self.failed = {c: r["value"] for (c, name, _), r in self.of.items() if name == "failed"}
         there = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
         order = [*(name for name in LABELS if name in there), *(n for n in there if n not in LABELS and n not in HIDDEN)]
@@ -102,7 +104,8 @@ def shown(name: str, value: Any, row: Record | None) -> str:
         return f"{value:.1%}"
     text = figure(value)
     if row.get("std") is not None:
-        return f"{text} ± {row['std']:.2g}"
+        two_digits = float(f"{row['std']:.2g}")
+        return f"{text} ± {figure(two_digits)}"
     if name in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
         text += f" [{figure(row['low'])}, {figure(row['high'])}]"
     return text

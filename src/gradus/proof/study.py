@@ -14,7 +14,9 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +48,7 @@ from gradus.train.session import open_for, open_session
 
 RUNNERS = {"steps": train_steps, "loader": load_steps}  # and train; and FILE.py:FUNCTION
 RATIOS = {"samples_per_s": "ratio", "memory/allocated": "ratio/memory", "memory/process": "ratio/process"}  # row → against its base
+VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
 More = Callable[["Study", "Notebook"], Iterable["Row"]]
@@ -235,12 +238,14 @@ class Notebook:
         self.path, self.samples = folder / "samples.jsonl", {c.name: [] for c in study.configurations}
         guard, mine = folder / "study.json", {"study": study.name, "digest": study.digest()}
         if guard.exists():
-            if json.loads(guard.read_text(encoding="utf-8")) != mine:
+            if not mine.items() <= json.loads(guard.read_text(encoding="utf-8")).items():
                 raise UserError(f"--to={folder}: holds another study, or this one with other settings. Give another folder, or remove it.")
         elif folder.exists() and any(folder.iterdir()):
             raise UserError(f"--to={folder}: is not empty, and holds no study. Give another folder.")
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(guard, mine)
+        command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
+        told = {**mine, **command, "configurations": {c.name: c.describe() for c in study.configurations}}
+        files.write_text(guard, json.dumps(told, indent=1, default=str) + "\n")
         kept = []
         for row in read_rows(self.path) if self.path.exists() else []:
             if "failed" not in row:

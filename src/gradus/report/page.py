@@ -21,6 +21,8 @@ h1, h2, h3 { line-height: 1.2; margin: 2rem 0 .6rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }
+td { white-space: nowrap; }
+.words td { white-space: normal; }
 caption, figcaption { text-align: left; color: var(--quiet); font-size: .9rem; padding: .3rem 0; caption-side: bottom; }
 figure { margin: 1.5rem 0; color: var(--ink); }
 figure svg { width: 100%; height: auto; }
@@ -30,6 +32,7 @@ summary { cursor: pointer; font-weight: 600; }
   :root { --ink: #000; --paper: #fff; --line: #bbb; --quiet: #444; }
   body { font-size: 10pt; max-width: none; margin: 0; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  td { white-space: normal; }
   figure, tr { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
 }

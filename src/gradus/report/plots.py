@@ -17,6 +17,7 @@ PLAIN = ("axes.spines.top", "axes.spines.right", "legend.frameon")
 STYLE = {
     "svg.hashsalt": "gradus",
     "svg.fonttype": "path",
+    "text.parse_math": False,  # a $ in a name is a $
     "font.size": 9,
     **dict.fromkeys(PLAIN, False),
     **dict.fromkeys(INKED, INK),

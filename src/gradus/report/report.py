@@ -1,4 +1,4 @@
-"""`gradus report`: one HTML file and one PDF of runs, to read and to hand in."""
+"""`gradus report`: one HTML file and one PDF of runs and studies, to read and to hand in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from gradus.errors import UserError
 from gradus.limits import read_text
 from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
-from gradus.report import plots, runs
+from gradus.report import plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Figure, Heading, Table, from_markdown, plain
 from gradus.report.page import to_html, to_pdf
 from gradus.report.runs import Run
+from gradus.report.studies import Study
 
 NOTES = 2**20  # bytes of notes at most
 KEPT = (  # of environment.json
@@ -28,16 +29,19 @@ def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterato
     """Write report.html and, with typst, report.pdf into the folder `to`; yields what is printed.
 
     notes: a Markdown file with one's own discussion, which comes after the tables. Equal rows give equal bytes. Raises
-    UserError for folders that hold no run, and where matplotlib is not installed.
+    UserError for folders that hold no run and no study, and where matplotlib is not installed.
     """
-    found = runs.read(folders)
+    of_studies = [given for given in folders if studies.is_study(Path(given))]
+    found, studied = runs.read(given for given in folders if given not in of_studies), studies.read(of_studies)
     text = read_text(Path(notes), NOTES) if notes else ""
-    title = ", ".join(dict.fromkeys(run.config.name for run in found))
-    blocks = list(content(title, found, text))
+    title = ", ".join(dict.fromkeys([*(run.config.name for run in found), *(study.name for study in studied)]))
+    blocks = list(content(title, found, text, studied))
     folder = Path(to)
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / "report.html", to_html(title, blocks))
-    yield f"{folder / 'report.html'}: {len(found)} run{'s' * (len(found) > 1)}; it needs no other file"
+    counts = [(len(found), "run", "runs"), (len(studied), "study", "studies")]
+    of = ", ".join(f"{n} {many if n > 1 else one}" for n, one, many in counts if n)
+    yield f"{folder / 'report.html'}: {of}; it needs no other file"
     try:
         to_pdf(title, blocks, folder / "report.pdf")
         yield f"{folder / 'report.pdf'}"
@@ -45,20 +49,29 @@ def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterato
         yield f"note: no PDF: {e} The HTML prints as well."
 
 
-def content(title: str, found: Sequence[Run], notes: str) -> Iterator[Block]:
+def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
     yield Heading(1, title)
-    yield Heading(2, "Results")
-    yield from compared(found)
-    yield from planned(found)
+    if found:
+        yield Heading(2, "Results")
+        yield from compared(found)
+        yield from planned(found)
+    for study in studied:
+        yield Heading(2, f"Study: {study.name}")
+        yield from studies.tables(study)
+        yield from (Figure(svg, caption) for caption, svg in plots.drawn(study_plots.of_study(study)))
     if notes:
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)
-    yield Heading(2, "Plots")
-    for caption, svg in plots.drawn(plots.of_runs(found)):
-        yield Figure(svg, caption)
+    if found:
+        yield Heading(2, "Plots")
+        yield from (Figure(svg, caption) for caption, svg in plots.drawn(plots.of_runs(found)))
     yield Heading(2, "How it was done")
     for run in found:
         yield from appendix(run)
+    for study in studied:
+        yield Heading(3, study.name)
+        yield machine(study.machine)
+        yield from studies.appendix(study)
     for family, run in {run.config.model.family: run for run in found}.items():
         yield Code(f"The model: {family}", run.model_code)
 
@@ -109,17 +122,15 @@ def planned(found: Sequence[Run]) -> Iterator[Table]:
         )
 
 
+def machine(found: dict[str, Any]) -> Table:
+    keys = [key for key in KEPT if found.get(key)]
+    body = [[key.removesuffix("_bytes").replace("_", " "), told(key, found[key])] for key in keys]
+    return Table(["machine", ""], body, words=True)
+
+
 def appendix(run: Run) -> Iterator[Block]:
     yield Heading(3, run.name)
-    yield Table(
-        ["machine", ""],
-        [
-            [key.removesuffix("_bytes").replace("_", " "), told(key, run.environment[key])]
-            for key in KEPT
-            if run.environment.get(key)
-        ],
-        words=True,
-    )
+    yield machine(run.environment)
     if command := run.environment.get("command"):
         yield Code(f"{run.name}: command", command)
     yield Code(f"{run.name}: recipe", run.recipe)

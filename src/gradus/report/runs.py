@@ -25,11 +25,7 @@ class Run:
     folder: Path
 
     def _json(self, file: str) -> dict[str, Any]:
-        path = self.folder / file
-        try:
-            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError:
-            raise UserError(f"{path}: is no JSON. Take the file out, or train again.") from None
+        return read_json(self.folder / file, "Take the file out, or train again.")
 
     def _rows(self, file: str) -> list[dict[str, Any]]:
         path = self.folder / file
@@ -116,6 +112,14 @@ class Run:
         return self.summary.get("processes", 1)
 
 
+def read_json(path: Path, instead: str) -> dict[str, Any]:
+    """Empty where there is no such file. instead: what to do where it is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        raise UserError(f"{path}: is no JSON. {instead}") from None
+
+
 def read(folders: Iterable[str]) -> list[Run]:
     """Raises UserError for a folder that holds no run, and for one that is given twice."""
     runs: list[Run] = []
@@ -123,13 +127,19 @@ def read(folders: Iterable[str]) -> list[Run]:
         folder = Path(given)
         if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
             raise UserError(
-                f"{given}: holds no run (recipe.yaml and metrics.jsonl). Give the folder that gradus train wrote."
+                f"{given}: holds neither a run (recipe.yaml and metrics.jsonl) nor a study (study.json). Give a folder "
+                "that gradus train, study or scale wrote."
             )
-        if any(run.folder.resolve() == folder.resolve() for run in runs):
-            raise UserError(f"{given}: is given twice.")
         runs.append(Run(folder.resolve().name, folder))
-    names = [run.name for run in runs]
-    for run in runs:
-        if names.count(run.name) > 1:  # runs/a/1 and runs/b/1
-            run.name = "/".join(run.folder.resolve().parts[-2:])
-    return runs
+    return apart(runs)
+
+
+def apart(found: list[Any]) -> list[Any]:
+    """Runs or studies, with names that tell them from each other. Raises UserError for a folder that is given twice."""
+    places, names = [each.folder.resolve() for each in found], [each.name for each in found]
+    for each, place in zip(found, places):
+        if places.count(place) > 1:
+            raise UserError(f"{each.folder}: is given twice.")
+        if names.count(each.name) > 1:  # runs/a/1 and runs/b/1
+            each.name = "/".join(place.parts[-2:])
+    return found

@@ -1,0 +1,241 @@
+"""A study folder as a report reads it, and its tables: from its rows, and the recipes that it keeps, alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus import limits
+from gradus.errors import UserError
+from gradus.plan.show import duration, size
+from gradus.proof import results
+from gradus.proof.timing import PARTS
+from gradus.report.blocks import Block, Code, Table, Text, plain
+from gradus.report.runs import apart, read_json
+from gradus.rows import read_rows
+
+WIDE = 120  # characters of a table's line at most
+MANY = 80  # samples that are still shown one by one
+GROUPS = (  # what the tables are of: names, caption
+    (r"samples_per_s|ratio|speed_up|efficiency|(time|latency)/.*", "Speed."),
+    (r"(memory|ratio)/.*", "Memory of tensors, and of the whole process, at the highest."),
+    (r"traffic/.*|energy/.*|data_wait", "Bytes that a process sends in a step, and the wait for data."),
+    (r".*", "Losses and metrics."),
+)
+ELSEWHERE = ("lost/", "collective/", "time/step/", "verdict")  # are not columns
+
+
+@dataclasses.dataclass
+class Study:
+    """`name` tells it from the others of the report."""
+
+    name: str
+    folder: Path
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """The command, and of each configuration the runner, the processes, the options and the recipe."""
+        return read_json(self.folder / "study.json", "Take the file out, or measure again.")
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a ladder, whose configurations come again on other rungs, with the rung in the name."""
+        file = self.folder / "rows.jsonl"
+        rows = read_rows(file)
+        if any("configuration" not in row for row in rows):
+            raise UserError(f"{file}: has rows of no configuration. Give the folder that gradus study wrote.")
+        return _of_ladder(rows) if any("rung" in row for row in rows) else rows
+
+    @functools.cached_property
+    def table(self) -> results.Table:
+        return results.Table(self.rows)
+
+    @functools.cached_property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Configuration → the conditions of all its measured rows: processes, at, runner, rung, kept and more."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in self.rows:
+            if row.get("kind") == "measured":
+                mine = found.setdefault(row["configuration"], {})
+                mine.update((k, v) for k, v in row.items() if k not in ("name", "value", "unit"))
+        return found
+
+    @functools.cached_property
+    def _numbers(self) -> dict[tuple[str, Any], dict[str, float]]:
+        found: dict[tuple[str, Any], dict[str, float]] = {}
+        for row in self.rows:
+            if isinstance(row["value"], int | float) and math.isfinite(row["value"]):
+                found.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
+        return found
+
+    def values(self, name: str, planned: bool = False) -> dict[str, float]:
+        """Configuration → the finite number of this name that was measured, or planned of one step, of it."""
+        return self._numbers.get((name, "predicted" if planned else "measured"), {})
+
+    def row(self, c: str, name: str) -> dict[str, Any]:
+        return self.table.measured.get((c, name), {})
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that was measured."""
+        return list(dict.fromkeys(name for _, name in self.table.measured if name != "failed"))
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        facts = next((f for f in self.facts.values() if "cpu" in f), {})
+        return {**facts, "cpus_allowed": facts.get("cpus")}
+
+
+def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of what was measured more than once, speed from most samples, memory from the last; "before" of the first rung
+    alone."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
+        key = (name, row["name"], row.get("kind"), row.get("step"))
+        known = found.get(key)
+        if known and not row["name"].startswith("memory/"):
+            row = max(known, row, key=lambda r: len(r.get("samples", ())))
+        found[key] = {**row, "configuration": name}
+    told = ((c, row) for (c, *_), row in found.items() if row.get("study") != "once")  # for memory and losses
+    wanted = [c for c, row in told if row["name"] in ("samples_per_s", "failed", "verdict")]
+    again = [c for c in dict.fromkeys(wanted) if c.endswith(" · before")][1:]
+    return [row for (c, *_), row in found.items() if c in wanted and c not in again]
+
+
+def is_study(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("study.json", "ladder.json"))
+
+
+def read(folders: Iterable[str]) -> list[Study]:
+    """Raises UserError for a study of which nothing was measured, and for one that is given twice."""
+    studies = [Study(Path(given).resolve().name, Path(given)) for given in folders]
+    for study in studies:
+        study.name = study.about.get("study", study.name)
+    for study in apart(studies):
+        command = study.about.get("command")
+        again = f"Start it again: {command}" if command else "Start it again, with the same --to."
+        if not (study.folder / "rows.jsonl").is_file():
+            raise UserError(f"{study.folder}: this study has not come to its end. {again}")
+        if not study.names:
+            why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
+            raise UserError(f"{study.folder}: nothing was measured in this study.{why} {again}")
+    return studies
+
+
+# ---------------------------------------------------------------- tables
+
+
+def tables(study: Study) -> Iterator[Block]:
+    left = [name for name in study.table.columns if not name.startswith(ELSEWHERE)]
+    better = {"ratio": "speed_up", "ratio/process": "ratio/memory"}  # that say as much
+    left = [name for name in left if better.get(name) not in left]
+    for pattern, caption in GROUPS:
+        mine = [name for name in left if re.fullmatch(pattern, name)]
+        left = [name for name in left if name not in mine]
+        while mine:
+            n = next(n for n in range(len(mine), 0, -1) if n == 1 or _width(*_cells(study, mine[:n])) <= WIDE)
+            yield Table(*_cells(study, mine[:n]), caption + _said(study, mine[:n]))
+            mine = mine[n:]
+    yield from _parts(study)
+    for c, facts in study.facts.items():
+        if verdict := study.row(c, "verdict").get("value"):
+            yield Text([("strong", c), ("plain", f": {'' if facts.get('kept') else 'not '}kept: {verdict}")], item=True)
+        elif why := study.table.failed.get(c):
+            yield Text([("strong", c), ("plain", f": failed: {why}")], item=True)
+    for line in study.table.summary():
+        yield Text([("plain", f"{line}.")], item=True)
+    if line := results.conditions_line(study.rows):
+        yield plain(f"{line}.")
+
+
+def _cells(study: Study, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    table = results.Table(study.rows, names)
+    return table.head(), [line for line in table.body() if set(line[1:]) != {"-"}]
+
+
+def _width(head: list[str], body: list[list[str]]) -> int:
+    return sum(3 + max(map(len, column)) for column in zip(head, *body))
+
+
+def _said(study: Study, names: Sequence[str]) -> str:
+    text, bases = "", [f["against"] for f in study.facts.values() if "against" in f]
+    if "ratio" in names and any("rung" in f for f in study.facts.values()):
+        text = " × is against the best of the rungs before, measured in the same rounds."
+    elif "ratio" in names and len(set(bases)) == 1:
+        text = f" × is as many times the samples/s of {bases[0]}."
+    elif "ratio" in names:
+        pairs = [f"{c} against {f['against']}" for c, f in study.facts.items() if "against" in f]
+        text = f" × is a ratio of samples/s: {', '.join(pairs[:6])}{' and so on' * (len(pairs) > 6)}."
+    if any("std" in study.row(c, name) for c in study.facts for name in names):
+        text += " ±: the standard deviation over the seeds."
+    return text
+
+
+def _parts(study: Study) -> Iterator[Table]:
+    """A step by its parts, what was lost by name, and collectives."""
+    for start, shown, caption in (
+        ("time/step", duration, "A step by its parts, mean over the processes."),
+        ("lost", "{:+.1%}".format, "Lost against the first configuration, in shares of the step."),
+    ):
+        found = {part: study.values(f"{start}/{part}") for part in PARTS}
+        names = [c for c in study.facts if any(c in values for values in found.values())]
+        body = [[c, *(shown(found[part][c]) if c in found[part] else "–" for part in PARTS)] for c in names]
+        if body:
+            yield Table(["configuration", *PARTS], body, caption)
+    calls = [
+        [c, name.removeprefix("collective/"), f"{r.get('calls', 0):g}", duration(r["value"]), size(r.get("bytes") or 0)]
+        for (c, name), r in study.table.measured.items()
+        if name.startswith("collective/")
+    ]
+    if calls:
+        caption = "Collectives of a step, profiled separately: the wait for others is included, some are overlapped."
+        yield Table(["configuration", "collective", "calls", "time", "sent"], calls, caption)
+
+
+# ---------------------------------------------------------------- how it was done
+
+
+def appendix(study: Study) -> Iterator[Block]:
+    if command := study.about.get("command"):
+        yield Code(f"{study.name}: command", command)
+    told = study.about.get("configurations", {})
+    recipes = {c: t["recipe"] for c, t in told.items() if t.get("recipe")}
+    first = next(iter(recipes), "")
+    keys = {c: _flat(limits.parse_yaml(text, study.folder / "study.json")) for c, text in recipes.items()}
+    body = []
+    for c, t in told.items():
+        mine, its = keys.get(c, {}), keys.get(first, {})
+        changed = {k: mine.get(k) for k in dict.fromkeys((*its, *mine)) if mine and mine.get(k) != its.get(k)}
+        words = [f"{k}={_word(v)}" for k, v in {**changed, **t.get("options", {})}.items()]
+        body.append([c, str(t.get("runner")), str(t.get("processes")), ", ".join(words) or "–"])
+    if body:
+        head = ["configuration", "measured by", "processes", f"other than in {first}" if first else "options"]
+        yield Table(head, body, words=True)
+    if first:
+        yield Code(f"{study.name}: recipe of {first}", recipes[first])
+    samples = {c: study.row(c, "samples_per_s").get("samples", []) for c in study.values("samples_per_s")}
+    rounds = max(map(len, samples.values()), default=0)
+    if 1 < rounds <= 10 and rounds * len(samples) <= MANY:
+        cells = [[results.figure(value) for value in found] for found in samples.values()]
+        body = [[c, *found, *["–"] * (rounds - len(found))] for c, found in zip(samples, cells)]
+        yield Table(["configuration", *(f"{n}." for n in range(1, rounds + 1))], body, "Every sample of samples/s.")
+
+
+def _flat(value: Any, at: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {at: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{at}.{key}".lstrip(".")).items()}
+
+
+def _word(value: Any) -> str:
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if not isinstance(value, list)
+        else str(value)
+    )

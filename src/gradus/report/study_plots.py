@@ -1,0 +1,238 @@
+"""The plots of a study, as SVG: equal rows give equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gradus.proof.timing import PARTS
+from gradus.report.plots import COLOURS, INK, legend, sheet
+from gradus.report.studies import Study
+
+MOST = 30  # configurations in one plot
+LONG = 48  # characters of a name
+MARKS = "os^DvP*X"
+STATE = {"memory/weights": "weights", "memory/gradients": "gradients", "memory/optimizer": "optimizer"}
+# a step's parts, in colours of their own
+OF_PARTS = dict(zip(PARTS, (COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[2], COLOURS[6])))
+
+
+def of_study(study: Study) -> Iterator[tuple[str, Any]]:
+    """(caption, figure) of what the study has rows for."""
+    speeds, ladder = study.values("samples_per_s"), any("rung" in facts for facts in study.facts.values())
+    if speeds:
+        yield _speed(study, speeds, ladder)
+    if not ladder and (memory := _components(study)):
+        yield _memory(memory)
+    runners = dict.fromkeys(study.facts[c].get("runner") for c in speeds)
+    lines: dict[str, list[str]] = {}
+    for runner in runners:
+        found = _lines(study, {c: v for c, v in speeds.items() if study.facts[c].get("runner") == runner})
+        whole = "whole trainings" if runner == "train" and len(runners) > 1 else ""
+        lines |= {", ".join(word for word in (name, whole) if word): own for name, own in found.items()}
+    if lines and not ladder:
+        yield _scaling(study, lines, speeds)
+    yield from _quality(study)
+
+
+def _few(values: dict[str, float]) -> tuple[list[str], str]:
+    """Names of the configurations that are drawn, and what the caption says of it."""
+    best = sorted(values, key=values.get)[-MOST:]
+    less = f" Drawn: the {MOST} largest of {len(values)}." if len(values) > MOST else ""
+    return [c for c in values if c in best], less
+
+
+def _name_places(axes: Any, names: Sequence[str]) -> None:
+    """From top to bottom."""
+    axes.set_yticks(range(len(names)), [c if len(c) <= LONG else f"{c[:LONG]}…" for c in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _unit(most: float) -> tuple[float, str]:
+    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
+
+
+def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float = 1) -> None:
+    """Lying bars, faint where a rung was not kept, with every sample as a dot, or the deviation over the seeds."""
+    values, colour = study.values(name), COLOURS[0]
+    for place, c in enumerate(names):
+        if c not in values:
+            continue
+        row, value = study.row(c, name), values[c] / unit
+        samples = [s / unit for s in row.get("samples", ()) if isinstance(s, int | float)]
+        faint = not study.facts[c].get("kept", True)
+        axes.barh(place, value, 0.62, color=colour, alpha=0.3 if faint else 0.85)
+        if row.get("std"):
+            axes.errorbar(value, place, xerr=row["std"] / unit, color=INK, capsize=3, lw=1)
+        elif len(samples) > 1:
+            axes.plot(samples, [place] * len(samples), "o", color=INK, ms=3.5, mew=0)
+        far = max([value + row.get("std", 0) / unit, *samples])
+        of = ("speed_up", "ratio") if name == "samples_per_s" else ("ratio/memory",)
+        ratio = next((found["value"] for found in (study.row(c, kind) for kind in of) if found), None)
+        if isinstance(ratio, int | float):
+            axes.annotate(f"{ratio:.2f} ×", (far, place), (5, 0), textcoords="offset points", va="center")
+    _name_places(axes, names)
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+
+
+def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> tuple[str, Any]:
+    names, less = (list(speeds), "") if ladder else _few(speeds)
+    memory = next((n for n in ("memory/allocated", "memory/process") if ladder and study.values(n)), None)
+    figure, panels = sheet(2 if memory else 1, 1.0 + 0.3 * len(names))
+    _bars(study, panels[0], names, "samples_per_s")
+    panels[0].set_xlabel("samples/s")
+    if memory:
+        unit, word = _unit(max(study.values(memory).values()))
+        _bars(study, panels[1], names, memory, unit)
+        panels[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
+        panels[1].tick_params(labelleft=False)
+    rows = [study.row(c, "samples_per_s") for c in names]
+    caption = "Speed and memory, rung by rung; faint: not kept." if ladder else "Speed of each configuration."
+    if any("std" in row for row in rows):
+        caption += " Lines: the standard deviation over the seeds."
+    elif any(len(row.get("samples", ())) > 1 for row in rows):
+        caption += " Dots: every sample."
+    return caption + " Written: the ratio." * any(study.row(c, "ratio") for c in names) + less, figure
+
+
+def _components(study: Study) -> dict[str, list[dict[str, float]]]:
+    """Configuration → bytes by component: planned (empty where it was not), measured. Of the process as a whole where
+    tensors are not known of any."""
+    tensors = bool(study.values("memory/allocated"))
+    whole, rest = ("memory/allocated", "activations and the rest") if tensors else ("memory/process", "the process")
+    found: dict[str, list[dict[str, float]]] = {}
+    for c in study.values(whole):
+        for planned, rows in ((True, study.table.planned), (False, study.table.measured)):
+            total = rows.get((c, whole), {}).get("value")  # planned: of the largest batch
+            known = {label: study.values(name, planned).get(c) for name, label in STATE.items() if tensors}
+            parts = {label: value for label, value in known.items() if value is not None}
+            side = {} if total is None else {**parts, rest: max(0.0, total - sum(parts.values()))}
+            found.setdefault(c, []).append(side)
+    return found
+
+
+def _memory(memory: dict[str, list[dict[str, float]]]) -> tuple[str, Any]:
+    names, less = _few({c: sum(measured.values()) for c, (_, measured) in memory.items()})
+    labels = dict.fromkeys(label for c in names for side in memory[c] for label in side)
+    both = any(memory[c][0] for c in names)
+    figure, (axes,) = sheet(1, 1.3 + (0.42 if both else 0.3) * len(names))
+    unit, word = _unit(max(sum(side.values()) for c in names for side in memory[c]))
+    ends = [[0.0] * len(names), [0.0] * len(names)]
+    for label, colour in zip(labels, COLOURS):
+        for side, alpha, shift in ((0, 0.45, -0.19), (1, 1.0, 0.19 * both)):
+            widths = [memory[c][side].get(label, 0.0) / unit for c in names]
+            places, style = [i + shift for i in range(len(names))], {"color": colour, "alpha": alpha}
+            axes.barh(places, widths, 0.34 if both else 0.62, ends[side], label=label if side else None, **style)
+            ends[side] = [end + width for end, width in zip(ends[side], widths)]
+    axes.set_xlabel(word)
+    _name_places(axes, names)
+    legend(figure, axes)
+    what = "Memory at the peak, of the process that takes most"
+    return f"{what}; {'upper, faint: planned; lower: measured' if both else 'measured'}.{less}", figure
+
+
+# ---------------------------------------------------------------- several numbers of processes
+
+
+def _lines(study: Study, speeds: dict[str, float]) -> dict[str, list[str]]:
+    """Name of a line → its configurations, by processes; none where these are on no axis."""
+    at = {c: study.facts[c].get("at") or {"configuration": c} for c in speeds if "processes" in study.facts[c]}
+    for axis in dict.fromkeys(axis for place in at.values() for axis in place):
+        counts = {(place.get(axis), study.facts[c]["processes"]) for c, place in at.items()}
+        if len(counts) > 1 and len({name for name, _ in counts}) == len({n for _, n in counts}) == len(counts):
+            lines: dict[str, list[str]] = {}
+            for c in sorted(at, key=lambda c: study.facts[c]["processes"]):
+                lines.setdefault(" · ".join(v for k, v in at[c].items() if k != axis), []).append(c)
+            return {name: found for name, found in lines.items() if len(found) > 1}
+    return {}
+
+
+def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]) -> tuple[str, Any]:
+    """Speed-up with the ideal line; where one line has known parts also these, and what was lost by name."""
+    processes = {c: study.facts[c]["processes"] for found in lines.values() for c in found}
+    counts = sorted(set(processes.values()))
+    of_parts = [found for found in lines.values() if _by_part(study, "time/step", found[-1], 1)]
+    only = of_parts[0] if len(of_parts) == 1 else []
+    stacks = []
+    for start, unit, label in (("time/step", 1e3, "ms of a step"), ("lost", 100, "% of the step lost")):
+        found = {str(processes[c]): _by_part(study, start, c, unit) for c in only}
+        stacks += [(label, {n: stack for n, stack in found.items() if stack})] if any(found.values()) else []
+    figure, (axes, *more) = sheet(1 + len(stacks), 3.2)
+    axes.plot(range(len(counts)), [n / counts[0] for n in counts], "--", color=INK, lw=1, label="ideal")
+    for i, (name, found) in enumerate(lines.items()):
+        base = speeds[found[0]] * counts[0] / processes[found[0]]
+        ends = [[study.row(c, "samples_per_s").get(end, speeds[c]) for c in found] for end in ("low", "high")]
+        spread = [[abs(end - speeds[c]) / base for c, end in zip(found, side)] for side in ends]
+        style = {"fmt": "o-", "ms": 4, "lw": 1.2, "capsize": 3, "color": COLOURS[i % len(COLOURS)]}
+        ratios = [speeds[c] / base for c in found]
+        axes.errorbar([counts.index(processes[c]) for c in found], ratios, spread, label=name or "measured", **style)
+    shares = {processes[c]: f"\n{speeds[c] * processes[only[0]] / speeds[only[0]] / processes[c]:.0%}" for c in only}
+    axes.set_xticks(range(len(counts)), [f"{n}{shares.get(n, '')}" for n in counts])
+    axes.set(xlabel="processes" + ", and their efficiency" * bool(only), ylabel="times the samples/s", ylim=(0, None))
+    axes.margins(x=0.12)
+    axes.grid(alpha=0.25)
+    for panel, (label, found) in zip(more, stacks):
+        _stacked(panel, found)
+        panel.set(xlabel="processes", ylabel=label)
+    handles = {label: handle for panel in (axes, *more) for handle, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+    words = ["Speed-up, from the lowest to the highest of the rounds; dashed: as many times as there are processes."]
+    return " ".join([*words, *["A step by its parts, and what was lost by name."] * bool(stacks)]), figure
+
+
+def _by_part(study: Study, start: str, c: str, unit: float) -> dict[str, float]:
+    found = {part: study.values(f"{start}/{part}").get(c) for part in PARTS}
+    return {part: value * unit for part, value in found.items() if value is not None}
+
+
+def _stacked(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
+    """What is below zero is stacked downwards."""
+    ends, places = [[0.0, 0.0] for _ in stacks], range(len(stacks))
+    for part, colour in OF_PARTS.items():
+        heights = [stack.get(part, 0.0) for stack in stacks.values()]
+        bottoms = [end[height < 0] for end, height in zip(ends, heights)]
+        axes.bar(places, heights, 0.6, bottoms, color=colour, label=part)
+        for end, height in zip(ends, heights):
+            end[height < 0] += height
+    axes.axhline(0, color=INK, lw=0.8)
+    axes.set_xticks(places, list(stacks))
+    axes.set_xlim(-0.7, max(len(stacks), 2) - 0.3)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+# ---------------------------------------------------------------- accuracy against speed
+
+
+def _quality(study: Study) -> Iterator[tuple[str, Any]]:
+    x = next((name for name in study.names if name.startswith("latency")), "samples_per_s")
+    known = [name for name in study.names if name.startswith(("valid/", "test/", "accuracy"))]
+    known.sort(key=lambda name: name.endswith(("/loss", "/perplexity")))  # after what is better
+    pairs = {name: [c for c in study.values(name) if c in study.values(x)] for name in known}
+    metrics = [name for name, found in pairs.items() if len(found) > 1][:3]
+    if not metrics:
+        return
+    figure, panels = sheet(len(metrics), 3.2)
+    names = list(dict.fromkeys(c for name in metrics for c in pairs[name]))[:MOST]
+    for axes, name in zip(panels, metrics):
+        for i, c in enumerate(names):
+            if c in pairs[name]:
+                ends = [study.row(c, of).get("std") for of in (x, name)]
+                at = study.values(x)[c], study.values(name)[c]
+                style = {"fmt": MARKS[i // len(COLOURS) % len(MARKS)], "ms": 6, "capsize": 2, "lw": 1, "label": c}
+                axes.errorbar(*at, xerr=ends[0], yerr=ends[1], color=COLOURS[i % len(COLOURS)], **style)
+        unit = study.row(names[0], x).get("unit", "")
+        axes.set(xlabel="samples/s" if x == "samples_per_s" else f"{x}, {unit}", ylabel=name)
+        axes.margins(0.15)
+        for limits, to in ((axes.get_xlim(), axes.set_xlim), (axes.get_ylim(), axes.set_ylim)):
+            middle = sum(limits) / 2  # what is the same to 2 % looks so
+            to(min(limits[0], middle - 0.02 * abs(middle)), max(limits[1], middle + 0.02 * abs(middle)))
+        axes.locator_params(axis="x", nbins=4)
+        axes.grid(alpha=0.25)
+    legend(figure, panels[0])
+    std = any("std" in study.row(c, name) for name in metrics for c in names)
+    against = "speed" if x == "samples_per_s" else "latency"
+    yield f"Quality against {against}." + " Lines: the standard deviation over the seeds." * std, figure

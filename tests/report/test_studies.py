@@ -1,0 +1,197 @@
+"""`gradus report` of studies: what it says is what their rows say, and what it draws is what they have rows for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.proof.study import Configuration, Notebook, Sample, Study, rows_of
+from gradus.proof.timing import Timed
+from gradus.report import plots, studies, study_plots
+from gradus.report.blocks import Code, Table, Text
+from gradus.report.report import report
+
+pytest.importorskip("matplotlib")
+COMMON = {"kind": "measured", "cpu": "a processor", "cpus": 8, "versions": {"torch": "2"}}
+
+
+def row(name, value, c, unit="", **more):
+    samples = {"low": min(more["samples"]), "high": max(more["samples"])} if "samples" in more else {}
+    return {"name": name, "value": value, "unit": unit, "configuration": c, **COMMON, **samples, **more}
+
+
+def folder_of(folder, rows, **about):
+    folder.mkdir()
+    (folder / "study.json").write_text(json.dumps({"study": folder.name, "digest": "0", **about}))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(folder)
+
+
+def blocks_of(folder, kind):
+    study = studies.read([str(folder)])[0]
+    return [block for block in (*studies.tables(study), *studies.appendix(study)) if isinstance(block, kind)]
+
+
+def captions(folder):
+    return [caption for caption, _ in plots.drawn(study_plots.of_study(studies.read([str(folder)])[0]))]
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """A folder as the harness leaves it, of samples that nobody took."""
+    folder, made = tmp_path_factory.mktemp("studies") / "pair", []
+    for precision in ("fp32", "bf16"):
+        for n in (1, 2):
+            at = {"precision": precision, "processes": f"{n} of them"}
+            made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
+    study = Study("pair", made, steps=2, rounds=2, against="fp32")
+    notebook = Notebook(study, folder)
+    for k in (1, 2):
+        for i, c in enumerate(made):
+            memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
+            timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
+            notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
+    notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
+    notebook.file.close()
+    planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
+    lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, notebook, [], {})]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
+    about = json.loads((harness / "study.json").read_text())
+    assert list(about["configurations"]) == ["fp32 · 1 of them", "fp32 · 2 of them", "bf16 · 1 of them", "bf16 · 2 of them"]
+    differs = next(t for t in blocks_of(harness, Table) if t.head[0:2] == ["configuration", "measured by"])
+    assert differs.rows[0][2:] == ["1", "–"] and differs.rows[3] == ["bf16 · 2 of them", "steps", "2", "layout.precision=bf16"]
+    assert any(code.title == "pair: recipe of fp32 · 1 of them" and "precision: fp32" in code.text for code in blocks_of(harness, Code))
+
+
+def test_the_command_is_kept_and_the_study_goes_on(tmp_path, monkeypatch):
+    study = Study("s", [Configuration("a", None)])
+    for words in (["study", "a b.yaml"], ["study", "a b.yaml", "--only", "a"]):
+        monkeypatch.setattr(sys, "argv", ["gradus", *words])
+        Notebook(study, tmp_path / "s").file.close()
+    assert json.loads((tmp_path / "s" / "study.json").read_text())["command"] == "gradus study 'a b.yaml' --only a"
+    with pytest.raises(UserError, match="holds another study"):
+        Notebook(Study("s", [Configuration("b", None)]), tmp_path / "s")
+
+
+def test_the_tables_say_what_the_rows_say(harness):
+    speed, memory, *_ = blocks_of(harness, Table)
+    assert speed.head[:3] == ["configuration", "samples/s", "×"] and speed.rows[0][1] == "500 [500, 1,000]"
+    assert speed.rows[2][2] == "0.3333 [0.3333, 0.3333]" and "bf16 · 1 of them against fp32 · 1 of them" in speed.caption
+    assert memory.rows[0][:4] == ["fp32 · 1 of them", "8 MB", "9 MB", "-11.1%"]
+    items = ["".join(text for _, text in block.parts) for block in blocks_of(harness, Text)]
+    assert "bf16 · 2 of them: failed: the <memory> is full" in items
+    assert any(line.startswith("tensors: planned with a median error of 11.1%") for line in items)
+    assert all(max(map(len, t.rows)) == len(t.head) for t in blocks_of(harness, Table))
+
+
+def test_the_plots_of_several_processes(harness):
+    found = captions(harness)
+    assert [caption.partition(".")[0].partition(",")[0] for caption in found] == ["Speed of each configuration", "Memory at the peak", "Speed-up"]
+    study = studies.read([str(harness)])[0]
+    assert study_plots._lines(study, study.values("samples_per_s")) == {
+        p: [f"{p} · {n} of them" for n in (1, 2)] for p in ("fp32", "bf16")
+    }
+    assert study_plots._components(study)["fp32 · 1 of them"][1] == {"weights": 2e6, "gradients": 2e6, "activations and the rest": 5e6}
+
+
+def test_equal_rows_give_equal_bytes(harness, tmp_path):
+    pytest.importorskip("typst")
+    for name in ("a", "b"):
+        said = list(report([str(harness)], str(tmp_path / name)))
+    assert said[0].endswith("report.html: 1 study; it needs no other file")
+    for file in ("report.html", "report.pdf"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    text = (tmp_path / "a" / "report.html").read_text()
+    assert "&lt;memory&gt;" in text and "<script" not in text and "<memory>" not in text
+
+
+def test_what_was_lost_on_several_processes(tmp_path):
+    rows = []
+    for n, speed in ((1, 100.0), (2, 160.0), (4, 200.0)):
+        c, more = f"{n} processes", {"processes": n, "against": "1 processes"}
+        rows += [row("samples_per_s", speed, c, "samples/s", samples=[speed, speed + 9], at={"processes": c}, runner="steps", **more)]
+        rows += [row("ratio", speed / 100, c, **more), row("speed_up", speed / 100, c, **more), row("time/step", 10 / speed, c, "s", **more)]
+        rows += [row(f"time/step/{part}", 0.01, c, "s", **more) for part in ("computing", "waiting")]
+        rows += [row("lost/computing", -0.05, c, **more), row("lost/waiting", 0.25, c, **more)] if n > 1 else []
+        rows += [row("collective/all_reduce", 0.02, c, "s", calls=3, bytes=1e6, **more)] if n > 1 else []
+        rows += [row("samples_per_s", speed, f"{c}, to the end", "samples/s", processes=n, runner="train", at={"processes": f"{c}, to the end"})]
+    folder = folder_of(tmp_path / "scale", rows)
+    found = blocks_of(folder, Table)
+    assert found[0].head == ["configuration", "samples/s", "speed-up", "step"]  # which is the ratio
+    lost = next(t for t in found if t.caption.startswith("Lost"))
+    assert lost.rows[0] == ["2 processes", "-5.0%", "–", "+25.0%", "–", "–"]
+    assert next(t for t in found if "collective" in t.head).rows[0] == ["2 processes", "all_reduce", "3", "20 ms", "1 MB"]
+    assert captions(folder)[-1].endswith("A step by its parts, and what was lost by name.")
+
+
+def test_a_ladder_rung_by_rung(tmp_path):
+    """A configuration that is there on several rungs is one on each; memory is that of the whole batch, speed that of all rounds."""
+    rows = []
+    for rung, option, kept in (("01-attention", "sdpa", True), ("02-precision", "bf16", False)):
+        for c in ("before", option):
+            rows.append(row("samples_per_s", 10.0, c, "samples/s", samples=[9.0, 10.0, 11.0], rung=rung, study="ladder"))
+            rows.append(row("memory/allocated", 1e6, c, "bytes", rung=rung, study="ladder"))
+            for name in (c, f"{c}, without dropout"):
+                rows.append(row("samples_per_s", 3.0, name, "samples/s", samples=[3.0], rung=rung, study="once"))
+                rows.append(row("memory/allocated", 2e6, name, "bytes", rung=rung, study="once"))
+        rows.append(row("verdict", "as it is", option, rung=rung, kept=kept))
+    folder = folder_of(tmp_path / "ladder", rows)
+    speed, memory, *_ = blocks_of(folder, Table)
+    assert [r[0] for r in speed.rows] == ["01-attention · before", "01-attention · sdpa", "02-precision · bf16"]
+    assert {r[1] for r in speed.rows} == {"10 [9, 11]"} and {r[1] for r in memory.rows} == {"2 MB"}
+    assert ["".join(text for _, text in block.parts) for block in blocks_of(folder, Text)][:2] == [
+        "01-attention · sdpa: kept: as it is", "02-precision · bf16: not kept: as it is",
+    ]  # fmt: skip
+    (tmp_path / "ladder" / "study.json").rename(tmp_path / "ladder" / "ladder.json")
+    (caption,) = captions(folder)
+    assert studies.is_study(tmp_path / "ladder") and "faint: not kept" in caption
+
+
+def test_quality_against_speed_and_many_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_plots, "MOST", 3)
+    rows = []
+    for i in range(5):
+        c = f"$x_{i}$ <b>"
+        rows += [row("samples_per_s", 10.0 + i, c, "samples/s", std=1.0), row("valid/accuracy", i / 40, c, std=0.1), row("valid/loss", float("nan"), c)]
+    folder = folder_of(tmp_path / "many", rows)
+    found = captions(folder)
+    assert found[0].endswith("Drawn: the 3 largest of 5.") and found[-1].startswith("Quality against speed.")
+    rows += [row("latency/p50", i / 100, f"$x_{i}$ <b>", "s") for i in range(4)]
+    assert captions(folder_of(tmp_path / "bench", rows))[-1].startswith("Quality against latency.")
+
+
+@pytest.mark.parametrize(
+    "rows, wrong",
+    [
+        (None, r"has not come to its end. Start it again: gradus study x.yaml$"),
+        ([], r"nothing was measured in this study. Start it again: gradus study x.yaml$"),
+        ([row("failed", "no room.", "a")], r"nothing was measured in this study. a: no room. Start it again: gradus"),
+        ([{"name": "a", "value": 1}], r"has rows of no configuration. Give the folder that gradus study wrote"),
+    ],
+)
+def test_a_study_without_finished_rows(tmp_path, rows, wrong):
+    folder = folder_of(tmp_path / "s", rows or [], command="gradus study x.yaml")
+    if rows is None:
+        (tmp_path / "s" / "rows.jsonl").unlink()
+    with pytest.raises(UserError, match=wrong):
+        list(report([folder], str(tmp_path / "out")))
+
+
+def test_wrong_folders(tmp_path):
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a")])
+    with pytest.raises(UserError, match=r"neither a run \(recipe.yaml and metrics.jsonl\) nor a study"):
+        list(report([str(tmp_path)], str(tmp_path / "out")))
+    with pytest.raises(UserError, match="is given twice"):
+        list(report([folder, f"{folder}/."], str(tmp_path / "out")))
+    (tmp_path / "s" / "study.json").write_text("{")
+    with pytest.raises(UserError, match=re.escape("study.json: is no JSON. Take the file out, or measure again.")):
+        list(report([folder], str(tmp_path / "out")))
