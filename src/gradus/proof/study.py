@@ -32,7 +32,7 @@ from gradus.plan.show import duration, size
 from gradus.proof import runs
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
-from gradus.proof.timing import Timed, Window, load_steps, time_it, train_steps, whole_rounds
+from gradus.proof.timing import Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
@@ -150,7 +150,10 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return time_it(getattr(module, function)(recipe, options), window)
+    subject = getattr(module, function)(recipe, options)
+    timed = time_it(subject, window)
+    timed.memory |= peak_of_one_more(subject)
+    return timed
 
 
 def take(study: Study, c: Configuration, number: int, folder: Path) -> Sample:

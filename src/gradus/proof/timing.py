@@ -29,7 +29,7 @@ from gradus.measure.profile import endless
 from gradus.parallel.traffic import collective
 from gradus.parallel.world import World
 from gradus.plan import batches
-from gradus.proof.measured import memory_of_step
+from gradus.proof.measured import alive, memory_of_step
 from gradus.recipe.schema import Layout, Recipe
 from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer
@@ -121,7 +121,7 @@ def time_it(subject: Subject, window: Window) -> Timed:
 
 
 def peak_of_one_more(subject: Subject) -> dict[str, int]:
-    """Bytes of tensors at the peak of one more step of the subject."""
+    """Bytes of tensors at the peak of one more step of the subject, what was there before it included."""
     if subject.memory is not None:
         return subject.memory()
     batch = subject.batch()
@@ -130,9 +130,10 @@ def peak_of_one_more(subject: Subject) -> dict[str, int]:
         subject.step(batch)
         torch.cuda.synchronize(subject.device)
         return {"allocated": torch.cuda.max_memory_allocated(subject.device)}
+    before = sum(alive([]).values())
     with Timeline() as timeline:
         subject.step(batch)
-    return {"allocated": max((peak for *_, peak in timeline.phases()), default=0)}
+    return {"allocated": before + max((peak for *_, peak in timeline.phases()), default=0)}
 
 
 # ------------------------------------------------------------ the training of a recipe
