@@ -63,6 +63,7 @@ def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list
     measured |= {name: (pair["measured"], unit) for name, unit, pair in proof if "measured" in pair}
     planned = {name: (pair["predicted"], unit) for name, unit, pair in proof if "predicted" in pair}
     series = {key: [row["value"] for row in rows if row["name"] == name] for key, name in SERIES.items()}
+    measured |= {"loss": (series["loss"][-1], "")} if series["loss"] else {}
     return measured, planned, series
 
 

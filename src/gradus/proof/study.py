@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 class Configuration:
     """What is measured once a round. at: its place on each axis. runner: steps (of training), loader, train (to the end, as a user starts
     it), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. force: measured although the plan says that it does
-    not fit."""
+    not fit. against: as Study has it, of this one."""
 
     name: str
     recipe: Recipe | None
@@ -56,6 +56,7 @@ class Configuration:
     processes: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     force: bool = False
+    against: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """What makes it another one."""
@@ -79,11 +80,15 @@ class Study:
     collectives: bool = False
 
     def base_of(self, c: Configuration) -> Configuration:
-        """The configuration that `c` is compared with."""
-        if self.against is None:
+        """The configuration that `c` is compared with. Raises UserError where there is none."""
+        against = c.against or self.against
+        if against is None:
             return self.configurations[0]
-        axis = next(axis for axis, name in self._places() if name == self.against)
-        return next(o for o in self.configurations if o.at == {**c.at, axis: self.against})
+        axis = next((axis for axis, name in self._places() if name == against), None)
+        found = next((o for o in self.configurations if o.at == {**c.at, axis: against}), None)
+        if found is None:
+            raise UserError(f"{c.name}: against={against}: no configuration is that and else the same. Give it another against.")
+        return found
 
     def _places(self) -> Iterator[tuple[str, str]]:
         return ((axis, name) for c in self.configurations for axis, name in c.at.items())
