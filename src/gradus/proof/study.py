@@ -154,8 +154,13 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
     torch.set_num_threads((recipe and recipe.layout.threads) or options.get("threads") or 1)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    subject = getattr(module, function)(recipe, options)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, function):
+            raise UserError(f"runner={Path(file).name}:{function}: the file has no {function}.")
+        subject = getattr(module, function)(recipe, options)
+    except ModuleNotFoundError as e:
+        raise UserError(f"runner={Path(file).name}:{function} needs {e.name}, which is not installed here.") from None
     timed = time_it(subject, window)
     timed.memory |= peak_of_one_more(subject)
     return timed
