@@ -7,6 +7,7 @@ Gradus's weights, so that a study's column "farthest loss" says whether both sid
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import tempfile
 import threading
@@ -102,13 +103,12 @@ class NanoGPT(nn.Module):
 
 def opened(recipe: Recipe) -> Session:
     """Raises UserError for what the steps below would leave out."""
-    r, layout = recipe, recipe.layout
-    wrong = [] if r.optimizer.name == "adamw" and not r.optimizer.weight_decay else ["optimizer.name=adamw optimizer.weight_decay=0"]
-    wrong += [] if r.schedule.name == "constant" and not r.schedule.warmup_steps else ["schedule.name=constant schedule.warmup_steps=0"]
-    wrong += [] if r.model.dropout == 0 and getattr(r.model, "n_experts", None) is None else ["model.dropout=0"]
-    wrong += [] if layout.precision in ("fp32", "bf16") else ["layout.precision=fp32"]
-    if wrong or layout.checkpointing != "none" or layout.micro_batch is not None:
-        raise UserError(f"a peer's step is a plain one of one batch: set {' '.join(wrong)} and leave checkpointing and micro_batch out.")
+    wanted = {"optimizer.name": "adamw", "optimizer.weight_decay": 0, "schedule.name": "constant", "schedule.warmup_steps": 0, "model.dropout": 0,
+              "model.n_experts": None, "layout.checkpointing": "none", "layout.micro_batch": None}  # fmt: skip
+    wrong = [f"{key}={value}" for key, value in wanted.items() if functools.reduce(lambda o, k: getattr(o, k, value), key.split("."), recipe) != value]
+    wrong += [] if recipe.layout.precision in ("fp32", "bf16") else ["layout.precision=fp32"]
+    if wrong:
+        raise UserError(f"a peer's step is a plain one of one batch. Set {' '.join(wrong).replace('None', 'null')}.")
     return open_session(recipe)
 
 
@@ -131,7 +131,7 @@ def subject(session: Session, step: Callable[[dict[str, Any]], Tensor]) -> Subje
     return Subject(batch, lambda b: step(session.task.to_device(b, session.device)), lambda: seen[0], session.device, facts=facts)
 
 
-def plain_step(recipe: Recipe, kind: type[nn.Module]) -> Subject:
+def plain_step(kind: type[nn.Module], recipe: Recipe, options: dict[str, Any]) -> Subject:
     """As nanoGPT's train.py writes it: autocast, backward, clipping, AdamW, no gradients."""
     session = opened(recipe)
     o, clip = recipe.optimizer, recipe.train.clip_norm
@@ -150,12 +150,7 @@ def plain_step(recipe: Recipe, kind: type[nn.Module]) -> Subject:
     return subject(session, step)
 
 
-def transformers_step(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    return plain_step(recipe, Transformers)
-
-
-def nanogpt_step(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    return plain_step(recipe, NanoGPT)
+transformers_step, nanogpt_step = functools.partial(plain_step, Transformers), functools.partial(plain_step, NanoGPT)
 
 
 def trainer_step(recipe: Recipe, options: dict[str, Any]) -> Subject:
@@ -163,12 +158,12 @@ def trainer_step(recipe: Recipe, options: dict[str, Any]) -> Subject:
     import transformers
 
     session, asked, answers = opened(recipe), queue.SimpleQueue(), queue.SimpleQueue()
-    o, compiled, clip = recipe.optimizer, recipe.layout.compile != "none", recipe.train.clip_norm
+    o, clip = recipe.optimizer, recipe.train.clip_norm
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.peer = Transformers(session.build(), compiled)
+            self.peer = Transformers(session.build(), recipe.layout.compile != "none")
 
         def forward(self, **batch: Any) -> dict[str, Tensor]:
             self.loss = loss_of(session, self.peer, batch)
