@@ -23,7 +23,7 @@ import pytest
 from gradus import models
 from gradus.cli import main
 from gradus.data import tokenizers
-from gradus.proof import calibrate
+from gradus.proof import calibrate, fit
 from gradus.recipe.schema import BertConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,16 +90,17 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--model meta-llama/Llama-2-7b-hf", "--model bert"),
     (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
     (r"^(mpirun|mpiexec) -n 4", r"\1 -n 2"),
-    (r"train_step\.py.*", "train_step.py --layers 1 --d-model 64 --batch 2 --seq 16 --steps 2 --rounds 1 --no-compile"),
-    (r"attention_kernels\.py.*", "attention_kernels.py --lengths 64 --chunks 16 --repeat 1"),
-    (r"accuracy\.py --to \S+", "accuracy.py --families vit --layouts one --precisions fp32 --steps 3 --rows rows.jsonl"),
-    (r"step_time\.py --threads 1 --out \S+", "step_time.py --threads 1 --families gpt --precisions fp32 --checkpointing none --repeat 1 --seconds 1"),
+    (r"(gradus study .*) --page \S+", r"\1"),
+    (r"train_step\.yaml", 'train_step.yaml --rounds 1 --steps 1 --only "vit · gradus · fp32" model.n_layers=1 model.d_model=64 model.n_heads=2'),
+    (r"attention_kernels\.yaml", 'attention_kernels.yaml --rounds 1 --steps 1 --only "n=512 · forward · sdpa"'),
+    (r"accuracy\.yaml", 'accuracy.yaml --only "vit · fp32 · no checkpointing · one process" train.steps=3'),
+    (r"step_time\.yaml", 'step_time.yaml --rounds 1 --steps 1 --only "vit · fp32 · no checkpointing" model.n_layers=1'),
+    (r"layouts\.yaml", f"layouts.yaml --only offload {TINY['shakespeare-char-gpt']}"),
+    (r"road\.yaml", f"road.yaml --only MPI {TINY['cifar10-vit-small']} evaluate.every=2"),
+    (r"local_updates\.yaml", f"local_updates.yaml --only SGD {TINY['shakespeare-char-gpt']} train.steps=50 evaluate.every=50"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
-    (r"--steps 40 --to \S+", "--steps 2 --only layout.offload --results ."),
-    (r"--steps 200 --to \S+", "--steps 30 --results ."),
-    (r"--every 50 (.*) --to \S+", r"--every 2 \1 --results ."),
 ]
 FEW_POINTS = {"SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15), "REPEAT": 5}  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
@@ -246,11 +247,12 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
             monkeypatch.setattr(calibrate, name, value)
     if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
         assert main(["calibrate", "--seconds", "30", "--threads", "1"]) == 0
+    monkeypatch.setattr(fit, "ROUNDS", 1)
     shutil.rmtree("out", ignore_errors=True)
+    words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
     if words[0] == "gradus":
         code = main(words[1:])
     else:
-        words = [str(ROOT / word) if word.startswith("benchmarks/") and word.endswith(".py") else word for word in words]
         words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
         if words[0] in ("mpirun", "mpiexec"):
             at = words.index("gradus")
@@ -263,8 +265,18 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
 def test_every_benchmark_is_on_a_page():
     """So that each one is run: a benchmark that no page names is run by nothing."""
     shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    for file in (ROOT / "benchmarks").glob("*.py"):
-        assert re.search(rf"`[^`]*python benchmarks/{file.name}", shown), f"no page shows how {file.name} is run"
+    studies = sorted((ROOT / "benchmarks").glob("*.yaml"))
+    runners = "\n".join(file.read_text(encoding="utf-8") for file in studies)
+    for file in [*(ROOT / "benchmarks").glob("*.py"), *studies]:
+        how = "gradus study" if file in studies else "python"
+        assert re.search(rf"`[^`]*{how} benchmarks/{file.name}", shown) or f"{file.name}:" in runners, f"no page shows how {file.name} is run"
+
+
+def test_pages_have_the_marks_that_their_commands_fill():
+    for command in (command for page in PAGES for command in commands(page)):
+        if found := re.match(r"gradus study \S+/(\w+)\.yaml .*--page (\S+)", command):
+            text = (ROOT / found[2]).read_text(encoding="utf-8")
+            assert f"<!-- {found[1]} -->\n" in text and f"<!-- end of {found[1]} -->\n" in text, command
 
 
 def test_no_line_of_the_tables_is_stale():

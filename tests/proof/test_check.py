@@ -288,3 +288,23 @@ def test_what_label_smoothing_leaves_is_the_least_loss():
     logits = torch.log(torch.full((1, 7), 0.1 / 7) + 0.9 * nn.functional.one_hot(torch.tensor([2]), 7))
     least = nn.functional.cross_entropy(logits, torch.tensor([2]), label_smoothing=0.1)
     assert smoothed_floor(0.1, 7) == pytest.approx(float(least), rel=1e-6) and smoothed_floor(0.0, 7) == 0.0
+
+
+def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(monkeypatch):
+    clock, given = [0.0], []
+
+    class Held:
+        def __init__(self, *_, **__): ...
+
+        def steps(self, epoch):
+            clock[0] += 0.5 if len(given) == 30 else 0.001
+            given.append(epoch)
+            yield types.SimpleNamespace(samples=16)
+
+        def close(self): ...
+
+    monkeypatch.setattr(checking, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    session = open_session(recipes.load("copy-task"))
+    monkeypatch.setattr(session, "loader", Held)
+    assert checking.loader_speed(session, 1.0) == pytest.approx(16_000)
+    assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
+import re
 
 import pytest
 
@@ -93,23 +93,28 @@ def test_fit_tells_tensors_and_process_planned_and_measured():
 
 
 @pytest.mark.slow
-def test_a_sweep_measures_beside_the_plan(capsys):
+def test_a_sweep_measures_beside_the_plan(capsys, monkeypatch):
+    monkeypatch.setattr(fit, "ROUNDS", 1)
     assert main(["fit", *WORDS, "--sweep", "8,32", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    by = {(x["name"], x["micro_batch"], x["kind"]): x for x in rows}
+    peaks = {}
     for k in (8, 32):
-        planned, seen = by["fit/need", k, "predicted"], by["fit/need", k, "measured"]
-        assert planned["value"] - planned["resident"] == pytest.approx(seen["peak"], rel=0.02)
-        assert by["fit/samples_per_s", k, "measured"]["value"] > 0 and by["fit/need", k, "measured"]["batch_samples"] == k
-    assert by["fit/need", 8, "measured"]["peak"] < by["fit/need", 32, "measured"]["peak"]
+        of_k = [x for x in rows if x["configuration"] == f"micro-batch {k}"]
+        by = {(x["name"], x["kind"]): x for x in of_k if x["kind"] == "measured" or x.get("of") == "largest batch"}
+        peaks[k] = by["memory/allocated", "measured"]["value"]
+        assert by["memory/allocated", "predicted"]["value"] == pytest.approx(peaks[k], rel=0.02)
+        assert by["samples_per_s", "measured"]["value"] > 0 and len(by["samples_per_s", "measured"]["samples"]) == 1
+    assert peaks[8] < peaks[32]
 
 
 @pytest.mark.slow
-def test_a_sweep_over_workers(capsys):
+def test_a_study_of_workers(capsys, monkeypatch):
+    monkeypatch.setattr(fit, "ROUNDS", 1)
     assert main(["fit", *WORDS, "--workers", "0,1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "copy-task: data.workers" and [line.split()[0] for line in lines[2:]] == ["0", "1"]
-    assert all(float(word.replace(",", "")) > 0 for line in lines[2:] for word in line.split()[1:3])
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"[01] workers · ", line)]
+    assert [line.partition("  ")[0] for line in lines] == [f"{k} workers · {what}" for k in (0, 1) for what in ("loader alone", "training")]
+    words = [line.partition("  ")[2].split() for line in lines]
+    assert all(float(of[0].replace(",", "")) > 0 and of[-1].endswith("%") for of in words), lines
 
 
 def test_what_cannot_fit_is_said(capsys):
@@ -143,32 +148,12 @@ def test_what_does_not_fit_says_what_would_fit(room):
     assert "layout.shard" in fix_of(long, r) and "Set " not in fix_of(long, r)
 
 
-def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(room, monkeypatch):
-    clock, given = [0.0], []
-
-    class Held:
-        def __init__(self, *_, **__): ...
-
-        def steps(self, epoch):
-            clock[0] += 0.5 if len(given) == 30 else 0.001
-            given.append(epoch)
-            yield types.SimpleNamespace(samples=16)
-
-        def close(self): ...
-
-    monkeypatch.setattr(fit, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    session = open_session(room[0])
-    monkeypatch.setattr(session, "loader", Held)
-    assert fit.loader_speed(session, 1.0) == pytest.approx(16_000)
-    assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"
-
-
 def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
     def start(*arguments, **more):
         raise UserError("rank 0 of 1 was killed by SIGKILL.")
 
     monkeypatch.setattr(fit, "start", start)
-    assert fit.run_apart(1, fit.measured_step, None, str(tmp_path), False) == "rank 0 of 1 was killed by SIGKILL."
+    assert fit.run_apart(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500", 500), ("2tb", 2 * 10**12)])
@@ -190,8 +175,9 @@ def test_numbers():
 
 
 def test_two_questions_at_once(capsys):
-    assert main(["fit", *WORDS, "--sweep", "8", "--workers", "0"]) == 2
-    assert "different questions" in capsys.readouterr().err
+    for words in (["--sweep", "8", "--workers", "0"], ["--sweep", "8", "--memory", "8GiB"]):
+        assert main(["fit", *WORDS, *words]) == 2
+        assert "different questions" in capsys.readouterr().err
 
 
 def test_the_host_has_a_capacity():

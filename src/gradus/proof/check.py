@@ -27,10 +27,10 @@ from gradus.data.loader import sample_rng
 from gradus.errors import UserError, some
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
+from gradus.measure.profile import endless
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
-from gradus.proof.fit import loader_speed
 from gradus.proof.predict import case_of, predict
 from gradus.proof.room import changed, fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
@@ -55,7 +55,7 @@ NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger o
 WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s of it that are never too many (see `loader`)
 WRONG_IDS = "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights."
 WRONG_LABELS = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
-LOADER = 1.5  # s for which the loader is timed
+LOADER, ROUNDS = 1.5, 5  # s for which the loader is timed; in so many rounds, whose median counts
 
 
 @dataclasses.dataclass
@@ -442,6 +442,22 @@ class Looked:
         seconds = statistics.median(times[1:] or times)  # the first may set things up
         how = [f"by {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
         return seconds * len(indices) / part, len(indices), f" ({', '.join(how)})" if how else ""
+
+
+def loader_speed(session: Session, seconds: float) -> float:
+    """Samples/s of the recipe's loader with nobody to train, what was fetched beforehand left out; about so many seconds in all."""
+    data = session.recipe.data
+    with contextlib.closing(session.loader(data)) as loader:
+        steps = endless(loader)
+        for _ in range(1 + data.workers * data.prefetch):
+            next(steps)
+        speeds, end = [], time.perf_counter() + seconds
+        while not speeds or time.perf_counter() < end:
+            began, samples = time.perf_counter(), 0
+            while not samples or time.perf_counter() - began < seconds / ROUNDS:
+                samples += next(steps).samples
+            speeds.append(samples / (time.perf_counter() - began))
+        return statistics.median(speeds)
 
 
 def is_empty(sample: dict[str, Any]) -> bool:

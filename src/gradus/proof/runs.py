@@ -11,6 +11,7 @@ from typing import Any
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.proof.timing import whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
 
@@ -43,6 +44,9 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
         raise UserError(next((line for line in said if "error:" in line), said[-1]).removeprefix("error: "))
     measured, planned, series = of_run(folder)
+    every = whole_rounds(1, recipe.layout)[1]  # what a synchronisation of local updates sends, by step
+    for found in (measured, planned):
+        found |= {name: (value / every, unit) for name, (value, unit) in found.items() if name.startswith("traffic/")}
     if before is not None and processes > 1:
         measured["traffic/loopback"] = (loopback() - before, "bytes")
     return measured, planned, series
@@ -63,6 +67,7 @@ def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list
     measured |= {name: (pair["measured"], unit) for name, unit, pair in proof if "measured" in pair}
     planned = {name: (pair["predicted"], unit) for name, unit, pair in proof if "predicted" in pair}
     series = {key: [row["value"] for row in rows if row["name"] == name] for key, name in SERIES.items()}
+    measured |= {"loss": (series["loss"][-1], "")} if series["loss"] else {}
     return measured, planned, series
 
 

@@ -78,8 +78,9 @@ class Foreign:
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """What is measured once a round. at: its place on each axis. runner: steps (of training), loader, train (to the end, as a user starts
-    it), none (it is planned only), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. rounds: of it (None: the study's). force: measured
-    although the plan says that it does not fit. source, foreign: what a source says, and where it measured."""
+    it), none (it is planned only), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a timing.Subject. rounds: of it (None: the
+    study's). force: measured although the plan says that it does not fit. source, foreign: what a source says, and where it measured.
+    against: as Study has it, of this one."""
 
     name: str
     recipe: Recipe | None
@@ -91,6 +92,7 @@ class Configuration:
     force: bool = False
     source: dict[str, float] = dataclasses.field(default_factory=dict)
     foreign: Foreign | None = None
+    against: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """What makes it another one."""
@@ -120,11 +122,15 @@ class Study:
     strict: bool = False
 
     def base_of(self, c: Configuration) -> Configuration:
-        """The configuration that `c` is compared with."""
-        if self.against is None:
+        """The configuration that `c` is compared with. Raises UserError where there is none."""
+        against = c.against or self.against
+        if against is None:
             return self.configurations[0]
-        axis = next(axis for axis, name in self._places() if name == self.against)
-        return next(o for o in self.configurations if o.at == {**c.at, axis: self.against})
+        axis = next((axis for axis, name in self._places() if name == against), None)
+        found = next((o for o in self.configurations if o.at == {**c.at, axis: against}), None)
+        if found is None:
+            raise UserError(f"{c.name}: against={against}: no configuration is that and else the same. Give it another against.")
+        return found
 
     def _places(self) -> Iterator[tuple[str, str]]:
         return ((axis, name) for c in self.configurations for axis, name in c.at.items())
@@ -201,8 +207,13 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
     torch.set_num_threads((recipe and recipe.layout.threads) or options.get("threads") or 1)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    subject = getattr(module, function)(recipe, options)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, function):
+            raise UserError(f"runner={Path(file).name}:{function}: the file has no {function}.")
+        subject = getattr(module, function)(recipe, options)
+    except ModuleNotFoundError as e:
+        raise UserError(f"runner={Path(file).name}:{function} needs {e.name}, which is not installed here.") from None
     timed = time_it(subject, window)
     timed.memory |= peak_of_one_more(subject)
     return timed

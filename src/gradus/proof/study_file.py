@@ -33,6 +33,8 @@ class Settings(BaseModel):
     source: dict[str, float] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
     source_devices: str | None = Field(None, description="of the source, as gradus plan --on has them; planned for these too")
     source_set: list[str] = Field([], description="key=value that holds for the plan on the source's devices alone")
+    against: str | None = Field(None, description="the name that ratios are against (default: the first)")
+    only_with: list[str] = Field([], description="in a grid: only with these names of the other axes")
 
 
 class StudyFile(Settings):
@@ -42,7 +44,6 @@ class StudyFile(Settings):
     warm_up: Annotated[int, Field(ge=0, le=limits.STEPS)] = Field(3, description="steps before them")
     rounds: Count = Field(3, description="rounds, each with every configuration")
     seeds: list[int] = Field([], description="of whole trainings: one round for each")
-    against: str | None = Field(None, description="the name that ratios are against (default: the first)")
     plan: bool = Field(True, description="also say before what each will take")
     columns: list[str] = Field([], description="rows to show (default: all that are known)")
     about: str = Field("", description="Markdown: what is above the table on a page of its own, its first line the title")
@@ -69,21 +70,36 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
         raise UserError(f"{path}: give configurations or grid{', not both' if told.grid else ''}.")
     axes = told.grid or {"configuration": told.configurations}
     names = [name for axis in axes.values() for name in axis]
-    if told.against is not None and told.against not in names:
-        raise UserError(f"{path}: against={told.against}: no such name.{did_you_mean(told.against, names)}")
+    for key, word in told_names([told, *(cell for axis in axes.values() for cell in axis.values() if cell)]):
+        if word not in names:
+            raise UserError(f"{path}: {key}={word}: no such name.{did_you_mean(word, names)}")
+        if key == "only_with" and (not told.grid or told.only_with):
+            raise UserError(f"{path}: only_with is of a name in a grid. Leave it out.")
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"{path}: {twice[0]} is a name on two axes. Give each its own.")
-    made = [
-        _configuration(path, told, dict(zip(axes, cell)), [axes[axis][name] for axis, name in zip(axes, cell)], more)
-        for cell in itertools.product(*axes.values())
-    ]
+    made = []
+    for cell in itertools.product(*axes.values()):
+        cells = [axes[axis][name] for axis, name in zip(axes, cell)]
+        if all(set(cell).intersection(s.only_with) for s in cells if s and s.only_with):
+            made.append(_configuration(path, told, dict(zip(axes, cell)), cells, more))
+    if not made:
+        raise UserError(f"{path}: only_with leaves no configuration.")
     if told.seeds and any(c.runner != "train" for c in made):
         raise UserError(f"{path}: seeds are of whole trainings. Set runner: train, or rounds instead of seeds.")
     if told.rounds and not told.seeds and all(c.runner == "train" for c in made):
         told.rounds = rounds or (told.rounds if "rounds" in told.model_fields_set else 1)
-    study = Study(path.stem, made, steps or told.steps, told.warm_up, rounds or told.rounds, told.seeds, told.against, told.plan)
+    study = Study(path.stem, made, steps or told.steps, told.warm_up, rounds or told.rounds, told.seeds, plan=told.plan)
+    for c in made:
+        study.base_of(c)
     return study, told
+
+
+def told_names(settings: Sequence[Settings]) -> Iterator[tuple[str, str]]:
+    """(key, name) wherever one speaks of another."""
+    for s in settings:
+        yield from (("only_with", name) for name in s.only_with)
+        yield from [("against", s.against)] if s.against is not None else []
 
 
 def _wrong(error: Any) -> str:
@@ -129,7 +145,7 @@ def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Seque
     elif any(level.set for level in levels):
         raise UserError(f"{path}: {name}: set is of a recipe, and there is none. Name one, or use options.")
     source = {k: v for level in levels for k, v in level.source.items()}
-    return Configuration(name, loaded, at, runner, processes, options, source=source, foreign=foreign)
+    return Configuration(name, loaded, at, runner, processes, options, source=source, foreign=foreign, against=last("against"))
 
 
 def study(args: Any) -> Iterator[str]:
