@@ -53,7 +53,7 @@ def test_the_page_runs(tmp_path, section):
         "HF_HUB_OFFLINE": "1",
     }
     # a page's own training takes minutes
-    short = re.sub(r"^(gradus train \S+)( train\.steps=\d+)?", r"\1 train.steps=20", commands(section), flags=re.MULTILINE)
+    short = re.sub(r"^(gradus train \S+)( train\.steps=\d+)?", r"\1 train.steps=4", commands(section), flags=re.MULTILINE)
     done = subprocess.run(["sh", "-e", "-c", short], cwd=work, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     if "predict" in section and "model=" in section:

@@ -339,8 +339,12 @@ def ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def resident_bytes(recipe: Recipe, here: World) -> int:
-    """Of a process that is about to build the recipe's model."""
+    """Of a process that is about to build the recipe's model, with the libraries that a step loads."""
     open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}), None, here)
+    layer = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(torch.ones(32, 32)).sum().backward()
+    optimizer.step()
     return resident()
 
 
