@@ -82,7 +82,7 @@ def test_attention_in_chunks_takes_less_than_written_out(backward):
 
 def test_what_a_peer_would_leave_out_is_refused(tmp_path):
     recipe = recipe_of("gpt", tmp_path)
-    with pytest.raises(UserError, match="weight_decay=0"):
+    with pytest.raises(UserError, match=r"optimizer\.name=adamw"):
         peers.transformers_step(recipes.load("copy-task", ["model.norm_first=false"]), {})
     with pytest.raises(UserError, match="nanoGPT"):
         peers.nanogpt_step(recipe.model_copy(update={"model": recipe.model.model_copy(update={"activation": "relu"})}), {})
@@ -94,3 +94,23 @@ def test_what_a_peer_would_leave_out_is_refused(tmp_path):
 def test_every_study_can_be_read(file):
     study, _ = load(file)
     assert all(study.base_of(c) in study.configurations for c in study.configurations)
+
+
+def test_what_a_grid_leaves_out_and_compares():
+    study, _ = load(FOLDER / "train_step.yaml")
+    against = {c.name: study.base_of(c).name for c in study.configurations}
+    assert {name.split(" · ")[0] for name in against if "nanogpt" in name} == {"gpt"}
+    assert against["t5 · gradus compiled · bf16"] == "t5 · transformers compiled · bf16"
+    assert against["t5 · gradus · fp32"] == against["t5 · transformers · fp32"] == "t5 · transformers · fp32"
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ("grid: {a: {x: {against: z}, y: }}", "against=z: no such name"),
+    ("grid: {a: {x: {only_with: [z]}, y: }}", "only_with=z: no such name"),
+    ("only_with: [x]\nconfigurations: {x: , y: }", "only_with is of a name in a grid"),
+    ("grid: {a: {x: {only_with: [p]}, y: }, b: {p: , q: {against: x}}}", "against=x: no configuration is that"),
+])  # fmt: skip
+def test_names_that_lead_nowhere(wrong, said, tmp_path):
+    (tmp_path / "study.yaml").write_text(f"recipe: copy-task\n{wrong}\n")
+    with pytest.raises(UserError, match=said):
+        load(tmp_path / "study.yaml")
