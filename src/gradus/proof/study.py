@@ -32,7 +32,7 @@ from gradus.plan.show import duration, size
 from gradus.proof import runs
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
-from gradus.proof.timing import Timed, Window, load_steps, time_it, train_steps, whole_rounds
+from gradus.proof.timing import RETAKES, Timed, Window, load_steps, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
@@ -66,7 +66,8 @@ class Configuration:
 @dataclasses.dataclass(frozen=True)
 class Study:
     """steps, warm_up: of a round. seeds: of whole trainings, which take a round each. against: a name on one of the axes; its configuration
-    is what ratios are against (None: the first configuration). collectives: profile them by name in the last round."""
+    is what ratios are against (None: the first configuration). collectives: profile them by name in the last round. retakes, anew: of a
+    timing.Window. patience: a configuration that after a round has less than this share of its base's samples/s gets no other round."""
 
     name: str
     configurations: Sequence[Configuration]
@@ -77,6 +78,9 @@ class Study:
     against: str | None = None
     plan: bool = True
     collectives: bool = False
+    retakes: int = RETAKES
+    anew: bool = False
+    patience: float = 0.0
 
     def base_of(self, c: Configuration) -> Configuration:
         """The configuration that `c` is compared with."""
@@ -161,7 +165,7 @@ def take(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
         values, said, series = runs.train(c.recipe, c.processes, seed, folder / "runs" / f"{label(c.name)}-{number}")
         return Sample(number, values=values, planned=said, series=series, took=time.monotonic() - began)
     steps = whole_rounds(study.steps, c.recipe.layout)[0] if c.recipe else study.steps
-    window = Window(steps, study.warm_up, os.getpid(), study.collectives and number == study.rounds)
+    window = Window(steps, study.warm_up, os.getpid(), study.collectives and number == study.rounds, study.retakes, study.anew)
     if c.runner in RUNNERS:
         ranks = start(c.processes, RUNNERS[c.runner], c.recipe, window, log=log)
     else:
@@ -202,6 +206,11 @@ class Notebook:
 
     def has(self, c: Configuration, number: int) -> bool:
         return any(s.round == number or s.failed for s in self.samples[c.name])
+
+    def hopeless(self, study: Study, c: Configuration) -> bool:
+        """Whether the first round was enough."""
+        first = [s.values.get("samples_per_s", (0.0,))[0] for o in (c, study.base_of(c)) for s in self.samples[o.name][:1]]
+        return len(first) == 2 and first[0] < study.patience * first[1]
 
     def add(self, c: Configuration, sample: Sample) -> None:
         self.samples[c.name].append(sample)
@@ -269,14 +278,14 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = ()) 
     todo = [(k, c) for k in range(1, rounds + 1) for c in study.configurations if c.name in wanted and c.name not in refused]
     with contextlib.closing(notebook.file), ended_with_this():
         for at, (k, c) in enumerate(todo, 1):
-            if notebook.has(c, k):
+            if notebook.has(c, k) or notebook.hopeless(study, c):
                 continue
             try:
                 sample = take(study, c, k, folder)
             except UserError as e:
                 sample = Sample(k, failed=str(e))
             notebook.add(c, sample)
-            left = sum(mean_of(notebook, o) for j, o in todo[at:] if not notebook.has(o, j))
+            left = sum(mean_of(notebook, o) for j, o in todo[at:] if not notebook.has(o, j) and not notebook.hopeless(study, o))
             say(f"round {k} of {rounds}, {at} of {len(todo)}: {c.name}: {told(sample)}" + (f"; {duration(left)} left" if left else ""))
     rows = rows_of(study, notebook, foreseen, refused)
     files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in rows))

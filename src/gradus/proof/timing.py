@@ -45,12 +45,15 @@ SHORT = 0.5  # s below which the system's ticks are too coarse to tell
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one process times in one round. root: the process that started the study. collectives: also profile them by name."""
+    """What one process times in one round. root: the process that started the study. collectives: also profile them by name. retakes: how often
+    steps are timed again because of others. anew: of training, the timed steps begin with the first samples again, however often."""
 
     steps: int
     warm_up: int
     root: int
     collectives: bool = False
+    retakes: int = RETAKES
+    anew: bool = False
 
 
 @dataclasses.dataclass
@@ -97,7 +100,7 @@ def time_it(subject: Subject, window: Window) -> Timed:
         subject.step(subject.batch())
         subject.synchronise()
         warm_up.append(time.perf_counter() - began)
-    for retaken in range(RETAKES + 1):
+    for retaken in range(window.retakes + 1):  # noqa: B007  (used below)
         subject.ready()
         before, others, marks, taken = subject.samples(), Others(window.root), [_now()], []
         for _ in range(window.steps):
@@ -151,9 +154,15 @@ def train_steps(recipe: Recipe, window: Window, here: World) -> Timed:
             trainer.step(largest)
         return found
 
+    def ready() -> None:
+        nonlocal source
+        parallel.all_reduce([0])
+        if window.anew:
+            source = endless(trainer.loader)
+
     subject = Subject(
         batch=lambda: next(source), step=lambda step: trainer.take(step).loss, samples=lambda: trainer.progress.samples, device=session.device,
-        memory=memory, ready=lambda: parallel.all_reduce([0]), agree=lambda disturbed: parallel.all_reduce([int(disturbed)])[0] > 0,
+        memory=memory, ready=ready, agree=lambda disturbed: parallel.all_reduce([int(disturbed)])[0] > 0,
         facts={
             "precision": recipe.layout.precision, "parameters": models.count(session.recipe.model)["total"], "loss_unit": session.task.loss_unit,
         },
