@@ -121,6 +121,9 @@ def test_a_larger_micro_batch_where_the_share_did_not_fit(monkeypatch):
     small = rungs.with_keys(NAIVE, {"layout.micro_batch": 4})
     rung = next(r for r in RUNGS if r.name == "micro-batch")
     assert [keys["layout.micro_batch"] for keys in rung.tries(small, place())[0]] == [12, 2, 1]
+    rung = next(r for r in RUNGS if r.name == "checkpointing")
+    assert rung.tries(small, place())[0][2] == {"layout.checkpointing": "full", "layout.micro_batch": 12}
+    assert rung.tries(small, place("memory"))[0][2] == {"layout.checkpointing": "full"}
 
 
 # ------------------------------------------------------------ with the harness

@@ -35,7 +35,7 @@ MARGIN = 0.02  # of speed and of memory: less is no difference
 SLOWEST = 0.67  # of the speed of the rung before, that --for memory may cost
 PATIENCE = {"speed": 0.8, "memory": 0.6}  # slower than this in the first round: no other round
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}  # of a loss, against the rung before
-LOSSES = 4  # steps whose losses are compared
+LOSSES = 3  # steps whose losses are compared
 WARM_UP = 2  # steps
 BEFORE = "before"
 
@@ -152,7 +152,7 @@ class Bench:
             memory = self.once(rung, name, recipe)
             f.failed, f.tensors, f.planned, f.process = (memory.get(k) for k in ("failed", "tensors", "planned", "process"))
             f.saved = 1 - f.tensors / before["tensors"] if f.tensors and before.get("tensors") else 0.0
-            own = self.losses(rung, name, recipe) if compare and not f.failed else []
+            own = self.losses(rung, name, recipe) if losses and not f.failed and f.ratio >= PATIENCE[self.goal] else []
             if len(own) == len(losses) > 0:
                 f.loss = max(abs(x - y) / max(abs(y), 1e-30) for x, y in zip(own, losses))
         return found
@@ -232,18 +232,19 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     said: list[str] = []
     say = said.append if args.json else lambda line: print(line, flush=True)
     bench = Bench(folder, args.goal, steps, args.rounds, steps * share if given.batch.samples else None, say)
+    start = bench.once("00-first", BEFORE, lowest)
     best, kept, found = climb(RUNGS, lowest, place, bench)
     whole = bench("first-and-last", lowest, [kept], not any("data.pad" in k for k in kept))[0] if kept else None
-    ends = to_the_end(bench, lowest, best) if args.to_the_end else []
+    ends = list(to_the_end(bench, lowest, best)) if args.to_the_end else []
     bench.rows += [row for f in found for row in verdicts(f)]
     files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in bench.rows))
     if args.json:
         yield from (row.json() for row in bench.rows)
         return
-    start = bench.once("first-and-last", BEFORE, lowest)
     yield from ("", *table(start, found), "")
     winning = {k: v for k, v in {**keys, **kept}.items() if k in kept or value_of(given, k) != v}
-    yield from summary(whole, start, winning, found, shlex.join(["gradus", "train", args.recipe, *args.overrides]))
+    typed = ["gradus", "train", args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]
+    yield from summary(whole, start, winning, found, shlex.join(typed))
     yield from ends
     yield conditions(bench, given)
     yield f"rows: {folder / 'rows.jsonl'}"

@@ -128,14 +128,22 @@ def _padding(mode: str) -> Callable[[Recipe, Place], tuple[list[Keys], list[str]
 
 
 def _checkpointing(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
-    return [{"layout.checkpointing": mode} for mode in ("attention", "selective", "full")], []
+    """Where the whole share did not fit, for speed each with the micro-batch that then fits."""
+    found: list[Keys] = [{"layout.checkpointing": mode} for mode in ("attention", "selective", "full")]
+    if place.goal == "speed" and (best.layout.micro_batch or place.share) < place.share:
+        found = [keys | {"layout.micro_batch": k} for keys in found if (k := _largest(with_keys(best, keys), place))]
+    return found, []
+
+
+def _largest(recipe: Recipe, place: Place) -> int | None:
+    return largest_micro_batch(changed(recipe, layout={"micro_batch": None}), place.room, place.share)
 
 
 def _micro_batch(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
     """Larger where the whole share did not fit; smaller ones take less, and pad less where lengths vary."""
     now, sizes, reasons = best.layout.micro_batch or place.share, [], []
     if now < place.share:
-        largest = largest_micro_batch(changed(best, layout={"micro_batch": None}), place.room, place.share)
+        largest = _largest(best, place)
         sizes += [largest] if largest and largest > now else []
     else:
         reasons.append(f"a larger one: the whole share of {place.share} fits")
