@@ -102,12 +102,16 @@ def test_what_cannot_be_had_is_left_out(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("gradus.limits.processors", lambda: 1)
+    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 55.0)
     asked = place()
     found = {rung.name: rung.tries(NAIVE, asked) for rung in RUNGS}
     assert found["fused optimizer"][0] == [] and "no key turns it off" in found["fused optimizer"][1][0]
     assert found["compile"][0] == [] and "C++ compiler" in found["compile"][1][0]
     assert found["loader"] == ([], ["data.workers: one processor"])
-    assert found["precision"] == ([{"layout.precision": "bf16"}], ["layout.precision=fp16: for GPUs"])
+    slow = "layout.precision=bf16: a matrix product takes 55 times as long as in fp32 here"
+    assert found["precision"] == ([], [slow, "layout.precision=fp16: for GPUs"])
+    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 0.5)
+    assert RUNGS[1].tries(NAIVE, asked)[0] == [{"layout.precision": "bf16"}]
     assert found["padding to the longest"] == ([], ["all samples have one length"])
     assert [keys["layout.micro_batch"] for keys in found["micro-batch"][0]] == [8, 4]
     again = KERNEL.tries(rungs.with_keys(NAIVE, {"layout.attention": "sdpa"}), asked)

@@ -234,7 +234,7 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     bench = Bench(folder, args.goal, steps, args.rounds, steps * share if given.batch.samples else None, say)
     start = bench.once("00-first", BEFORE, lowest)
     best, kept, found = climb(RUNGS, lowest, place, bench)
-    whole = bench("first-and-last", lowest, [kept], not any("data.pad" in k for k in kept))[0] if kept else None
+    whole = bench("first-and-last", lowest, [kept], kept.get("data.pad") != "bucket")[0] if kept else None
     ends = list(to_the_end(bench, lowest, best)) if args.to_the_end else []
     bench.rows += [row for f in found for row in verdicts(f)]
     files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in bench.rows))
@@ -312,7 +312,8 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
         yield f"first against last: {whole.failed}"
         return
     tensors = f"{memory(start['tensors'])} → {memory(whole.tensors)} ({-whole.saved:+.0%})"
-    yield f"first against last, side by side: {whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s; tensors {tensors}"
+    off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
+    yield f"first against last, side by side: {whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s; tensors {tensors}{off}"
     why = ", ".join(f"{words(f.keys)} ({f.ratio:.2f}×, {-f.saved:+.0%} tensors)" for f in found if f.kept)
     rest = ", ".join(words(f.keys) for f in found if f.keys and not f.kept)
     yield f"why: {why} paid when measured beside the rung before" + (f"; not kept: {rest}" if rest else "")
@@ -322,4 +323,5 @@ def conditions(bench: Bench, given: Recipe) -> str:
     records = [json.loads(row.json()) for row in bench.rows if row.conditions.get("rung") not in ("to-the-end", None)]
     same = f"the same {bench.samples:,} samples" if bench.samples else f"{bench.steps} batches in tokens"
     told = f"{results.conditions_line([r for r in records if r.get('steps') == bench.steps])}; each round times {same}"
-    return f"{told}; memory of the largest batch of all data; losses of {LOSSES} steps without dropout, within {TOLERANCE} by precision"
+    within = ", ".join(f"{name} {share:.1%}" for name, share in TOLERANCE.items())
+    return f"{told}; memory of the largest batch of all data; losses of {LOSSES} steps without dropout, within {within}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradus.parallel.apply import use_compile
 from gradus.proof.room import Room, changed, largest_micro_batch
 from gradus.recipe.schema import Recipe
 
+HOPELESS = 2.0  # times the seconds of a matrix product, from which a precision is not tried
 IDLE = 0.02  # share of a step that waits for data, below which a loader cannot help
 ONE_LENGTH = "all samples have one length"
 Keys = dict[str, Any]  # e.g. layout.attention → sdpa
@@ -101,10 +103,26 @@ def _attention(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
 
 def _precision(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
     if place.device.type != "cuda":
-        return [{"layout.precision": "bf16"}], ["layout.precision=fp16: for GPUs"]
+        ratio, reasons = slower_in_bf16(), ["layout.precision=fp16: for GPUs"]
+        if ratio <= HOPELESS:
+            return [{"layout.precision": "bf16"}], reasons
+        return [], [f"layout.precision=bf16: a matrix product takes {ratio:.0f} times as long as in fp32 here", *reasons]
     half = ["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []
     reasons = [] if half else ["layout.precision=bf16: this GPU has none"]
     return [{"layout.tf32": True}, *({"layout.precision": name} for name in (*half, "fp16"))], reasons
+
+
+def slower_in_bf16() -> float:
+    """A CPU's time for a matrix product in bf16, against fp32; without bf16 units it may be fifty times as long."""
+    taken = []
+    for dtype in (torch.bfloat16, torch.float32):
+        a, times = torch.ones(256, 256, dtype=dtype), []
+        for _ in range(4):
+            began = time.process_time()  # not what others compute
+            a @ a
+            times.append(time.process_time() - began)
+        taken.append(min(times))
+    return taken[0] / max(taken[1], 1e-6)
 
 
 def _fused(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
