@@ -11,7 +11,8 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.parallel.world import World
 from gradus.proof import ladder, rungs, study
-from gradus.proof.ladder import Bench, Found, climb
+from gradus.proof.climb import Found, climb
+from gradus.proof.ladder import Bench
 from gradus.proof.rungs import RUNGS, Place, Rung, words
 from gradus.proof.timing import Timed
 
@@ -22,8 +23,8 @@ KERNEL = Rung("kernel", lambda best, place: ([{"layout.attention": "sdpa"}, {"la
 HALF = Rung("half", lambda best, place: ([{"layout.precision": "bf16"}], ["fp16: for GPUs"]))
 
 
-def place(goal: str = "speed") -> Place:
-    return Place(goal, torch.device("cpu"), None, 16)
+def place(goal: str = "speed", given=NAIVE) -> Place:
+    return Place(goal, torch.device("cpu"), given, None, 16)
 
 
 def measure(**of: dict):
@@ -80,6 +81,13 @@ def test_for_memory_the_smallest_is_best():
     told = measure(sdpa={"ratio": 1.5, "saved": 0.2, "tensors": 80.0}, chunked={"ratio": 0.9, "saved": 0.4, "tensors": 60.0})
     assert climb([KERNEL], NAIVE, place("memory"), told)[1] == {"layout.attention": "chunked"}
     assert climb([KERNEL], NAIVE, place("speed"), told)[1] == {"layout.attention": "sdpa"}
+
+
+def test_what_makes_no_difference_is_kept_where_the_recipe_has_it():
+    given = rungs.with_keys(NAIVE, {"layout.attention": "sdpa"})
+    kept = climb([KERNEL], NAIVE, place(given=given), measure())[1:]
+    assert kept[0] == {"layout.attention": "sdpa"} and kept[1][0].verdict == "no difference: as in the recipe"
+    assert climb([KERNEL], NAIVE, place(given=given), measure(sdpa={"ratio": 0.95}))[1] == {}
 
 
 def test_bf16_may_differ_by_more():

@@ -23,105 +23,19 @@ from gradus.errors import UserError
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
 from gradus.proof import results
+from gradus.proof.climb import TOLERANCE, Found, climb
 from gradus.proof.room import changed, largest_micro_batch, room_of, share_of
-from gradus.proof.rungs import RUNGS, Keys, Place, Rung, each, first, value_of, with_keys, words
+from gradus.proof.rungs import RUNGS, Keys, Place, first, value_of, with_keys, words
 from gradus.proof.study import Configuration, Study, run, steady
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
 from gradus.train.session import open_for
 
-MARGIN = 0.02  # of speed and of memory: less is no difference
-SLOWEST = 0.67  # of the speed of the rung before, that --for memory may cost
 PATIENCE = {"speed": 0.8, "memory": 0.6}  # slower than this in the first round: no other round
-TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}  # of a loss, against the rung before
 LOSSES = 3  # steps whose losses are compared
 WARM_UP = 2  # steps
 BEFORE = "before"
-
-
-@dataclasses.dataclass
-class Found:
-    """What was measured of one option. ratio: of samples/s against the rung before, median, lowest and highest of the rounds; tensors,
-    planned, process: bytes; saved: share of the tensors before; loss: farthest of a few steps against before; None: not known."""
-
-    rung: str
-    keys: Keys
-    speed: float | None = None
-    ratio: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    tensors: float | None = None
-    planned: float | None = None
-    process: float | None = None
-    saved: float = 0.0
-    first_call: float | None = None
-    data_wait: float | None = None
-    loss: float | None = None
-    failed: str | None = None
-    kept: bool = False
-    verdict: str = ""
-
-
-# ------------------------------------------------------------ climbing: no measuring in here
-
-Measure = Callable[[str, Recipe, list[Keys], bool], list[Found]]  # (rung, best so far, options, whether losses are compared)
-
-
-def climb(rungs: Sequence[Rung], best: Recipe, place: Place, measure: Measure) -> tuple[Recipe, Keys, list[Found]]:
-    """(the best recipe, the keys that were kept, what was found of each rung)."""
-    kept: Keys = {}
-    found: list[Found] = []
-    for name, rung in each(tuple(rungs)):
-        options, reasons = rung.tries(best, place)
-        tried = measure(name, best, options, rung.changes is None) if options else []
-        chosen = choose(tried, rung, best, place.goal)
-        for f in tried:
-            place.data_wait = f.data_wait if f is chosen or place.data_wait is None else place.data_wait
-        found += [*tried, *(Found(name, {}, verdict=f"left out: {why}") for why in reasons)]
-        if chosen:
-            best, kept = with_keys(best, chosen.keys), {**kept, **chosen.keys}
-    return best, kept, found
-
-
-def choose(tried: Sequence[Found], rung: Rung, best: Recipe, goal: str) -> Found | None:
-    """The option that is kept, if one is; each gets its verdict."""
-    pays = []
-    for f in tried:
-        good, f.verdict = judge(f, goal, tolerance(with_keys(best, f.keys)))
-        pays += [f] if good else []
-        f.verdict += f" ({rung.changes})" if rung.changes else ""
-    if not pays:
-        return None
-    chosen = max(pays, key=lambda f: f.ratio if goal == "speed" else (-(f.tensors or 0), f.ratio))
-    for f in pays:
-        f.verdict += "" if f is chosen else "; another is better"
-    if not rung.ours:
-        chosen.verdict += ": changes the recipe, so not kept: yours to decide"
-        return None
-    chosen.kept = True
-    return chosen
-
-
-def tolerance(recipe: Recipe) -> float:
-    precision = recipe.layout.precision.removeprefix("pure_")
-    return TOLERANCE["tf32" if precision == "fp32" and recipe.layout.tf32 else precision]
-
-
-def judge(f: Found, goal: str, within: float) -> tuple[bool, str]:
-    """Whether it pays, and why."""
-    if f.failed:
-        return False, f"cannot: {f.failed}"
-    if f.loss is not None and not f.loss <= within:
-        return False, f"refused: a loss is off by {f.loss:.1e}, more than {within:.0e}"
-    faster, slower = f.low > 1 and f.ratio >= 1 + MARGIN, f.ratio < 1 - MARGIN
-    smaller, larger = f.saved >= MARGIN, f.saved < -MARGIN
-    what = " and ".join(word for word, so in {"faster": faster, "slower": slower, "smaller": smaller, "larger": larger}.items() if so)
-    if goal == "speed":
-        good = faster or (smaller and not slower)
-    else:
-        good = (smaller and f.ratio >= SLOWEST) or (faster and not larger)
-    return good, what or "no difference"
 
 
 # ------------------------------------------------------------ measuring
@@ -216,7 +130,7 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     session = open_for(given, 1)
     room = room_of(session)
     share = share_of(given, 1, session.task)
-    place = Place(args.goal, session.device, room, share)
+    place = Place(args.goal, session.device, given, room, share)
     steps = min(args.steps, max(1, len(session.task.splits["train"]) // share)) if given.batch.samples else args.steps
     folder = Path(args.to or Path("ladder") / f"{given.name}-{args.goal}")
     guard(folder, [recipes.dump(given), args.goal, steps, args.rounds])
@@ -311,12 +225,16 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
     if whole.failed:
         yield f"first against last: {whole.failed}"
         return
-    tensors = f"{memory(start['tensors'])} → {memory(whole.tensors)} ({-whole.saved:+.0%})"
+    tensors = f"{memory(start['tensors'])} → {memory(whole.tensors)} ({less(whole)})"
     off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
     yield f"first against last, side by side: {whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s; tensors {tensors}{off}"
-    why = ", ".join(f"{words(f.keys)} ({f.ratio:.2f}×, {-f.saved:+.0%} tensors)" for f in found if f.kept)
+    why = ", ".join(f"{words(f.keys)} ({f.ratio:.2f}×, tensors {less(f)})" for f in found if f.kept)
     rest = ", ".join(words(f.keys) for f in found if f.keys and not f.kept)
     yield f"why: {why} paid when measured beside the rung before" + (f"; not kept: {rest}" if rest else "")
+
+
+def less(f: Found) -> str:
+    return f"{-f.saved:+.0%}" if abs(f.saved) >= 0.005 else "equal"
 
 
 def conditions(bench: Bench, given: Recipe) -> str:

@@ -24,10 +24,11 @@ Keys = dict[str, Any]  # e.g. layout.attention → sdpa
 
 @dataclasses.dataclass
 class Place:
-    """Where a ladder stands. data_wait: share of a step; None: not yet measured."""
+    """Where a ladder stands. given: the recipe as the user has it. data_wait: share of a step; None: not yet measured."""
 
     goal: str
     device: torch.device
+    given: Recipe
     room: Room
     share: int  # samples a step
     data_wait: float | None = None
