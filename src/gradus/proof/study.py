@@ -32,7 +32,7 @@ from gradus.plan.show import duration, size
 from gradus.proof import runs
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
-from gradus.proof.timing import RETAKES, Timed, Window, load_steps, time_it, train_steps, whole_rounds
+from gradus.proof.timing import OTHERS, RETAKES, Timed, Window, load_steps, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
@@ -124,6 +124,9 @@ def figures(ranks: list[Timed]) -> Values:
     first, elapsed = ranks[0], max(t.elapsed for t in ranks)
     step = elapsed / len(first.spent)
     found: Values = {"samples_per_s": (first.samples / elapsed, "samples/s"), "time/step": (step, "s")}
+    if first.others is not None:  # where others were there, without the time that this was ready to run and they had the processor
+        kept_off = sum(spent[2] for spent in first.spent) if first.others > OTHERS else 0.0
+        found["samples_per_s/undisturbed"] = (first.samples / (elapsed - kept_off), "samples/s")
     if first.warm_up:
         found |= {"time/first_call": (max(t.warm_up[0] for t in ranks), "s"), "time/warm_up": (max(sum(t.warm_up) for t in ranks), "s")}
     data = max(sum(spent[0] for spent in t.spent) for t in ranks)
@@ -209,7 +212,8 @@ class Notebook:
 
     def hopeless(self, study: Study, c: Configuration) -> bool:
         """Whether the first round was enough."""
-        first = [s.values.get("samples_per_s", (0.0,))[0] for o in (c, study.base_of(c)) for s in self.samples[o.name][:1]]
+        speed = lambda s: s.values.get("samples_per_s/undisturbed", s.values.get("samples_per_s", (0.0,)))[0]  # noqa: E731
+        first = [speed(s) for o in (c, study.base_of(c)) for s in self.samples[o.name][:1]]
         return len(first) == 2 and first[0] < study.patience * first[1]
 
     def add(self, c: Configuration, sample: Sample) -> None:
@@ -358,7 +362,8 @@ def compared(study: Study, c: Configuration, samples: list[Sample], notebook: No
     if base is c or not pairs:
         return
     common = {**common, "against": base.name}
-    for name, kind in (("samples_per_s", "ratio"), ("memory/allocated", "ratio/memory"), ("memory/process", "ratio/process")):
+    speeds = (("samples_per_s", "ratio"), ("samples_per_s/undisturbed", "ratio/undisturbed"))
+    for name, kind in (*speeds, ("memory/allocated", "ratio/memory"), ("memory/process", "ratio/process")):
         found = [(s.values[name][0] / b.values[name][0], "") for s, b in pairs if name in s.values and b.values.get(name, (0,))[0]]
         if found:
             yield summary(kind, found, common, False)
