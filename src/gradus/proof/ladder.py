@@ -111,10 +111,12 @@ def of_rows(rung: str, keys: Keys, rows: Sequence[Row], name: str) -> Found:
     """Of one configuration of a study."""
     own = {r.name: r for r in rows if r.conditions["configuration"] == name}
     value = {k: r.value for k, r in own.items()}
-    found = Found(rung, keys, value.get("samples_per_s"), first_call=value.get("time/first_call"), data_wait=value.get("data_wait"))
+    better = "/undisturbed" if "ratio/undisturbed" in own else ""  # by other programs
+    found = Found(rung, keys, value.get(f"samples_per_s{better}"), first_call=value.get("time/first_call"), data_wait=value.get("data_wait"))
     found.failed = value.get("failed")
     if "ratio" in own:
-        found.ratio, found.low, found.high = value["ratio"], *(own["ratio"].conditions[k] for k in ("low", "high"))
+        ratio = own[f"ratio{better}"]
+        found.ratio, found.low, found.high = ratio.value, ratio.conditions["low"], ratio.conditions["high"]
     elif not found.failed:
         found.failed = "what it is compared with could not be measured"
     return found
