@@ -38,7 +38,7 @@ def test_help_and_import_load_no_torch():
 
 
 def test_every_verb_has_help(capsys):
-    for verb in ("train", "show", "keys", "recipes", "models", "fetch", "tokenizer", "profile", "evaluate", "predict", "generate"):
+    for verb in ("train", "show", "keys", "recipes", "models", "fetch", "tokenizer", "profile", "evaluate", "predict", "generate", "ladder"):
         with pytest.raises(SystemExit) as e:
             main([verb, "--help"])
         assert e.value.code == 0 and "usage: gradus" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_every_verb_that_takes_a_recipe_takes_training_arguments():
     parsers = verbs | verbs["launch"]._subparsers._group_actions[0].choices
     takes = {name for name, p in parsers.items() if any(a.dest == "recipe" for a in p._actions)}
     assert takes == {name for name, p in parsers.items() if "--json_file" in p._option_string_actions}
-    assert takes >= {"train", "plan", "check", "fit", "show", "fetch", "profile", "evaluate", "scale", "slurm", "ssh", "modal"}
+    assert takes >= {"train", "plan", "check", "fit", "show", "fetch", "profile", "evaluate", "ladder", "scale", "slurm", "ssh", "modal"}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,7 @@ def test_every_verb_that_takes_a_recipe_takes_training_arguments():
         (["check"], "proof.check.check", 4),
         (["fit"], "proof.fit.fit", 4),
         (["profile"], "measure.profile.profile", 4),
+        (["ladder"], "proof.ladder.ladder", 4),
         (["scale", "--processes", "1,2,4"], "proof.scale.scale", 16),  # strong scaling: one batch, that of the most
         (["scale", "--processes", "1,2,4", "--weak"], "proof.scale.scale", 4),
     ],

@@ -215,6 +215,14 @@ def _measuring(verb: Verb) -> None:
     add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped goes on there")
+    text = "faster, or smaller, step by step: each optimisation measured beside the best before it"
+    add = verb("ladder", lambda a: room("proof.ladder").ladder(load_recipe(a), a), text).add_argument
+    add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what is to be gained (default speed)")
+    add("--steps", **whole(limits.STEPS), default=8, help="steps that are timed in a round (default 8)")
+    add("--rounds", **whole(10**6), default=3, help="rounds of each comparison (default 3)")
+    add("--to-the-end", **FLAG, help="also the whole training of the first and the last rung, with its accuracy")
+    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped goes on there")
+    add("--json", **FLAG, help="the rows as JSON lines")
     text = "a table of any configurations: planned, measured, accuracy"
     add = verb("study", lambda a: room("proof.study_file").study(a), text, "overrides").add_argument
     add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")

@@ -17,7 +17,8 @@ LABELS = {  # of rows, in the order of the columns
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
     "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",
 }  # fmt: skip
-HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved")
+HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
+          "samples_per_s/undisturbed", "ratio/undisturbed")  # fmt: skip
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]

@@ -40,14 +40,17 @@ from gradus.proof import runs
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
 from gradus.proof.room import resident
-from gradus.proof.timing import RETAKES, Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
+from gradus.proof.timing import OTHERS, RETAKES, Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
 from gradus.train.session import open_for, open_session
 
 RUNNERS = {"steps": train_steps, "loader": load_steps}  # and train; and FILE.py:FUNCTION
-RATIOS = {"samples_per_s": "ratio", "memory/allocated": "ratio/memory", "memory/process": "ratio/process"}  # row → against its base
+RATIOS = {  # row → against its base
+    "samples_per_s": "ratio", "samples_per_s/undisturbed": "ratio/undisturbed", "memory/allocated": "ratio/memory",
+    "memory/process": "ratio/process",
+}  # fmt: skip
 VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
@@ -178,6 +181,9 @@ def figures(ranks: list[Timed]) -> Values:
     first, elapsed = ranks[0], max(t.elapsed for t in ranks)
     step = elapsed / len(first.spent)
     found: Values = {"samples_per_s": (first.samples / elapsed, "samples/s"), "time/step": (step, "s")}
+    if first.others is not None:  # where others were there, without the time that this was ready to run and they had the processor
+        kept_off = sum(spent[2] for spent in first.spent) if first.others > OTHERS else 0.0
+        found["samples_per_s/undisturbed"] = (first.samples / (elapsed - kept_off), "samples/s")
     if first.warm_up:
         found |= {"time/first_call": (max(t.warm_up[0] for t in ranks), "s"), "time/warm_up": (max(sum(t.warm_up) for t in ranks), "s")}
     data = max(sum(spent[0] for spent in t.spent) for t in ranks)
@@ -273,7 +279,8 @@ class Notebook:
 
     def hopeless(self, study: Study, c: Configuration) -> bool:
         """Whether the first round was enough."""
-        first = [s.rate for o in (c, study.base_of(c)) for s in self.samples[o.name][:1]]
+        speed = lambda s: s.values.get("samples_per_s/undisturbed", (s.rate,))[0]  # noqa: E731
+        first = [speed(s) for o in (c, study.base_of(c)) for s in self.samples[o.name][:1]]
         return len(first) == 2 and first[0] < study.patience * first[1]
 
     def add(self, c: Configuration, sample: Sample) -> None:

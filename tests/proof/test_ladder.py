@@ -1,0 +1,215 @@
+"""The ladder: what it keeps, what it refuses, and that nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus.cli import main
+from gradus.parallel.world import World
+from gradus.proof import ladder, rungs, study
+from gradus.proof.climb import Found, climb
+from gradus.proof.ladder import Bench
+from gradus.proof.rungs import RUNGS, Place, Rung, words
+from gradus.proof.timing import Timed
+
+COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
+        "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
+NAIVE = recipes.load("copy-task", [*COPY[1:], "layout.attention=naive"])
+KERNEL = Rung("kernel", lambda best, place: ([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], []))
+HALF = Rung("half", lambda best, place: ([{"layout.precision": "bf16"}], ["fp16: for GPUs"]))
+
+
+def place(goal: str = "speed", given=NAIVE) -> Place:
+    return Place(goal, torch.device("cpu"), given, None, 16)
+
+
+def measure(**of: dict):
+    """A measure that finds what `of` says of a value, and keeps what it was asked."""
+
+    def measured(name, best, options, compare):
+        measured.asked.append((name, best.layout.attention, [words(keys) for keys in options], compare))
+        found = []
+        for keys in options:
+            told = {"ratio": 1.0, "saved": 0.0, "tensors": 100.0, **of.get(str(*keys.values()), {})}
+            found.append(Found(name, keys, 10.0, low=told.get("low", told["ratio"]), **{k: v for k, v in told.items() if k != "low"}))
+        return found
+
+    measured.asked = []
+    return measured
+
+
+def verdicts(found: list[Found]) -> dict[str, str]:
+    return {words(f.keys): f.verdict for f in found if f.keys}
+
+
+def test_a_rung_that_pays_is_kept_and_the_next_is_measured_beside_it():
+    told = measure(sdpa={"ratio": 1.5}, chunked={"ratio": 1.2}, bf16={"ratio": 0.5, "saved": 0.2})
+    best, kept, found = climb([KERNEL, HALF], NAIVE, place(), told)
+    assert kept == {"layout.attention": "sdpa"} and best.layout.attention == "sdpa" and best.layout.precision == "fp32"
+    assert [asked[:2] for asked in told.asked] == [("01-kernel", "naive"), ("02-half", "sdpa")]
+    assert verdicts(found) == {
+        "layout.attention=sdpa": "faster", "layout.attention=chunked": "faster; another is better", "layout.precision=bf16": "slower and smaller",
+    }  # fmt: skip
+    assert [f.verdict for f in found if not f.keys] == ["left out: fp16: for GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("goal", "told", "kept"),
+    [
+        ("speed", {"ratio": 1.01, "low": 1.005}, False),  # within the margin
+        ("speed", {"ratio": 1.2, "low": 0.97}, False),  # within the spread
+        ("speed", {"ratio": 1.2, "loss": 0.01}, False),  # not the same loss
+        ("speed", {"ratio": 1.2, "loss": float("nan")}, False),
+        ("speed", {"ratio": 1.2, "failed": "no memory"}, False),
+        ("speed", {"ratio": 0.99, "saved": 0.3}, True),  # as fast, and smaller
+        ("memory", {"ratio": 0.8, "saved": 0.3}, True),
+        ("memory", {"ratio": 0.5, "saved": 0.3}, False),  # too slow
+        ("memory", {"ratio": 1.2, "saved": 0.0}, True),  # as small, and faster
+        ("memory", {"ratio": 1.2, "saved": -0.1}, False),
+    ],
+)
+def test_what_pays(goal, told, kept):
+    _, found, _ = climb([KERNEL], NAIVE, place(goal), measure(sdpa={"loss": 1e-6, **told}, chunked={"ratio": 0.4}))
+    assert bool(found) == kept
+
+
+def test_for_memory_the_smallest_is_best():
+    told = measure(sdpa={"ratio": 1.5, "saved": 0.2, "tensors": 80.0}, chunked={"ratio": 0.9, "saved": 0.4, "tensors": 60.0})
+    assert climb([KERNEL], NAIVE, place("memory"), told)[1] == {"layout.attention": "chunked"}
+    assert climb([KERNEL], NAIVE, place("speed"), told)[1] == {"layout.attention": "sdpa"}
+
+
+def test_what_makes_no_difference_is_kept_where_the_recipe_has_it():
+    given = rungs.with_keys(NAIVE, {"layout.attention": "sdpa"})
+    kept = climb([KERNEL], NAIVE, place(given=given), measure())[1:]
+    assert kept[0] == {"layout.attention": "sdpa"} and kept[1][0].verdict == "no difference: as in the recipe"
+    assert climb([KERNEL], NAIVE, place(given=given), measure(sdpa={"ratio": 0.95}))[1] == {}
+
+
+def test_bf16_may_differ_by_more():
+    told = {"ratio": 2.0, "loss": 0.02}
+    assert climb([HALF], NAIVE, place(), measure(bf16=told))[1] == {"layout.precision": "bf16"}
+
+
+def test_what_changes_the_recipe_is_named_and_what_is_not_ours_is_not_kept():
+    bert = recipes.load("sst2-bert", ["model.init=null", "data.path=nowhere", "tokenizer.path=nowhere"])
+    told = measure(bucket={"ratio": 2.0}, longest={"ratio": 1.5}, **{"64": {"ratio": 1.4}})
+    start = rungs.with_keys(bert, rungs.first(bert))
+    best, kept, found = climb([r for r in RUNGS if r.changes or "padding" in r.name], start, place(), told)
+    assert kept == {"data.pad": "bucket"} and best.data.max_len == 128
+    assert [compare for *_, compare in told.asked] == [True, False, False]
+    assert verdicts(found)["data.pad=bucket"] == "faster (the same samples in other batches)"
+    assert "not kept: yours to decide" in verdicts(found)["data.max_len=64"]
+
+
+def test_what_cannot_be_had_is_left_out(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("gradus.limits.processors", lambda: 1)
+    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 55.0)
+    asked = place()
+    found = {rung.name: rung.tries(NAIVE, asked) for rung in RUNGS}
+    assert found["fused optimizer"][0] == [] and "no key turns it off" in found["fused optimizer"][1][0]
+    assert found["compile"][0] == [] and "C++ compiler" in found["compile"][1][0]
+    assert found["loader"] == ([], ["data.workers: one processor"])
+    slow = "layout.precision=bf16: a matrix product takes 55 times as long as in fp32 here"
+    assert found["precision"] == ([], [slow, "layout.precision=fp16: for GPUs"])
+    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 0.5)
+    assert RUNGS[1].tries(NAIVE, asked)[0] == [{"layout.precision": "bf16"}]
+    assert found["padding to the longest"] == ([], ["all samples have one length"])
+    assert [keys["layout.micro_batch"] for keys in found["micro-batch"][0]] == [8, 4]
+    again = KERNEL.tries(rungs.with_keys(NAIVE, {"layout.attention": "sdpa"}), asked)
+    assert again == ([{"layout.attention": "chunked"}], ["layout.attention=sdpa: so already"])
+    asked.data_wait = 0.001
+    assert found != RUNGS[3].tries(NAIVE, asked) == ([], ["data.workers: a step waits 0.1% of its time for data"])
+
+
+def test_a_larger_micro_batch_where_the_share_did_not_fit(monkeypatch):
+    monkeypatch.setattr(rungs, "largest_micro_batch", lambda recipe, room, limit: 12)
+    small = rungs.with_keys(NAIVE, {"layout.micro_batch": 4})
+    rung = next(r for r in RUNGS if r.name == "micro-batch")
+    assert [keys["layout.micro_batch"] for keys in rung.tries(small, place())[0]] == [12, 2, 1]
+    rung = next(r for r in RUNGS if r.name == "checkpointing")
+    assert rung.tries(small, place())[0][2] == {"layout.checkpointing": "full", "layout.micro_batch": 12}
+    assert rung.tries(small, place("memory"))[0][2] == {"layout.checkpointing": "full"}
+
+
+# ------------------------------------------------------------ with the harness
+
+
+def fake(recipe) -> Timed:
+    """As if naive attention took twice as long as the others, and checkpointing less memory."""
+    step = 0.2 if recipe.layout.attention == "naive" else 0.1
+    memory = {"process": 1000, "allocated": 500 if recipe.layout.checkpointing == "full" else 800}
+    return Timed([step, step], 2 * step, [[0.0, step, 0.0, 0.0]] * 2, 32, [2.0, 1.0], memory, 0.0, 0, facts={"loss_unit": "nats/token"})
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What is measured, in place of measuring it."""
+    seen: list[tuple] = []
+
+    def take(made, c, number, folder):
+        if len(seen) == getattr(take, "stop_at", None):
+            raise KeyboardInterrupt
+        seen.append((folder.name, c.name, number))
+        return study.Sample(number, ranks=[fake(c.recipe)], took=1.0)
+
+    monkeypatch.setattr(study, "take", take)
+    monkeypatch.setattr(study, "planned", lambda *_: ([], {}))
+    monkeypatch.setattr(ladder, "largest_micro_batch", lambda recipe, room: 16)
+    seen.append(take)
+    return seen
+
+
+def test_a_ladder_that_was_stopped_goes_on_and_measures_nothing_twice(taken, tmp_path, capsys):
+    take = taken.pop()
+    asked = ["ladder", *COPY, "--steps", "2", "--rounds", "2", "--to", str(tmp_path / "ladder")]
+    take.stop_at = 9
+    assert main(asked) == 130
+    del take.stop_at
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert len(taken) == len(set(taken)) > 9
+    assert "layout.attention=sdpa" in out.split("keys: ")[1] and "2.00× [2.00, 2.00]" in out
+    assert f"gradus train {' '.join(COPY)} layout.attention=sdpa" in out
+    n = len(taken)
+    assert main([*asked, "--json"]) == 0
+    assert len(taken) == n
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows == [json.loads(line) for line in (tmp_path / "ladder" / "rows.jsonl").read_text().splitlines()]
+    assert {"01-attention-kernel", "07-checkpointing", "first-and-last"} <= {row["rung"] for row in rows}
+    assert any(row["name"] == "verdict" and row["kept"] and row["configuration"] == "layout.attention=sdpa" for row in rows)
+    assert main([*asked[:-2], "--rounds", "3", "--to", str(tmp_path / "ladder")]) == 2
+    assert "holds another ladder, or this one with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["copy-tusk"], "Did you mean copy-task?"),
+        ([*COPY, "--for", "beauty"], "--for=beauty: not one of speed, memory"),
+        ([*COPY, "layout.tensor=2"], "measures one process, and this layout needs 2"),
+        ([*COPY, "--processes", "2"], "--processes: unknown option"),
+        ([*COPY, "--steps", "0"], "--steps=0"),
+        ([*COPY, "--to", "."], "is not empty, and holds no ladder"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments, said, capsys):
+    assert main(["ladder", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1, error
+
+
+def test_measured_for_real_sdpa_takes_less_memory_than_naive(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])  # no process of its own: quick
+    long = recipes.load("copy-task", [*COPY[1:], "task.length=96", "model.seq_len=96", "layout.attention=naive"])
+    bench = Bench(tmp_path, "memory", steps=2, rounds=1, samples=32, say=lambda line: None)
+    monkeypatch.setattr(study, "planned", lambda *_: ([], {}))
+    [f] = bench("01-attention", long, [{"layout.attention": "sdpa"}], True)
+    assert f.failed is None and f.saved > 0.1 and f.loss < 1e-5 and f.ratio > 0 and f.first_call > 0
+    assert {row.conditions["rung"] for row in bench.rows} == {"01-attention"}
