@@ -36,11 +36,11 @@ from gradus.parallel.world import World
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
-from gradus.proof import runs
+from gradus.proof import runs, timing
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
 from gradus.proof.room import resident
-from gradus.proof.timing import OTHERS, RETAKES, Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
+from gradus.proof.timing import Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
 from gradus.train.precision import pick_device
@@ -119,7 +119,7 @@ class Study:
     against: str | None = None
     plan: bool = True
     collectives: bool = False
-    retakes: int = RETAKES
+    retakes: int = timing.RETAKES
     anew: bool = False
     patience: float = 0.0
     strict: bool = False
@@ -182,7 +182,7 @@ def figures(ranks: list[Timed]) -> Values:
     step = elapsed / len(first.spent)
     found: Values = {"samples_per_s": (first.samples / elapsed, "samples/s"), "time/step": (step, "s")}
     if first.others is not None:  # where others were there, without the time that this was ready to run and they had the processor
-        kept_off = sum(spent[2] for spent in first.spent) if first.others > OTHERS else 0.0
+        kept_off = sum(spent[2] for spent in first.spent) if first.others > timing.OTHERS else 0.0
         found["samples_per_s/undisturbed"] = (first.samples / (elapsed - kept_off), "samples/s")
     if first.warm_up:
         found |= {"time/first_call": (max(t.warm_up[0] for t in ranks), "s"), "time/warm_up": (max(sum(t.warm_up) for t in ranks), "s")}
