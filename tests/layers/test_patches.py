@@ -1,7 +1,8 @@
-"""Patches three ways."""
+"""Patches three ways, and a convolutional stem."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradus.errors import UserError
-from gradus.layers import Patches, extract
+from gradus.layers import ConvolutionalStem, Patches, extract
 from gradus.layers.patches import How
 
 
@@ -49,5 +50,29 @@ def test_three_ways_give_the_same_tokens_and_gradients():
 def test_wrong_sizes_are_named():
     with pytest.raises(UserError, match=r"images of 10 × 12 pixels do not cut into patches of 4 × 4"):
         extract(torch.zeros(1, 3, 10, 12), 4)
-    with pytest.raises(UserError, match=r"images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):
-        Patches(12, 4, 3, 10)(torch.zeros(2, 1, 12, 12))
+    for made in (Patches(12, 4, 3, 10), ConvolutionalStem(12, 4, 3, 10)):
+        with pytest.raises(UserError, match=r"images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):
+            made(torch.zeros(2, 1, 12, 12))
+
+
+@pytest.mark.parametrize(("patch_size", "widths"), [(2, [3, 16]), (4, [3, 8, 16]), (8, [3, 4, 8, 16])])
+def test_a_stem_is_convolutions_relu_and_max_pooling(patch_size, widths):
+    """Against torch's modules in the paper's order, ReLU before the maximum: tokens and gradients, in float64."""
+    layers = []
+    for a, b in pairwise(widths):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+    theirs = nn.Sequential(*layers, nn.Flatten(2)).double()
+    ours = ConvolutionalStem(24, patch_size, 3, 16).double()
+    convolutions = [layer for layer in theirs if isinstance(layer, nn.Conv2d)]
+    for mine, other in zip(ours.convolutions, convolutions, strict=True):
+        mine.load_state_dict(other.state_dict())
+    images = torch.randn(2, 3, 24, 24, dtype=torch.float64)
+    tokens, expected = ours(images), theirs(images).transpose(1, 2)
+    assert tokens.shape == (2, ours.n_patches, 16) and ours.n_patches == (24 // patch_size) ** 2
+    torch.testing.assert_close(tokens, expected)
+    probe = torch.randn_like(expected)
+    (tokens * probe).sum().backward()
+    (expected * probe).sum().backward()
+    for mine, other in zip(ours.convolutions, convolutions, strict=True):
+        torch.testing.assert_close(mine.weight.grad, other.weight.grad)
+        torch.testing.assert_close(mine.bias.grad, other.bias.grad)

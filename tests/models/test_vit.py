@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -232,3 +233,69 @@ def test_an_image_of_another_size_is_told(shape):
 def test_unsupported_fields_are_named(change, named):
     with pytest.raises(UserError, match=named):
         config_from_hf({"model_type": "vit", **HF_TINY, **change})
+
+
+# ---------------------------------------------------------------- a convolutional stem
+
+
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+def test_a_stem_makes_tokens_in_place_of_patches(pool):
+    """The very same model, but for what turns the image into tokens; and its parameters by the closed form."""
+    stem, plain = (build(ViTConfig(**TINY, n_classes=5, pool=pool, patches=how)) for how in ("stem", "convolution"))
+    shake(stem)
+    d, n, token = 24, 4, pool == "class_token"
+    sizes = {name: p.shape for name, p in plain.named_parameters() if not name.startswith("patches.")}
+    assert {name: p.shape for name, p in stem.named_parameters() if not name.startswith("patches.")} == sizes
+    convolutions = (9 * 3 * d // 2 + d // 2) + (9 * d // 2 * d + d)
+    assert count(stem.config)["embeddings"] == convolutions + (n + token) * d + token * d
+    assert count(stem.config)["total"] == count(plain.config)["total"] - (3 * 4 * 4 * d + d) + convolutions
+    images = torch.randn(3, 3, 8, 8)
+    x = stem.patches(images)
+    assert x.shape == (3, n, d)
+    if token:
+        x = torch.cat((stem.class_token.expand(3, -1, -1), x), dim=1)
+    x = x + stem.positions
+    for block in stem.blocks:
+        x = block(x)
+    x = stem.norm(x)
+    torch.testing.assert_close(stem(images), stem.head(x[:, 0] if token else x.mean(1)))
+
+
+def test_initialisation_of_a_stem():
+    model = build(ViTConfig(image_size=32, patch_size=4, n_layers=1, d_model=192, n_heads=3, d_ff=192, patches="stem"))
+    first, second = model.patches.convolutions
+    assert first.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)
+    assert second.weight.std().item() == pytest.approx((2 / (9 * 96)) ** 0.5, rel=0.05)
+    assert not first.bias.any() and not second.bias.any()
+
+
+@pytest.mark.parametrize("n_classes", [5, None])
+def test_a_stem_is_saved_and_loaded(n_classes, tmp_path):
+    ours = shake(build(ViTConfig(**TINY, n_classes=n_classes, pool="mean", patches="stem")))
+    save(ours, tmp_path)
+    again, images = load(tmp_path), torch.randn(2, 3, 8, 8)
+    assert again.config == ours.config and torch.equal(again(images), ours(images))
+    with pytest.raises(ValueError, match="gradus-vit"):
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"patches=unfold does not fit these weights, which have a convolutional stem\. Set patches=stem$"):
+        load(tmp_path, patches="unfold", strict=False)
+
+
+def test_weights_without_a_stem_are_none_for_it(tmp_path):
+    transformers.ViTModel(transformers.ViTConfig(**HF_TINY)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"patches=stem does not fit .* have no convolutional stem\. Set patches=convolution$"):
+        load(tmp_path, patches="stem", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"patch_size": 1}, "patch_size=1 is none of 2, 4, 8"),
+        ({"image_size": 12, "patch_size": 6}, "patch_size=6 is none of 2, 4, 8"),
+        ({"image_size": 12, "patch_size": 8}, "image_size=12 is not a multiple of patch_size=8"),
+        ({"patch_size": 8, "d_model": 30}, "d_model=30 is not a multiple of patch_size / 2 = 4"),
+    ],
+)
+def test_sizes_that_a_stem_cannot_have(sizes, told):
+    with pytest.raises(ValidationError, match=told):
+        ViTConfig(**{**TINY, **sizes}, patches="stem")

@@ -48,6 +48,7 @@ CONFIGS = [
     LLAMA.model_copy(update={"tie_output": True, "rope_scaling": RopeScaling(factor=32.0)}),
     ViTConfig(n_layers=1, d_model=8, n_heads=2, d_ff=16, image_size=8, patch_size=4, n_classes=3, patches="rearrange"),
     ViTConfig(n_layers=1, d_model=8, n_heads=2, d_ff=16, image_size=8, patch_size=4, pool="mean"),
+    ViTConfig(n_layers=1, d_model=8, n_heads=2, d_ff=16, image_size=8, patch_size=4, n_classes=3, patches="stem"),
 ]
 
 
@@ -163,7 +164,7 @@ def test_what_transformers_loads_is_what_the_table_says(family, settings, known,
 
 def test_the_table_has_every_family_and_every_class_that_is_written():
     assert {family for family, *_ in TABLE} == set(MODELS)
-    assert len(TABLE) == 28
+    assert len(TABLE) == 29
 
 
 # ---------------------------------------------------------------- shards

@@ -24,10 +24,10 @@ PLAIN = ({}, {"replicate": "manual"}, {"replicate": "parameter_server"}, {"shard
 reference = functools.cache(common.reference)
 
 
-def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 20, autocast: bool = False) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, through the engine that the trainer uses."""
+def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 20, autocast: bool = False, **changes) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, through the engine that the trainer uses. changes: to the model."""
     mesh = Mesh.make(Layout(**layout), world)
-    start = common.deferred(family)
+    start = common.deferred(family, **changes)
     parallel = apply(start.model, Layout(**layout), mesh, device=torch.device("cpu"), values=start.values)
     trained = [p for _, p in parallel.trained()]
     optimizer = torch.optim.AdamW(trained, lr=1e-3) if trained else None
@@ -67,6 +67,18 @@ def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
 
 def test_one_layout_of_each_axis():
     check(2, [("gpt", {}), *(("gpt", {axis: 2}) for axis in ("shard", "tensor", "pipeline", "context"))])
+
+
+def stems(world, layouts: list[dict]) -> list:
+    return [curve(world, "vit", layout, steps=5, patches="stem", patch_size=4) for layout in layouts]
+
+
+def test_a_convolutional_stem():
+    layouts = [{}, {"shard": 2}, {"context": 2}]
+    expected = common.reference("vit", 5, patches="stem", patch_size=4)
+    for told in run(2, stems, layouts, timeout=300):
+        for layout, found in zip(layouts, told, strict=True):
+            assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0), layout
 
 
 @pytest.mark.slow

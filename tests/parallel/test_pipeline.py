@@ -153,6 +153,7 @@ def test_variants_of_the_families():
         ("gpt", "zero_bubble", {"stages": 1}, 5),
         ("llama", "zero_bubble", {"n_layers": 6, "stages": 3, "qkv_bias": True}, 5),
         ("vit", "zero_bubble", {"pool": "mean"}, 5),
+        ("vit", "1f1b", {"patches": "stem", "patch_size": 4}, 5),
     ]
     check(2, short)
 

@@ -37,6 +37,7 @@ VARIANTS = [  # what the six of `common` leave out
     ("gpt", {**UNEVEN}),
     ("llama", {"tie_output": True, "qkv_bias": True, **UNEVEN}),
     ("vit", {"pool": "mean", "patches": "rearrange"}),
+    ("vit", {"patches": "stem", "patch_size": 4}),
 ]
 
 

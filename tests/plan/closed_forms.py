@@ -39,6 +39,10 @@ def closed_form(m: ModelConfig, shape: Shape) -> int:
     total = m.n_layers * (6 * layer * s + 12 * queries * s * s)
     if two_sided(m):  # cross-attention: keys and values of the source, queries and the output of the target
         total += (m.n_decoder_layers or m.n_layers) * (6 * layer * t + 12 * h * queries * (s + t) + 12 * queries * (t * t + t * s))
-    if m.family == "vit":
+    if m.family == "vit" and m.patches == "stem":  # 3 × 3, each at the places where the one before was pooled to
+        n = int(math.log2(m.patch_size))
+        widths = [m.n_channels, *(h // 2**i for i in range(n - 1, -1, -1))]
+        total += sum((6 if i else 4) * 9 * widths[i] * widths[i + 1] * (m.image_size // 2**i) ** 2 for i in range(n))
+    elif m.family == "vit":
         total += 4 * m.n_channels * m.patch_size**2 * h * (m.image_size // m.patch_size) ** 2
     return total + 6 * sum(math.prod(product) for product in head_products(m, shape))

@@ -146,6 +146,7 @@ FAMILIES = {
     "copy": recipe(Seq2SeqConfig(n_layers=2, d_model=24, n_heads=4, d_ff=80), "copy"),
     "vit": recipe(VIT, "classification"),
     "vit-mean": recipe(VIT.model_copy(update={"pool": "mean", "patches": "unfold"}), "classification"),
+    "vit-stem": recipe(VIT.model_copy(update={"patches": "stem"}), "classification"),
 }
 
 

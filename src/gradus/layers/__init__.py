@@ -8,7 +8,7 @@ from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
-from gradus.layers.patches import Patches, extract
+from gradus.layers.patches import ConvolutionalStem, Patches, extract
 from gradus.layers.positions import (
     apply_rotary,
     interleaved_to_halves,
@@ -20,7 +20,7 @@ from gradus.layers.positions import (
 
 __all__ = [
     "ACTIVATIONS", "KERNELS",
-    "Attention", "Block", "Cache", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
+    "Attention", "Block", "Cache", "ConvolutionalStem", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
     "MixtureOfExperts", "Patches",
     "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",

@@ -92,7 +92,7 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
 def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
     from torch import nn
 
-    from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts, Patches
+    from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts
 
     model = build(kind.model_validate_json(config), device="meta")
     modules = dict(model.named_modules())
@@ -109,7 +109,8 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
             return "norms"
         if any(isinstance(m, Block) for m in path):
             return "attention"
-        return "embeddings" if not path or any(isinstance(m, nn.Embedding | Patches) for m in path) else "head"
+        entry = not path or any(isinstance(m, nn.Embedding) or hasattr(m, "n_patches") for m in path)
+        return "embeddings" if entry else "head"
 
     counts = dict.fromkeys(("embeddings", "attention", "feedforward", "norms", "head"), 0)
     for name, parameter in model.named_parameters():
@@ -236,7 +237,15 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is no field of a {config.family} model.{suggestion}")
     with one_line(where):
-        return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+        made = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+    wanted, stored = (getattr(c, "patches", None) for c in (made, config))
+    if "stem" in (wanted, stored) and wanted != stored:  # the other ways to make tokens have one weight for all
+        has = "a" if stored == "stem" else "no"
+        raise UserError(
+            f"{where}: patches={wanted} does not fit these weights, which have {has} convolutional stem. "
+            f"Set patches={stored}"
+        )
+    return made
 
 
 @contextmanager

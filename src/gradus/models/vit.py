@@ -4,19 +4,22 @@
 Pre-norm blocks, learned positions in one dimension, GELU. `pool="class_token"` classifies by a learned token put before
 the patches (section 3.1); `pool="mean"` has no such token and averages the patches' states after the final norm (Zhai
 et al. 2022, section 3.2).
+With `patches="stem"` convolutions make the tokens in place of the linear embedding (Hassani et al. 2021; Xiao et al.
+2021).
 Dropout follows appendix B.1: after every dense layer except the one to q, k, v, and directly after the positions are
 added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, FeedForward, Patches
-from gradus.layers.init import Draw, ones, truncated_normal, zeros
+from gradus.layers import Attention, Block, ConvolutionalStem, FeedForward, Patches
+from gradus.layers.init import Draw, normal, ones, truncated_normal, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import vit as weights
 from gradus.recipe.schema import ViTConfig
@@ -45,7 +48,8 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.config = config
-        self.patches = Patches(config.image_size, config.patch_size, config.n_channels, config.d_model, config.patches)
+        sizes = config.image_size, config.patch_size, config.n_channels, config.d_model
+        self.patches = ConvolutionalStem(*sizes) if config.patches == "stem" else Patches(*sizes, config.patches)
         has_token = config.pool == "class_token"
         self.class_token = nn.Parameter(torch.empty(1, 1, config.d_model)) if has_token else None
         self.positions = nn.Parameter(torch.empty(1, self.patches.n_patches + has_token, config.d_model))
@@ -56,10 +60,14 @@ class ViT(nn.Module):
 
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the
-        classifier 0 (the classifier as in section 3.2), so that the first scores are all equal."""
+        classifier 0 (the classifier as in section 3.2), so that the first scores are all equal. A stem's convolutions
+        from a normal of sqrt(2 / inputs), for ReLU (He et al. 2015, equation 10)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | Patches):
                 yield module.weight, truncated_normal(0.02)
+                yield module.bias, zeros
+            if isinstance(module, nn.Conv2d):
+                yield module.weight, normal(math.sqrt(2 / module.weight[0].numel()))
                 yield module.bias, zeros
             if isinstance(module, nn.LayerNorm):
                 yield module.weight, ones

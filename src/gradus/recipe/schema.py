@@ -269,7 +269,9 @@ class ViTConfig(ModelConfig):
     d_ff: Hidden  # width of the feed-forward network
     n_classes: Classes | None = None  # from the data when not given
     pool: Literal["class_token", "mean"] = "class_token"  # what the classifier reads
-    patches: Literal["convolution", "unfold", "rearrange"] = "convolution"  # all give the same numbers
+    patches: Literal[
+        "convolution", "unfold", "rearrange", "stem"
+    ] = "convolution"  # how tokens are made; stem: 3 × 3 convolutions, the others all give the same numbers
     norm_eps: Epsilon = 1e-6  # added to the variance in norms
 
     @property
@@ -281,6 +283,11 @@ class ViTConfig(ModelConfig):
     def _patches_divide(self):
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}")
+        if self.patches == "stem":
+            if self.patch_size < 2 or self.patch_size & (self.patch_size - 1):
+                raise ValueError(f"patches=stem halves the sides: patch_size={self.patch_size} is none of 2, 4, 8, ...")
+            if self.d_model % (half := self.patch_size // 2):
+                raise ValueError(f"patches=stem: d_model={self.d_model} is not a multiple of patch_size / 2 = {half}")
         return self
 
 

@@ -1,6 +1,8 @@
 """ViT's tensors and config.json as Hugging Face's ViTForImageClassification has them, or without a classifier ViTModel.
 With mean pooling it is the encoder of I-JEPA (Assran et al. 2023), which has no class token and averages the patches
-after the final norm: IJepaForImageClassification or IJepaModel."""
+after the final norm: IJepaForImageClassification or IJepaModel.
+Hugging Face has no ViT with a convolutional stem; Gradus saves it with model_type gradus-vit: our configuration, the
+stem's convolutions named as ours, everything else as ViT's."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from gradus.models.weights import Rule, fields
 from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import ViTConfig
 
-MODEL_TYPES = ("vit", "ijepa")
+MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
 PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
@@ -28,6 +30,8 @@ FIXED = {"hidden_act": "gelu", "qkv_bias": True, "attention_probs_dropout_prob":
 
 def config_from_hf(hf: dict) -> ViTConfig:
     """Raises UserError naming the field of a feature that Gradus' ViT does not have."""
+    if hf["model_type"] == "gradus-vit":
+        return ViTConfig(**fields.from_ours(hf))
     known = ARCHITECTURES[hf["model_type"]]
     architecture = fields.architecture("vit", hf, known)
     fields.only("vit", hf, FIXED)
@@ -50,6 +54,8 @@ def _side(hf: dict, name: str, default: int) -> int:
 
 
 def config_to_hf(config: ViTConfig) -> dict:
+    if config.patches == "stem":
+        return fields.as_ours(config, "gradus-vit", "ViT")
     kind = _model_type(config)
     return {
         "model_type": kind,
@@ -62,6 +68,11 @@ def config_to_hf(config: ViTConfig) -> dict:
     }
 
 
+def unknown_to_transformers(config: ViTConfig) -> str:
+    """What keeps transformers' ViT from computing this configuration, and what to set."""
+    return "a convolutional stem; set model.patches=convolution"
+
+
 def _model_type(config: ViTConfig) -> str:
     return "ijepa" if config.pool == "mean" else "vit"
 
@@ -70,7 +81,11 @@ def rules(config: ViTConfig) -> list[Rule]:
     body = f"{_model_type(config)}." if config.n_classes else ""
     table = [Rule("class_token", f"{body}embeddings.cls_token")] if config.pool == "class_token" else []
     table.append(Rule("positions", f"{body}embeddings.position_embeddings"))
-    table += fields.layers({"patches": f"{body}embeddings.patch_embeddings.projection"})
+    if config.patches == "stem":
+        stem = (f"convolutions.{i}" for i in range(config.patch_size.bit_length() - 1))
+        table += fields.layers({f"patches.{name}": f"{body}embeddings.patch_embeddings.{name}" for name in stem})
+    else:
+        table += fields.layers({"patches": f"{body}embeddings.patch_embeddings.projection"})
     parts = {
         "attention_norm": "layernorm_before",
         "attention.to_q": "attention.attention.query",
