@@ -236,7 +236,7 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
 
 
 def less(f: Found) -> str:
-    return f"{-f.saved:+.0%}" if abs(f.saved) >= 0.005 else "equal"
+    return f"{-f.saved:+.1%}" if abs(f.saved) >= 0.0005 else "equal"
 
 
 def conditions(bench: Bench, given: Recipe) -> str:
