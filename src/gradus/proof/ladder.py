@@ -1,10 +1,10 @@
 """`gradus ladder RECIPE`: a recipe made faster, or smaller, step by step.
 
-The ladder begins where nothing is optimised (attention written out, fp32, padding to the full length). Each rung's options are measured
-beside the best so far, in rounds that alternate, and the best of them is kept if it pays; what does not is shown. Three things are measured,
-all by the study's harness: speed, of one epoch of the recipe's first samples, so that the same samples are timed however they are padded and
-batched; memory, of the largest batch of all data; the loss of a few steps from one start, without dropout, since every kernel draws it in its
-own way.
+The ladder begins where nothing is optimised (attention written out, fp32, padding to the full length). Each rung's options are
+measured beside the best so far, in rounds that alternate, and the best of them is kept if it pays; what does not is shown. Three things are
+measured, all by the study's harness: speed, of one epoch of the recipe's first samples, so that the same samples are timed however they are
+padded and batched; memory, of the largest batch of all data; the loss of a few steps from one start, without dropout, since every kernel
+draws it in its own way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,20 +56,18 @@ class Bench:
 
     def __call__(self, rung: str, best: Recipe, options: list[Keys], compare: bool) -> list[Found]:
         named = {words(keys): with_keys(best, keys) for keys in options}
-        rows = self.timed(rung, {BEFORE: best, **named})
-        before, losses = self.once(rung, BEFORE, best), self.losses(rung, BEFORE, best) if compare else []
+        before, memory = self.once(rung, BEFORE, best), {name: self.once(rung, name, recipe) for name, recipe in named.items()}
+        rows = self.timed(rung, {BEFORE: best, **{name: recipe for name, recipe in named.items() if not memory[name]["failed"]}})
+        losses = self.losses(rung, BEFORE, best) if compare else []
         found = []
         for (name, recipe), keys in zip(named.items(), options):
             f = of_rows(rung, keys, rows, name)
+            f.tensors, f.planned, f.process = (memory[name].get(k) for k in ("tensors", "planned", "process"))
+            f.failed = memory[name]["failed"] or f.failed
+            f.saved = 1 - f.tensors / before["tensors"] if f.tensors and before["tensors"] else 0.0
+            if compare and not f.failed and f.ratio >= PATIENCE[self.goal]:
+                f.loss = deviation(self.losses(rung, name, recipe), losses)
             found.append(f)
-            if f.failed:
-                continue
-            memory = self.once(rung, name, recipe)
-            f.failed, f.tensors, f.planned, f.process = (memory.get(k) for k in ("failed", "tensors", "planned", "process"))
-            f.saved = 1 - f.tensors / before["tensors"] if f.tensors and before.get("tensors") else 0.0
-            own = self.losses(rung, name, recipe) if losses and not f.failed and f.ratio >= PATIENCE[self.goal] else []
-            if len(own) == len(losses) > 0:
-                f.loss = max(abs(x - y) / max(abs(y), 1e-30) for x, y in zip(own, losses))
         return found
 
     def study(self, rung: str, study: Study, folder: Path, **more: Any) -> list[Row]:
@@ -80,8 +79,8 @@ class Bench:
         """In rounds that alternate; the first is what the others are against."""
         limit = {"data": {"limit": self.samples}} if self.samples else {}
         configurations = [Configuration(name, changed(r, **limit)) for name, r in named.items()]
-        study = Study("ladder", configurations, self.steps, WARM_UP, self.rounds, plan=False, retakes=0, anew=True, patience=PATIENCE[self.goal])
-        return self.study(rung, study, self.folder / rung)
+        how = {"plan": False, "retakes": 0, "anew": True, "patience": PATIENCE[self.goal]}
+        return self.study(rung, Study("ladder", configurations, self.steps, WARM_UP, self.rounds, **how), self.folder / rung)
 
     def one(self, rung: str, name: str, recipe: Recipe, steps: int, plan: bool = True) -> tuple[list[Row], Path]:
         """The first steps of all the data, and its largest batch; taken once for each recipe."""
@@ -102,6 +101,13 @@ class Bench:
         return next((row["ranks"][0]["losses"] for row in read_rows(folder / "samples.jsonl") if "ranks" in row), [])
 
 
+def deviation(own: list[float], losses: list[float]) -> float:
+    """Of the farthest step, as a share; NaN where one could not be measured."""
+    if len(own) != len(losses) or not own:
+        return math.nan
+    return max(abs(x - y) / max(abs(y), 1e-30) for x, y in zip(own, losses))
+
+
 def still(recipe: Recipe) -> Recipe:
     """Without dropout."""
     return changed(recipe, model={"dropout": 0.0}) if getattr(recipe.model, "dropout", 0) else recipe
@@ -112,8 +118,8 @@ def of_rows(rung: str, keys: Keys, rows: Sequence[Row], name: str) -> Found:
     own = {r.name: r for r in rows if r.conditions["configuration"] == name}
     value = {k: r.value for k, r in own.items()}
     better = "/undisturbed" if "ratio/undisturbed" in own else ""  # by other programs
-    found = Found(rung, keys, value.get(f"samples_per_s{better}"), first_call=value.get("time/first_call"), data_wait=value.get("data_wait"))
-    found.failed = value.get("failed")
+    found = Found(rung, keys, value.get(f"samples_per_s{better}"), first_call=value.get("time/first_call"), failed=value.get("failed"))
+    found.data_wait = value.get("data_wait")
     if "ratio" in own:
         ratio = own[f"ratio{better}"]
         found.ratio, found.low, found.high = ratio.value, ratio.conditions["low"], ratio.conditions["high"]
@@ -184,7 +190,8 @@ def to_the_end(bench: Bench, lowest: Recipe, best: Recipe) -> Iterator[str]:
     rows = bench.study("to-the-end", Study("to-the-end", configurations, rounds=1, plan=False), bench.folder / "to-the-end")
     records = [json.loads(row.json()) for row in rows]
     metrics = dict.fromkeys(r["name"] for r in records if r["name"].startswith(("valid/", "test/")))
-    yield from ("", "to the end:", *results.lines(records, ["samples_per_s", "ratio", "time/run", "memory/allocated", "ratio/memory", *metrics]))
+    wanted = ["samples_per_s", "ratio", "time/run", "memory/allocated", "ratio/memory", *metrics]
+    yield from ("", "to the end:", *results.lines(records, wanted))
 
 
 def verdicts(f: Found) -> Iterator[Row]:
@@ -236,7 +243,7 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
 
 
 def less(f: Found) -> str:
-    return f"{-f.saved:+.0%}" if abs(f.saved) >= 0.005 else "equal"
+    return f"{-f.saved:+.1%}" if abs(f.saved) >= 0.0005 else "equal"
 
 
 def conditions(bench: Bench, given: Recipe) -> str:

@@ -49,8 +49,8 @@ SHORT = 0.5  # s below which the system's ticks are too coarse to tell
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one process times in one round. root: the process that started the study. collectives: also profile them by name. retakes: how often
-    steps are timed again because of others. anew: of training, the timed steps begin with the first samples again, however often."""
+    """What one process times in one round. root: the process that started the study. collectives: also profile them by name. retakes: how
+    often steps are timed again because of others. anew: of training, the timed steps begin with the first samples again, however often."""
 
     steps: int
     warm_up: int
