@@ -92,14 +92,16 @@ class Study:
 
 
 def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what was measured more than once, speed from most samples, memory from the last; "before" of the first rung
-    alone."""
+    """Of what was measured more than once, speed from most samples, memory of the largest batch of all data; "before" of
+    the first rung alone."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
         key = (name, row["name"], row.get("kind"), row.get("step"))
         known = found.get(key)
-        if known and not row["name"].startswith("memory/"):
+        if known and row["name"].startswith(("memory/", "ratio/memory", "ratio/process")):
+            row = known if known.get("study") == "once" else row
+        elif known:
             row = max(known, row, key=lambda r: len(r.get("samples", ())))
         found[key] = {**row, "configuration": name}
     told = ((c, row) for (c, *_), row in found.items() if row.get("study") != "once")  # for memory and losses
