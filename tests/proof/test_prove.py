@@ -19,7 +19,7 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan import show
-from gradus.proof import predict, prove, room
+from gradus.proof import predict, prove, room, study
 from gradus.proof.pairs import Pair, pairs, table
 from gradus.proof.predict import Planner
 from gradus.proof.prove import Proof, step_seconds
@@ -362,7 +362,11 @@ def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
+def of_two(recipe, **more) -> study.Study:
+    return study.Study("two", [study.Configuration("2 processes", recipe, processes=2, **more)])
+
+
+def test_a_study_ends_its_planning_when_it_is_stopped(tmp_path, monkeypatch):
     begun: list[Planner] = []
 
     def interrupted(self, case):
@@ -370,18 +374,21 @@ def test_scale_ends_its_planning_when_it_is_stopped(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Planner, "plan", interrupted)
+    monkeypatch.setattr(study, "start", lambda *args, **more: [10**8])
     with pytest.raises(KeyboardInterrupt):
-        prove.Scaled().before({2: recipes.load("copy-task", **TINY)}, print)
+        study.planned(of_two(recipes.load("copy-task", **TINY)), tmp_path, print)
     assert len(begun) == 1 and not begun[0].process.is_alive()
 
 
 @pytest.mark.slow
-def test_scale_refuses_what_will_not_fit_unless_forced(monkeypatch):
+def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
-    with pytest.raises(UserError, match=r"^--processes 2: the plan needs .*start fewer on this host, or go on with --force"):
-        prove.Scaled().before({2: recipe}, said.append)
-    assert prove.Scaled(force=True).before({2: recipe}, said.append) and said[-1].startswith("2 processes, plan: ")
+    _, refused = study.planned(of_two(recipe), tmp_path, said.append)
+    assert re.match(r"the plan needs .*start fewer on this host, or go on with --force", refused["2 processes"])
+    (tmp_path / "plan.jsonl").unlink()
+    rows, refused = study.planned(of_two(recipe, force=True), tmp_path, said.append)
+    assert rows and not refused and said[-1].startswith("2 processes, plan: ")
 
 
 def left(session: int) -> list[int]:

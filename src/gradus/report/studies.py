@@ -92,8 +92,8 @@ class Study:
 
 
 def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what was measured more than once, speed from most samples, memory of the largest batch of all data; "before" of
-    the first rung alone."""
+    """Of what was measured more than once, speed from most samples, memory of the largest batch of all data; "before"
+    of the first rung alone."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
