@@ -386,6 +386,7 @@ def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
     _, refused = study.planned(of_two(recipe), tmp_path, said.append)
     assert re.match(r"the plan needs .*start fewer on this host, or go on with --force", refused["2 processes"])
+    assert study.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
     (tmp_path / "plan.jsonl").unlink()
     rows, refused = study.planned(of_two(recipe, force=True), tmp_path, said.append)
     assert rows and not refused and said[-1].startswith("2 processes, plan: ")

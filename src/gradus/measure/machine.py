@@ -6,13 +6,15 @@ import json
 import os
 import platform
 import socket
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gradus import __version__, limits
-from gradus.train.machine import cpu_name, describe
+from gradus.train.machine import cpu_flags, cpu_name, describe
 
 # key of describe() → (label, a word on it)
 MACHINE = {
@@ -131,7 +133,21 @@ def conditions() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "cpu": cpu_name(),
+        "cpu_flags": cpu_flags(),
         "cpus": limits.processors(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # what else the machine is doing
         "versions": {"gradus": __version__, "python": platform.python_version(), "torch": torch.__version__},
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Of the checkout that this program runs from; with + where files differ from it. None: it was installed."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        inside = subprocess.run([*git[:3], "ls-files", Path(__file__).name], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if inside.stdout.strip() else None

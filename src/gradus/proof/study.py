@@ -288,9 +288,6 @@ class Notebook:
         about = {"configuration": c.name, **sample.record(), **self.common}
         self.file.write([Row("sample/samples_per_s", sample.rate, "samples/s", None, about)])
 
-    def last(self, c: Configuration) -> Sample | None:
-        return self.samples[c.name][-1] if self.samples[c.name] else None
-
 
 # ------------------------------------------------------------ what is planned
 
@@ -298,12 +295,10 @@ class Notebook:
 def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) -> tuple[list[Row], dict[str, str]]:
     """(rows of the plans of the configurations, why one of them will not fit: name → reason); kept in plan.jsonl."""
     rows: list[Row] = []
-    refused, path, before = {}, folder / "plan.jsonl", 0
+    path, before = folder / "plan.jsonl", 0
     if path.exists():
         rows = [Row(r.pop("name"), r.pop("value"), r.pop("unit", ""), r.pop("step", None), r) for r in read_rows(path)]
-        known = {row.conditions["configuration"] for row in rows}
-    else:
-        known = set()
+    known = {row.conditions["configuration"] for row in rows}
     for c in study.configurations:
         if c.name in known or (only and c.name not in only):
             continue
@@ -326,12 +321,13 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
             continue
         say(f"{c.name}, {found.line}")
         if found.refusal and not c.force:
-            refused[c.name] = found.refusal
+            rows.append(Row("refused", found.refusal, "", None, {**about, "kind": "predicted"}))
         for row in found.rows:
             row.conditions |= {"configuration": c.name, "kind": "predicted"}
         rows += found.rows
     files.write_text(path, "".join(row.json() + "\n" for row in rows))
-    return rows, refused
+    refused = {row.conditions["configuration"]: row.value for row in rows if row.name == "refused"}
+    return [row for row in rows if row.name != "refused"], refused
 
 
 def ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:

@@ -51,7 +51,7 @@ def describe() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "cpus_allowed": limits.processors(),
-        "cpu_flags": [flag for flag in CPU_FLAGS if flag in _cpuinfo("flags", "Features").split()],
+        "cpu_flags": cpu_flags(),
         "threads": torch.get_num_threads(),
         "memory_bytes": memory,
         "memory_limit_bytes": limit,
@@ -63,6 +63,11 @@ def describe() -> dict[str, Any]:
         **_nvidia(),
     }
     return {k: v for k, v in found.items() if v not in (None, {}, [], 0)}
+
+
+def cpu_flags() -> list[str]:
+    """Of CPU_FLAGS those that this processor has. Linux."""
+    return [flag for flag in CPU_FLAGS if flag in _cpuinfo("flags", "Features").split()]
 
 
 def cpu_name() -> str:
