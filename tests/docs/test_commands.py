@@ -81,7 +81,6 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
     (r"^gradus calibrate( --threads 1)?$", "gradus calibrate --seconds 30 --threads 1"),
-    (r"^gradus ladder (.*)", r"gradus ladder \1 --steps 1 --rounds 1"),
     (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
     (r"--vocab-size 8000", "--vocab-size 300"),
@@ -106,7 +105,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
 FEW_POINTS = {"SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15), "REPEAT": 5}  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
-    r"^gradus ladder RECIPE": "tests/proof/test_ladder.py",
+    r"^gradus ladder ": "tests/proof/test_ladder.py",
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
     r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",

@@ -153,7 +153,7 @@ def study(args: Any) -> Iterator[str]:
     path = Path(args.file)
     made, told = load(path, args.overrides, args.rounds, args.steps)
     folder = Path(args.to or Path("studies") / made.name)
-    before, after = around(Path(args.page), path, told) if args.page else ("", "")
+    before, after = around(Path(args.page), path, told) if args.page is not None else ("", "")
     lines: list[str] = []
     rows = run(made, folder, lines.append if args.json else lambda line: print(line, flush=True), args.only.split(",") if args.only else ())
     if args.json:
@@ -162,7 +162,7 @@ def study(args: Any) -> Iterator[str]:
     records = [json.loads(row.json()) for row in rows]
     yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
     yield f"rows: {folder / 'rows.jsonl'}"
-    if args.page:
+    if args.page is not None:
         files.write_text(Path(args.page), before + "\n".join(results.markdown(records, told.columns)) + "\n" + after)
         yield f"page: {args.page}"
 
