@@ -28,11 +28,15 @@ class Row:
     def record(self) -> dict[str, Any]:
         return {"name": self.name, "value": self.value, "unit": self.unit, "step": self.step, **self.conditions}
 
-    def json(self) -> str:
+    def known(self) -> dict[str, Any]:
+        """The record as a file has it: without what is None."""
         record = self.record()
         if isinstance(self.value, float) and not math.isfinite(self.value):
             record["value"] = str(self.value)  # JSON has no NaN
-        return json.dumps({k: v for k, v in record.items() if v is not None})
+        return {k: v for k, v in record.items() if v is not None}
+
+    def json(self) -> str:
+        return json.dumps(self.known())
 
 
 class RowFile:

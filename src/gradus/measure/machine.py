@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -141,6 +142,7 @@ def conditions() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def commit() -> str | None:
     """Of the checkout that this program runs from; with + where files differ from it. None: it was installed."""
     folder = Path(__file__).parent

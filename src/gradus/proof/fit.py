@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +43,7 @@ def fit(recipe: Recipe, args: Any) -> Iterator[str]:
         if args.sweep is not None or args.workers is not None:
             study, columns = sweep(session.recipe, n, args.sweep) if args.sweep is not None else workers(session.recipe, n, args.workers)
             rows = run(study, Path(folder) / "study", (lambda line: None) if args.json else lambda line: print(line, flush=True))
-            lines = ["", *results.lines([json.loads(row.json()) for row in rows], columns)]
+            lines = ["", *results.lines([row.known() for row in rows], columns)]
         else:
             room = room_of(session, local=n)
             own = room.budget

@@ -27,7 +27,7 @@ from gradus.proof import results
 from gradus.proof.climb import TOLERANCE, Found, climb
 from gradus.proof.room import changed, largest_micro_batch, room_of, share_of
 from gradus.proof.rungs import RUNGS, Keys, Place, first, value_of, with_keys, words
-from gradus.proof.study import Configuration, Study, run, steady
+from gradus.proof.study import Configuration, Study, claim, run, steady
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
@@ -141,7 +141,8 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     place = Place(args.goal, session.device, given, room, share)
     steps = min(args.steps, max(1, len(session.task.splits["train"]) // share)) if given.batch.samples else args.steps
     folder = Path(args.to or Path("ladder") / f"{given.name}-{args.goal}")
-    guard(folder, [recipes.dump(given), args.goal, steps, args.rounds])
+    asked = json.dumps([recipes.dump(given), args.goal, steps, args.rounds])
+    claim(folder, "ladder", {"digest": hashlib.sha256(asked.encode()).hexdigest()}, {})
     keys = first(given)
     lowest = steady(with_keys(given, keys), 1)
     if not args.json:
@@ -172,23 +173,11 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     yield f"rows: {folder / 'rows.jsonl'}"
 
 
-def guard(folder: Path, what: list[Any]) -> None:
-    """Raises UserError where the folder holds something else."""
-    file, mine = folder / "ladder.json", hashlib.sha256(json.dumps(what).encode()).hexdigest()
-    if file.exists():
-        if json.loads(file.read_text(encoding="utf-8")) != mine:
-            raise UserError(f"--to={folder}: holds another ladder, or this one with other settings. Give another folder, or remove it.")
-    elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--to={folder}: is not empty, and holds no ladder. Give another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, mine)
-
-
 def to_the_end(bench: Bench, lowest: Recipe, best: Recipe) -> Iterator[str]:
     """Whole trainings of the first and the last rung."""
     configurations = [Configuration(name, r, runner="train") for name, r in (("first", lowest), ("last", best))]
     rows = bench.study("to-the-end", Study("to-the-end", configurations, rounds=1, plan=False), bench.folder / "to-the-end")
-    records = [json.loads(row.json()) for row in rows]
+    records = [row.known() for row in rows]
     metrics = dict.fromkeys(r["name"] for r in records if r["name"].startswith(("valid/", "test/")))
     wanted = ["samples_per_s", "ratio", "time/run", "memory/allocated", "ratio/memory", *metrics]
     yield from ("", "to the end:", *results.lines(records, wanted))
@@ -247,7 +236,7 @@ def less(f: Found) -> str:
 
 
 def conditions(bench: Bench, given: Recipe) -> str:
-    records = [json.loads(row.json()) for row in bench.rows if row.conditions.get("rung") not in ("to-the-end", None)]
+    records = [row.known() for row in bench.rows if row.conditions.get("rung") not in ("to-the-end", None)]
     same = f"the same {bench.samples:,} samples" if bench.samples else f"{bench.steps} batches in tokens"
     told = f"{results.conditions_line([r for r in records if r.get('steps') == bench.steps])}; each round times {same}"
     within = ", ".join(f"{name} {share:.1%}" for name, share in TOLERANCE.items())

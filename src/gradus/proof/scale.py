@@ -5,7 +5,6 @@ Strong scaling keeps the global batch; weak scaling keeps the batch of a process
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -238,5 +237,5 @@ def scale(recipe: Recipe, counts: list[int], args: Any) -> Iterator[str]:
     rows = run(study, folder, lambda line: print(line, flush=True), more=own_rows)
     kept = "the same batch for every process" if args.weak else "the same global batch"
     yield f"\n{kind} ({kept}): {recipe.layout.precision}, torch {torch.__version__}"
-    yield from lines([json.loads(row.json()) for row in rows])
+    yield from lines([row.known() for row in rows])
     yield f"\nrows: {folder / 'rows.jsonl'}; plots: gradus report {folder} --to DIR"

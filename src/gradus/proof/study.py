@@ -51,7 +51,7 @@ RATIOS = {  # row → against its base
     "samples_per_s": "ratio", "samples_per_s/undisturbed": "ratio/undisturbed", "memory/allocated": "ratio/memory",
     "memory/process": "ratio/process",
 }  # fmt: skip
-VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
+VERBS = ("study", "scale", "ladder")  # that measure by this harness: what a report shows as the command
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
 More = Callable[["Study", "Notebook"], Iterable["Row"]]
@@ -247,22 +247,28 @@ def label(name: str) -> str:
     return "".join(ch if ch.isalnum() or ch in "-_." else "-" for ch in name)
 
 
+def claim(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any]) -> None:
+    """The folder, for what `mine` tells from others, kept in KIND.json with `more` and the command. Raises UserError where it holds something
+    else."""
+    file = folder / f"{kind}.json"
+    if file.exists():
+        if not mine.items() <= json.loads(file.read_text(encoding="utf-8")).items():
+            raise UserError(f"--to={folder}: holds another {kind}, or this one with other settings. Give another folder, or remove it.")
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--to={folder}: is not empty, and holds no {kind}. Give another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
+    files.write_text(file, json.dumps({**mine, **command, **more}, indent=1, default=str) + "\n")
+
+
 class Notebook:
     """The samples of a study's folder: read at the start, written as they come."""
 
     def __init__(self, study: Study, folder: Path):
         """Raises UserError where the folder holds something else."""
         self.path, self.samples = folder / "samples.jsonl", {c.name: [] for c in study.configurations}
-        guard, mine = folder / "study.json", {"study": study.name, "digest": study.digest()}
-        if guard.exists():
-            if not mine.items() <= json.loads(guard.read_text(encoding="utf-8")).items():
-                raise UserError(f"--to={folder}: holds another study, or this one with other settings. Give another folder, or remove it.")
-        elif folder.exists() and any(folder.iterdir()):
-            raise UserError(f"--to={folder}: is not empty, and holds no study. Give another folder.")
-        folder.mkdir(parents=True, exist_ok=True)
-        command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
-        told = {**mine, **command, "configurations": {c.name: c.describe() for c in study.configurations}}
-        files.write_text(guard, json.dumps(told, indent=1, default=str) + "\n")
+        configurations = {c.name: c.describe() for c in study.configurations}
+        claim(folder, "study", {"study": study.name, "digest": study.digest()}, {"configurations": configurations})
         kept = []
         for row in read_rows(self.path) if self.path.exists() else []:
             if "failed" not in row:
@@ -363,9 +369,9 @@ def unit_of(name: str) -> str:
 def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), more: More = lambda *_: ()) -> list[Row]:
     """Take the samples that are missing, and return and write the rows of all that are there.
 
-    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples. Writes study.json, plan.jsonl, samples.jsonl,
-    rows.jsonl and workers.log into `folder`. Raises UserError for a mistake that is known before anything is started; what a configuration
-    fails of later is told in its row.
+    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples. Writes study.json,
+    plan.jsonl, samples.jsonl, rows.jsonl and workers.log into `folder`. Raises UserError for a mistake that is known before anything is
+    started; what a configuration fails of later is told in its row.
     """
     wanted = {c.name for c in study.configurations if not only or any(word in c.name for word in only)}
     if not wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,7 +158,7 @@ def study(args: Any) -> Iterator[str]:
     if args.json:
         yield from (row.json() for row in rows)
         return
-    records = [json.loads(row.json()) for row in rows]
+    records = [row.known() for row in rows]
     yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
     yield f"rows: {folder / 'rows.jsonl'}"
     if args.page is not None:
