@@ -9,8 +9,9 @@ train: .venv/installed
 	.venv/bin/gradus train copy-task
 
 experiment: .venv/installed
-	.venv/bin/gradus study experiments/$(NAME).yaml $(SET) --page docs/experiments/$(NAME).md
-	cp studies/$(NAME)/rows.jsonl experiments/results/$(NAME).jsonl
+	if [ -e experiments/$(NAME).yaml ]; then \
+	.venv/bin/gradus study experiments/$(NAME).yaml $(SET) --page docs/experiments/$(NAME).md && cp studies/$(NAME)/rows.jsonl experiments/results/$(NAME).jsonl; fi
+	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py; fi
 
 test: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
@@ -19,7 +20,7 @@ test-all: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/installed-dev
-	.venv/bin/ruff check src tests benchmarks
+	.venv/bin/ruff check src tests benchmarks experiments
 	.venv/bin/lint-imports
 
 .venv/bin/python:

@@ -48,6 +48,8 @@ class Transformers(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             models.save(model, folder)
             self.model = getattr(transformers, name).from_pretrained(folder)
+        for parameter in self.model.parameters():  # the file's pages are not counted as memory
+            parameter.data = parameter.data.clone()
         self.call = torch.compile(self.model) if compiled else self.model
 
     def forward(self, ids: Tensor, target: Tensor | None = None, *, source_keep: Tensor | None = None, keep: Tensor | None = None,
