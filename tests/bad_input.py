@@ -495,10 +495,11 @@ def option_cases(pick: random.Random) -> Iterator[Case]:
     from gradus.cli import parser
 
     Path("study.yaml").write_text("recipe: gpt.yaml\nconfigurations: {one: , two: {set: [layout.micro_batch=1]}}\nsteps: 2\nrounds: 1\nplan: false\n")
+    bench = ["--engines=torch", "--precisions=fp32", "--batch=1", "--runs=1", "--seconds=0.01", "--warmup=1", "--rounds=1", "--to=benched"]  # what is bad comes after
     positional = {"train": ["gpt.yaml"], "plan": ["gpt2-small"], "prove": ["run-gpt"], "check": ["gpt.yaml"], "fit": ["gpt.yaml"], "show": ["gpt.yaml"], "fetch": ["gpt.yaml"],
                   "tokenizer": ["train", "text.txt"], "profile": ["gpt.yaml"], "evaluate": ["run-gpt"], "predict": ["run-bert", "a film"], "generate": ["run-gpt", "line"],
-                  "scale": ["gpt.yaml"], "export": ["run-gpt"], "study": ["study.yaml"]}  # fmt: skip
-    required = {"fetch": ["--to", "x"], "tokenizer": ["--vocab-size", "300", "--to", "x"], "scale": ["--processes", "1"], "export": ["--to", "x"], "generate": ["--max-new", "2"]}
+                  "scale": ["gpt.yaml"], "export": ["run-gpt"], "study": ["study.yaml"], "quantize": ["run-bert"], "bench": ["run-gpt", *bench]}  # fmt: skip
+    required = {"fetch": ["--to", "x"], "tokenizer": ["--vocab-size", "300", "--to", "x"], "scale": ["--processes", "1"], "export": ["--to", "x"], "quantize": ["--to", "x", "--as", "static"], "generate": ["--max-new", "2"]}
     verbs = parser()._subparsers._group_actions[0].choices
     places = verbs["launch"]._subparsers._group_actions[0].choices
     sought = {**{(name,): p for name, p in verbs.items() if name != "launch"}, **{("launch", name): p for name, p in places.items()}}
@@ -514,14 +515,20 @@ def option_cases(pick: random.Random) -> Iterator[Case]:
                     continue
                 more = required.get(verb, [])
                 more = [] if option in more else more
-                extra = ["--serve"] if option in ("--batch", "--length", "--bits") else ["--on", "A100"] if option == "--days" else []
+                extra = ["--serve"] if verb == "plan" and option in ("--batch", "--length", "--bits") else ["--on", "A100"] if option == "--days" else []
                 yield Case(f"option/{' '.join(words)} {option}={value[:12]}", [*words, *start, *more, *extra, f"{option}={value}"])
         yield Case(f"option/{' '.join(words)} --nothing", [*words, *start, "--nothing"])
         yield Case(f"word/{' '.join(words)}", [*words, pick.choice(["\udcff", "x" * 5000, "--", "-", "a\nb", "%s%n", "$(true)", "../../x", "a=b=c", "\u202e"])])
     for words in (["fit", "gpt.yaml", "--sweep", ""], ["fit", "gpt.yaml", "--sweep", "1,,2"], ["fit", "gpt.yaml", "--workers", "9999999"], ["fit", "gpt.yaml", "--memory", "1e999GiB"], ["fit", "gpt.yaml", "--memory", ""],
                   ["fit", "gpt.yaml", "--memory", "9" * 400 + "GiB"], ["scale", "gpt.yaml", "--processes", ""], ["scale", "gpt.yaml", "--processes", "1,999999999"], ["collectives", "--processes", "0"], ["collectives", "--sizes", "9" * 5000],
-                  ["collectives", "--sizes", "99999999TiB"], ["collectives", "--sizes", "900GiB"], ["show", "gpt.yaml", "--processes", "0"], ["export", "run-gpt", "--to", "x", "--shard-gb", "nan"], ["calibrate", "--seconds", "nan"], ["plan", "gpt2-small", "--tokens", "1e200"],
+                  ["collectives", "--sizes", "99999999TiB"], ["collectives", "--sizes", "900GiB"], ["show", "gpt.yaml", "--processes", "0"], ["export", "run-gpt", "--to", "x", "--shard-gb", "nan"], ["export", "run-gpt", "--to", "x", "--as", "torchscript"], ["export", "run-gpt", "--to", "x", "--opset", "18"], ["generate", "run-gpt", "line", "--engine", "torchscript"],
+                  ["generate", "run-gpt", "line", "--precision", "int8"], ["generate", "run-gpt", "line", "--beams", "0"], ["generate", "run-gpt", "line", "--beams", "2", "--temperature", "0.5"], ["predict", "run-bert", "x", "--engine", "compiled", "--precision", "int4"],
+                  ["evaluate", "run-bert", "--beams", "2"], ["generate", "run-gpt", "line", "--beams", "1000000000"], ["calibrate", "--seconds", "nan"], ["plan", "gpt2-small", "--tokens", "1e200"],
+                  ["quantize", "run-gpt", "--to", "x", "--as", "static", "--calibrate", "valid"], ["quantize", "run-bert", "--to", "x", "--as", "int4"], ["quantize", "bert.yaml", "--to", "x", "--as", "dynamic"],
+                  ["quantize", "run-bert", "--to", "x", "--as", "static", "--calibrate", "train:" + "9" * 40], ["quantize", "run-gpt", "--to", "run-gpt", "--as", "int8", "--engine", "torch"], ["quantize", "run-bert", "--to", "x", "--as", "dynamic", "optimizer.lr=1"], ["train", "bert.yaml", "train.qat=true", "layout.compile=default"],
                   ["plan", "gpt2-small", "--serve", "--length", "99999999"], ["plan", "gpt2-small", "--optimal", "--tokens", "1e-300"], ["plan", "gpt2-small", "--explain", "\n"], ["generate", "run-gpt", "\u2603"],
+                  ["bench", "run-gpt", "--engines", "torch,,x"], ["bench", "run-gpt", "--precisions", "fp31"], ["bench", "run-gpt", "--batch", "1,0"], ["bench", "run-gpt", "--length", "99999999"],
+                  ["bench", "run-gpt", "--new", "99999"], ["bench", "run-bert", "--new", "3"], ["bench", "run-gpt", "--engines", "torch", "--precisions", "int4"], ["bench", "nowhere"], ["bench", "run-gpt", "--engines", "auto"],
                   ["generate", "run-gpt", ""], ["predict", "run-bert", ""], ["predict", "run-bert", "x" * 100_000], ["models", "nothing"], ["hardware", "nothing"], ["recipes", "x"], ["env", "x"], ["nothing"], ["plan", "hf:"], ["plan", "hf:/dev/zero"]):  # fmt: skip
         yield Case(f"words/{' '.join(words)[:60]!r}", words)
     yield Case("stdin/bytes", ["predict", "run-bert"], stdin=b"\xff\xfe\n")

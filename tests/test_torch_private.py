@@ -299,3 +299,28 @@ def test_methods_that_are_replaced_are_there(path):
     module, _, kind = path.rpartition(".")
     owner = getattr(importlib.import_module(module), kind)
     assert [name for name in torch_private.REPLACED[path] if not callable(getattr(owner, name, None))] == []
+
+
+@pytest.mark.skipif(not torch_private.has_fbgemm(), reason="this PyTorch has no FBGEMM")
+def test_integer_products_of_a_linear():
+    """Where inputs and weights are whole numbers the product is exact, and the engine stays what it was."""
+    weight, bias = torch.randint(-127, 128, (16, 32), dtype=torch.int8), torch.randn(16)
+    x = torch.randint(0, 128, (3, 32)).float()
+    x[:, :2] = torch.tensor([0.0, 127.0])
+    before = torch.backends.quantized.engine
+    packed = torch_private.linear_pack(weight, torch.full((16,), 0.5), bias)
+    wanted = x @ (0.5 * weight.float()).t() + bias
+    torch.testing.assert_close(torch_private.linear_static(x, 1.0, 0, packed), wanted)
+    torch.testing.assert_close(torch_private.linear_dynamic(x, packed, True), wanted)
+    assert torch.backends.quantized.engine == before
+
+
+def test_products_of_few_bits():
+    """Numbers that bf16 holds exactly, so that only the result is rounded."""
+    x = torch.randint(-4, 5, (1, 64)).bfloat16()
+    weight, scale = torch.randint(-8, 8, (32, 64), dtype=torch.int8), torch.full((32,), 0.5).bfloat16()
+    wanted = x.float() @ weight.float().t() * 0.5
+    torch.testing.assert_close(torch_private.int8_product(x, weight, scale).float(), wanted, rtol=1e-2, atol=1e-2)
+    groups = torch.tensor([0.5, 0.0]).expand(2, 32, 2).contiguous().bfloat16()  # (groups, out, scale and middle)
+    packed = torch_private.int4_pack(weight.int() + 8)
+    torch.testing.assert_close(torch_private.int4_product(x, packed, 32, groups).float(), wanted, rtol=1e-2, atol=1e-2)

@@ -230,7 +230,7 @@ def test_every_layout_gives_the_same_curve(folder):
 def use(world, folder: Path) -> dict:
     models.register(FAMILY)
     from gradus import api, cli
-    from gradus.infer.export_weights import export
+    from gradus.infer.export import export
     from gradus.models import weights
 
     told = list(export(str(folder / "one"), folder / "exported"))

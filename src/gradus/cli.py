@@ -61,7 +61,7 @@ def parser() -> Parser:
             _overrides(p, "train.steps=100 optimizer.lr=1e-3")
         return p
 
-    for group in (_running, _planning, _looking, _preparing, _using, _measuring, _elsewhere):
+    for group in (_running, _planning, _looking, _preparing, _using, _measuring, _machine, _elsewhere, _quantizing):
         group(verb)
     return top
 
@@ -174,6 +174,8 @@ def _using(verb: Verb) -> None:
     add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
+    add("--beams", **whole(1_000), default=1, help="of translations: evaluate.beams (default 1: greedy)")
+    _engine(add)
     text = "text or image in: label, filled mask, translation or features out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
@@ -184,6 +186,7 @@ def _using(verb: Verb) -> None:
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
+    _engine(add)
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a folder of Hugging Face's, a llama2.c .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
@@ -195,7 +198,14 @@ def _using(verb: Verb) -> None:
     add("--seed", type=limits.whole(0), default=0)
     add("--sliding-window", **FLAG, help="go on beyond the model's places, reading only the latest tokens")
     add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
-    add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    add("--beams", **whole(1_000), default=1, help="beam search instead of the likeliest token each time (default 1)")
+    _engine(add)
+
+
+def _engine(add: Callable) -> None:
+    add("--engine", default="torch", metavar="NAME", help="torch (default), compiled, ...; auto: gradus bench's best")
+    precisions = ["fp32", "bf16", "fp16", "int8", "int4"]
+    add("--precision", choices=precisions, help="int8 and int4: of the weights (default fp32; of auto any)")
 
 
 def _measuring(verb: Verb) -> None:
@@ -233,6 +243,26 @@ def _measuring(verb: Verb) -> None:
     add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped goes on there")
     add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
     add("--json", **FLAG, help="the rows as JSON lines")
+    text = "latency, tokens/s, memory and accuracy of a trained model in every engine and precision"
+    add = verb("bench", lambda a: room("proof.bench").bench(a), text, "").add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
+    add("--engines", metavar="NAME,...", default="all", help="torch, compiled, ... (default: all)")
+    add("--precisions", metavar="NAME,...", default="all", help="fp32, bf16, fp16, int8, int4 (default: all)")
+    add("--batch", metavar="N,...", default="1,8,32", help="samples at a time (default 1,8,32)")
+    add("--length", metavar="N,...", help="tokens that are read (default: those of 128 and 512 that fit the model)")
+    add("--new", type=limits.whole(2, limits.LENGTH), metavar="N", help="tokens that are written (default 64)")
+    text = "over N samples of the run's valid split, 0: none (default: of encoders all; --accuracy alone: all)"
+    add("--accuracy", type=limits.whole(0, limits.SAMPLES), nargs="?", const=limits.SAMPLES, metavar="N", help=text)
+    add("--runs", **whole(limits.STEPS), default=10, help="timed at least, in all rounds; at most ten times (10)")
+    text = "timed at least, in all rounds; at most six times (10)"
+    add("--seconds", type=limits.real(above=0, most=1e6), default=10.0, metavar="S", help=text)
+    add("--warmup", **whole(limits.STEPS), default=10, help="runs before them, in each round (default 10)")
+    add("--rounds", **whole(10**6), default=2, help="each with every configuration in a new process (default 2)")
+    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped goes on there")
+    add("--json", **FLAG, help="the rows as JSON lines")
+
+
+def _machine(verb: Verb) -> None:
     run, text = lambda a: room("measure.machine").env(a), "the machine as found, with a word on each figure"
     add = verb("env", run, text, "").add_argument
     add("--json", **FLAG, help="as JSON")
@@ -256,12 +286,33 @@ def _elsewhere(verb: Verb) -> None:
         q = places.add_parser(place, help=text, description=text)
         q.set_defaults(function=module.launch, words="overrides", options=q)
         module.options(q)
-    text = "write a checkpoint, of any layout, as a folder in Hugging Face's layout, and say what loads it"
-    export = lambda a: room("infer.export_weights").export(a.model, Path(a.to), a.shard_gb)  # noqa: E731
+    text = "write a checkpoint, of any layout, as files that other engines load, and check them"
+    export = lambda a: room("infer.export").export(  # noqa: E731
+        a.model, Path(a.to), a.shard_gb, a.kind, a.precision, a.opset
+    )
     add = verb("export", export, text, "").add_argument
     add("model", metavar="RUN_OR_CHECKPOINT", help="a run folder (its best, else newest checkpoint) or a checkpoint")
     add("--to", required=True, metavar="DIR", help="folder to write")
+    formats = ["hf", "onnx", "pt2", "torchscript", "tensorrt"]
+    add("--as", dest="kind", default="hf", choices=formats, help="Hugging Face's layout (default), or graphs")
+    text = "of weights and arithmetic (default: hf as stored, else fp32); norms of graphs stay in fp32"
+    add("--precision", choices=["fp32", "bf16", "fp16"], help=text)
+    add("--opset", **whole(99), help="of ONNX (default: what the exporter writes)")
     add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB", help="largest file (default 5)")
+
+
+def _quantizing(verb: Verb) -> None:
+    text = "a run's best checkpoint in int8 or int4: size, time and accuracy before and after, kept if it is worth it"
+    add = verb("quantize", lambda a: room("infer.quantize").quantize(a), text).add_argument
+    add("--to", required=True, metavar="DIR", help="folder to write")
+    kinds = "products of int8 (inputs' ranges of each batch, or calibrated), or weights alone in int8 or int4"
+    add("--as", dest="how", required=True, choices=["dynamic", "static", "int8", "int4"], help=kinds)
+    add("--calibrate", metavar="SPLIT[:N]", help="of static: which samples, not the evaluation's (default train:256)")
+    add("--split", default="valid", choices=["valid", "test", "train"], help="of the accuracy (default valid)")
+    add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
+    add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help="default 1")
+    add("--engine", metavar="NAME", help="in which both are measured (default: torch; int8 and int4: compiled)")
+    add("--force", **FLAG, help="keep it even if it is slower or loses more")
 
 
 def room(name: str):
@@ -443,7 +494,8 @@ def profile(args) -> Iterable[str]:
 
 def evaluate(args) -> Iterable[str]:
     run = room("infer.predict").evaluate
-    metrics = run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
+    how = {"engine": args.engine, "precision": args.precision, "beams": args.beams}
+    metrics = run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file, **how)
     return (f"{name:26} {value:.4f}" for name, value in metrics.items())
 
 

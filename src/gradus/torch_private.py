@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,12 @@ _aten = torch.ops.aten
 FLASH_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_CPU_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 FLASH = _aten._scaled_dot_product_flash_attention
+int8_product = torch._weight_int8pack_mm  # bf16 x (rows, in), int8 w (out, in), bf16 scale (out,) -> x @ w.T * scale
+int4_product = torch._weight_int4pack_mm_for_cpu  # bf16 x, int4_pack's, inputs a group, (groups, out, 2) scale, middle
+# A Linear's product in int8 with FBGEMM (Khudia et al. 2021), which needs AVX2: input (rows, in) fp32, linear_pack's.
+# reduce_range: inputs of 7 bits. The second takes the step and the zero of inputs as well.
+linear_dynamic = torch.ops.quantized.linear_dynamic  # (x, packed, reduce_range)
+linear_static = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32  # (x, step, zero, packed)
 EFFICIENT = _aten._scaled_dot_product_efficient_attention
 CUDNN = _aten._scaled_dot_product_cudnn_attention
 FUSED_ATTENTION = (FLASH_CPU, FLASH, EFFICIENT, CUDNN)  # what scaled_dot_product_attention runs, forwards
@@ -55,6 +62,30 @@ SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
 LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
 FOREACH_NORM, FOREACH_MUL = _aten._foreach_norm.Scalar, _aten._foreach_mul_.Tensor
 FUSED_ADAMW, FUSED_ADAM, FUSED_SGD = _aten._fused_adamw_.default, _aten._fused_adam_.default, _aten._fused_sgd_.default
+
+
+def int4_pack(numbers: Tensor) -> Tensor:
+    """Of int32 (out, in), 0 to 15; in is a multiple of the group, out of 16. A processor's form."""
+    return torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
+
+
+def linear_pack(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
+    """Of int8 weight (out, in), scale (out,) and bias (out,): FBGEMM's form. With VNNI PyTorch would take oneDNN's,
+    which linear_static does not know."""
+    zero = torch.zeros_like(scale, dtype=torch.long)
+    with warnings.catch_warnings():  # that quantised tensors will go, in 2.13: the products take no other
+        warnings.simplefilter("ignore")
+        numbers = torch._make_per_channel_quantized_tensor(weight, scale.double(), zero, 0)
+    backend, before = torch.backends.quantized, torch.backends.quantized.engine
+    try:
+        backend.engine = "fbgemm"
+        return torch.ops.quantized.linear_prepack(numbers, bias)
+    finally:
+        backend.engine = before
+
+
+def has_fbgemm() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def schema(operator: Any) -> torch.FunctionSchema:
@@ -259,6 +290,23 @@ def set_shapes_known(stage: Any) -> None:
 def send_nothing_ahead(stage: Any) -> None:
     """2.11 sends ahead to open NCCL's connections; gloo needs none, and a process has none to itself. 2.13 does not."""
     stage._get_init_p2p_neighbors_ops = list
+
+
+# ---------------------------------------------------------------- programs compiled ahead
+
+
+def compile_ahead(program: torch.export.ExportedProgram, path: str, options: dict[str, Any]) -> None:
+    """Write a program that torch.export made as machine code, a .pt2 file. Raises RuntimeError without a compiler."""
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+
+
+def load_ahead(path: str) -> Any:
+    """What takes the inputs of such a file and gives its outputs."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)
 
 
 # ---------------------------------------------------------------- classes whose private methods Gradus replaces

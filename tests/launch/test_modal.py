@@ -88,8 +88,8 @@ def test_it_generates(tmp_path, monkeypatch, capsys):
     model = models.build(GPTConfig(vocab_size=tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=64))
     models.save(model, str(folder))
     tokenizer.save(folder)
-    text = write(tmp_path, "--model", str(folder), "--gpu", "none")
-    assert "def train" not in text and "volume get" not in text
+    text = write(tmp_path, "--model", str(folder), "--gpu", "none", "--precision", "fp32")
+    assert "PRECISION = 'fp32'" in text and "def train" not in text and "volume get" not in text
     app = load(tmp_path / "app.py")
     out = app.Model().generate.local("to be", max_new=8, temperature=0.0)
     assert out.startswith("to be") and len(tokenizer.encode(out)) > len(tokenizer.encode("to be"))

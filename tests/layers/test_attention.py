@@ -112,14 +112,29 @@ def test_cross_keys_are_projected_once():
 
 def test_cache_says_what_does_not_fit():
     cache = Cache(1, 2, 1, 4, max_len=5)
-    with pytest.raises(UserError, match="position 5 lies outside the cache of 5 tokens"):
-        cache.mask(torch.tensor([[0], [5]]))
-    with pytest.raises(UserError, match="position -1"):
-        cache.mask(torch.tensor([[0], [-1]]))
+    with pytest.raises(UserError, match="holds 5 tokens a row, not 0 tokens a row and 6 more"):
+        cache.mask(torch.arange(6).expand(2, -1))
     with pytest.raises(UserError, match="batch of 2, not 3"):
         cache.mask(torch.zeros(3, 1, dtype=torch.long))
-    assert cache.mask(torch.tensor([[0], [2]])).tolist() == [[[[True, False, False]]], [[[True, True, True]]]]
+    first = cache.mask(torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    assert first[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
     assert cache.next_positions(2, 2).tolist() == [[3, 4], [3, 4]]
+    assert cache.mask(torch.tensor([[1], [3]])).tolist() == [[[[True, True, False, False]]], [[[True, True, True, True]]]]
+    cache.fix()
+    for _ in range(3):
+        assert cache.mask(torch.tensor([[1], [3]])).shape == (2, 1, 1, 5), "shapes stay"
+
+
+def test_rows_of_a_cache_change_places():
+    cache = Cache(2, 3, 1, 4, max_len=5)
+    cache.mask(torch.arange(2).expand(3, -1))
+    kept = torch.randn(3, 1, 5, 4)
+    for layer in cache.layers:
+        layer.k.copy_(kept), layer.v.copy_(-kept)
+    cache.reorder(torch.tensor([2, 2, 0]))
+    for layer in cache.layers:
+        assert torch.equal(layer.k[:, :, :2], kept[[2, 2, 0], :, :2])
+        assert torch.equal(layer.v[:, :, :2], -kept[[2, 2, 0], :, :2])
 
 
 @pytest.mark.parametrize("name, function", [("relu", nn.ReLU()), ("gelu", nn.GELU()), ("gelu_tanh", nn.GELU("tanh")), ("silu", nn.SiLU())])

@@ -299,3 +299,61 @@ def test_weights_without_a_stem_are_none_for_it(tmp_path):
 def test_sizes_that_a_stem_cannot_have(sizes, told):
     with pytest.raises(ValidationError, match=told):
         ViTConfig(**{**TINY, **sizes}, patches="stem")
+
+
+# ---------------------------------------------------------------- torchvision's and timm's names
+
+
+def as_torchvision(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A body of transformers under the names of torchvision's vision_transformer.py."""
+    names = {
+        "embeddings.cls_token": "class_token", "embeddings.position_embeddings": "encoder.pos_embedding",
+        "embeddings.patch_embeddings.projection": "conv_proj", "layernorm_before": "ln_1", "layernorm_after": "ln_2",
+        "attention.output.dense": "self_attention.out_proj", "intermediate.dense": "mlp.0", "output.dense": "mlp.3",
+        "encoder.layer.": "encoder.layers.encoder_layer_", "layernorm": "encoder.ln",
+    }  # fmt: skip
+    made = {}
+    for name, tensor in hf.items():
+        if "attention.attention" in name:
+            continue
+        for theirs, new in names.items():
+            name = name.replace(theirs, new)
+        made[name] = tensor
+    for i in range(2):
+        for kind in ("weight", "bias"):
+            parts = [hf[f"encoder.layer.{i}.attention.attention.{part}.{kind}"] for part in ("query", "key", "value")]
+            made[f"encoder.layers.encoder_layer_{i}.self_attention.in_proj_{kind}"] = torch.cat(parts)
+    return made
+
+
+def body() -> nn.Module:
+    config = transformers.ViTConfig(**HF_TINY | {"hidden_size": 128, "num_attention_heads": 2, "layer_norm_eps": 1e-6})
+    return shake(transformers.ViTModel(config, add_pooling_layer=False)).eval()
+
+
+def test_torchvisions_names(tmp_path):
+    theirs, images = body(), torch.randn(2, 3, 8, 8)
+    hf = {name.removeprefix("vit."): p for name, p in load_file_of(theirs, tmp_path / "hf").items()}
+    torch.save(as_torchvision(hf), tmp_path / "vit.pth")
+    ours = load(tmp_path / "vit.pth").eval()
+    torch.testing.assert_close(ours.features(images), theirs(images).last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+def load_file_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_positions_for_another_size_of_image(tmp_path):
+    """Smooth positions stay the same function of the place, and the class token's is kept."""
+    model = build(ViTConfig(**TINY | {"image_size": 16}))
+    place = torch.arange(4) + 0.5
+    with torch.no_grad():
+        model.positions[0, 1:, 0] = (place[:, None] + 10 * place).flatten()
+    save(model, tmp_path)
+    large = load(tmp_path, image_size=32)
+    assert large.config.image_size == 32 and large.load_report.resized == ["positions from images of 16 to 32 pixels"]
+    grid = large.positions[0, 1:, 0].view(8, 8)[2:6, 2:6]  # away from the edges, where bicubic is exact for a plane
+    place = ((torch.arange(8) + 0.5) / 2)[2:6]
+    torch.testing.assert_close(grid, place[:, None] + 10 * place, rtol=0.05, atol=0.2)
+    assert torch.equal(large.positions[0, 0], model.positions[0, 0])

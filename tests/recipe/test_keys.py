@@ -92,4 +92,4 @@ def test_a_verb_under_another_name_is_found(word, meant, capsys):
 
 def test_a_choice_gets_the_nearest_one(capsys):
     assert main(["generate", "x", "--precision", "bf17"]) == 2
-    assert capsys.readouterr().err == "error: gradus generate: --precision=bf17: not one of fp32, bf16, fp16. Did you mean bf16?\n"
+    assert capsys.readouterr().err == "error: gradus generate: --precision=bf17: not one of fp32, bf16, fp16, int8, int4. Did you mean bf16?\n"

@@ -378,7 +378,7 @@ learning_rate: 1
         (("{epochs: 2}", "{epochs: 2}\ntrain.seed: 3"), "train.seed: unknown key. In a file, write it inside its section: train: {seed: ...}."),
         (("{epochs: 2}", "{epochs: 2, every: 3}"), "train.every: unknown key. It is evaluate.every or log.every."),
         (("{epochs: 2}", "{epochs: 2, zzz: 3}"),
-         "train.zzz: unknown key. Known: checkpoint_every, clip_norm, epochs, keep, on_nonfinite, seed, steps."),
+         "train.zzz: unknown key. Known: checkpoint_every, clip_norm, epochs, keep, on_nonfinite, qat, seed, steps."),
         (("{epochs: 2}", "{epochs: 2, batch: 3}"), "train.batch: unknown key. It is evaluate.batch or batch."),
         (("name: copy", "name: copy, classes: a"), "task.classes: unknown key with task.name=copy. It is for classification."),
     ],
@@ -570,6 +570,12 @@ def test_everything_is_told_of_a_recipe_made_in_python(write):
         "r: layout.micro_batch: 99 is more than batch.samples=80. Set at most 80.",
         "r: layout.chunk: cannot take effect with layout.attention=sdpa. Set layout.attention=chunked or leave it out.",
     ]
+
+
+@pytest.mark.parametrize("line", ["{los}", "{step:9999d}", "{step:{loss}}", "{", "{0}", "{step.real}", "{step:s}", "{loss!r:x}"])
+def test_a_line_of_the_log_holds_known_values(write, line):
+    with pytest.raises(UserError, match=r"log\.line: "):
+        load(write(COPY), [f"log.line='{line}'"])
 
 
 def test_no_wording_of_the_libraries_comes_through(write):

@@ -73,7 +73,7 @@ class Diary(Hook):
 
 def test_a_hook_of_ones_own_sees_the_run(tmp_path, capsys):
     diary, folder = Diary(), tmp_path / "run"
-    train(recipes.load("copy-task", [*TINY, f"log.dir={folder}"]), hooks=[diary])
+    train(recipes.load("copy-task", [*TINY, f"log.dir={folder}", "log.line={step:3d} of {steps} | {loss:.1f}"]), hooks=[diary])
     assert diary.called == [
         "start 0", "in 0", "out 0", "after 1", "in 1", "out 1", "logged train/loss 2", "after 2", "logged valid/loss 2",
         "in 2", "out 2", "after 3", "logged train/loss 3", "in 3", "out 3", "logged train/loss 4", "after 4", "logged valid/loss 4",
@@ -81,7 +81,8 @@ def test_a_hook_of_ones_own_sees_the_run(tmp_path, capsys):
     ]  # fmt: skip
     assert [(r["step"], r["value"]) for r in read_rows(folder / "metrics.jsonl") if r["name"] == "mine/steps"] == [(n, n) for n in (2, 3, 4, 5)]
     assert json.loads((folder / "summary.json").read_text())["mine"] == len(diary.called)
-    assert "the diary ends" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the diary ends" in said and "\n  4 of 5 | " in said
     diary.called.clear()
     with pytest.raises(UserError, match="enough"):  # what a hook raises ends the run, which goes on from its last checkpoint
         train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'other'}"]), hooks=[diary, EndsAt(4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from gradus import recipe as recipes
 from gradus.data import tokenizer_files
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
+from gradus.limits import CONFIG_FILE, read_json
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
+
+EXPORTED, QUANTISED = "export.json", "quantized.json"  # in folders that are made for engines
 
 
 @dataclasses.dataclass
@@ -27,6 +31,8 @@ class Place:
     config: ModelConfig
     recipe: Recipe | None  # of the run that it belongs to
     model: nn.Module | None = None  # once it is loaded
+    engine: str = "torch"  # what runs it, and in which precision: of --engine and --precision
+    precision: str | None = None
     _read: dict[str, Tokenizer] | None = None
 
     @property
@@ -62,9 +68,24 @@ class Place:
         self._read = found
         return found
 
+    @functools.cached_property
+    def made(self) -> dict[str, Any] | None:
+        """Of a folder that `gradus export` or `quantize` wrote for engines: what it says of itself."""
+        for file in (EXPORTED, QUANTISED):
+            if (self.folder / file).is_file():
+                return read_json(self.folder / file, CONFIG_FILE)
+        return None
+
     def load(self, precision: str = "fp32") -> nn.Module:
         """The model with its weights, in evaluation mode, on the accelerator if there is one. It is read once; the
-        first call sets its precision (fp32, bf16 or fp16, of the weights too)."""
+        first call sets its precision (fp32, bf16 or fp16, of the weights too).
+
+        Raises UserError for a folder of graphs, or of weights that are quantised to something else.
+        """
+        if self.model is None and self.made:
+            from gradus.infer import quantized
+
+            self.model = quantized.load(self, precision)
         if self.model is None:
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)

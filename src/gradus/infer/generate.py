@@ -10,7 +10,8 @@ from typing import Any
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import Place, encode, find, note
-from gradus.models.decoding import Choose, sampler
+from gradus.infer.checked import checked
+from gradus.models.decoding import Choose, beam_search, sampler
 from gradus.models.decoding import generate as decode
 
 
@@ -24,8 +25,8 @@ class Continuation:
     """
 
     def __init__(
-        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None, precision: str = "fp32",
-        sliding: bool = False,
+        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None,
+        precision: str | None = None, sliding: bool = False, engine: str = "torch", beams: int = 1,
     ):  # fmt: skip
         family, self.prompts = place.family, prompts or [""]
         if max_new < 1:
@@ -37,7 +38,9 @@ class Continuation:
         tokenizers = place.tokenizers(tokenizer)
         self.encoded = encode(place, tokenizers, self.prompts, fit=not sliding)
         self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
-        self.model = place.load(precision)
+        if beams > 1 and sliding:
+            raise UserError("--beams: not with --sliding-window. Leave one out.")
+        self.beams, self.engine = beams, checked(place, engine, precision, self.encoded)
         self.tokenizer = tokenizers.get("target", tokenizers[""])
         answers = self.encoded.sources is not None
         self.before = [[] for _ in self.prompts] if answers else [list(row) for row in self.encoded.prompts]
@@ -55,8 +58,16 @@ class Continuation:
     def steps(self, choose: Choose, cache: bool = True) -> Iterator[None]:
         """Add a token to every text that has not ended, as often as asked."""
         encoded, ended = self.encoded, [False] * len(self.rows)
+        if self.beams > 1:
+            new = beam_search(
+                self.engine, encoded.prompts, beams=self.beams, max_new=self.max_new, sources=encoded.sources,
+                eos_id=encoded.eos_id,
+            )  # fmt: skip
+            self.rows = [row + more for row, more in zip(self.rows, new)]
+            yield
+            return
         for new in decode(
-            self.model, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
+            self.engine, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
             eos_id=encoded.eos_id, cache=cache, window=self.window,
         ):  # fmt: skip
             for i, token in enumerate(new.tolist()):
@@ -75,9 +86,12 @@ def generate(args: Any) -> None:
     end. One line of timing goes to standard error. The arguments are those of `gradus generate`; errors as of
     `Continuation`."""
     choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.beams > 1 and (args.temperature or args.no_cache):
+        other = "--temperature" if args.temperature else "--no-cache"
+        raise UserError(f"--beams={args.beams}: not with {other}. Leave one out.")
     found = Continuation(
         find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
-        sliding=args.sliding_window,
+        sliding=args.sliding_window, engine=args.engine, beams=args.beams,
     )
     stream = Stream(found.tokenizer, sys.stdout.write) if len(found.prompts) == 1 else None
     first, start = None, time.perf_counter()
@@ -88,7 +102,7 @@ def generate(args: Any) -> None:
         if stream:
             stream.show(found.rows[0])
     end = time.perf_counter()
-    first = first or end
+    first = start if first is None or args.beams > 1 else first  # a search yields all at once
     if stream:
         stream.end(found.rows[0])
         print(flush=True)

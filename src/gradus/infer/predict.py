@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -22,7 +23,8 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, did_you_mean
-from gradus.infer import Place, encode, find, fits, grid, note, special
+from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, special
+from gradus.infer.checked import Running
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
@@ -31,8 +33,9 @@ from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
+from gradus.train.precision import Precision
 from gradus.train.resolve import Given
-from gradus.train.session import open_session
+from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
 MASK = re.compile(r"\[MASK\]|<mask>")
@@ -56,7 +59,9 @@ def predict(args: Any) -> Iterator[str]:
     kind = ".npy" if args.features else ".jsonl"
     if args.to and Path(args.to).suffix != kind:
         raise UserError(f"--to={args.to}: this is saved as {kind}.")
-    place = find(args.model)
+    place = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
+    if args.features and (place.engine, place.precision or "fp32") != ("torch", "fp32"):
+        raise UserError("--features: of --engine torch in fp32 alone. Leave out --engine and --precision.")
     if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
     if args.features:
@@ -208,10 +213,10 @@ def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) 
 
 
 def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
-    tokenizer, model = place.tokenizers()[""], place.load()
+    tokenizer, model = place.tokenizers()[""], Running(place)
 
     def logits(part: list[str]) -> Tensor:
-        ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, device_of(model))
+        ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, model.device)
         return model(ids, keep=keep)
 
     return labels(place, texts, texts, logits, top)
@@ -223,7 +228,7 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
     tokenizer = place.tokenizers()[""]
     if tokenizer.mask_id is None:
         raise UserError(f"{place.name}: its tokenizer has no mask token.")
-    model = place.load()
+    model = Running(place)
     for text in texts:
         parts = MASK.split(text)
         if len(parts) < 2:
@@ -233,7 +238,7 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
         row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
         fits([text], [row], place.config.seq_len)
-        batch = torch.tensor([row], device=device_of(model))
+        batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
         found = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
         names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in found.indices.tolist()]
@@ -248,13 +253,13 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
     if place.recipe is not None and place.recipe.task.name == "copy":
         yield from copies(place, texts)
         return
-    tokenizers, model = place.tokenizers(), place.load()
+    tokenizers, model = place.tokenizers(), Running(place)
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = place.recipe.evaluate.max_new if place.recipe is not None else None
     for part in batches(texts):
         encoded = encode(place, tokenizers, part)
         room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
-        new = complete(model, encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
+        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
         spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
         for text, row in zip(part, new):
             yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
@@ -272,9 +277,10 @@ def copies(place: Place, texts: list[str]) -> Iterator[Record]:
             note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
         rows.append([int(w) for w in words])
         fits([text], rows[-1:], place.config.seq_len)
-    model = place.load()
+    model = Running(place)
     for row in rows:
-        copy = task.decode(model, [row])[0]
+        start = row[0] if task.task.start == "first" else 0
+        copy = task.decode(model.on(Encoded([[start]], [row], None)), [row])[0]
         text = " ".join(map(str, row))
         yield {"input": text, "answer": " ".join(map(str, copy)), "truth": text, "right": copy == row}
 
@@ -315,8 +321,8 @@ def prepared(place: Place, images: list[np.ndarray], device: torch.device) -> Te
 
 
 def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
-    images, model = read_images(place, files), place.load()
-    found = labels(place, files, images, lambda part: model(prepared(place, part, device_of(model))), top)
+    images, model = read_images(place, files), Running(place)
+    found = labels(place, files, images, lambda part: model(prepared(place, part, model.device)), top)
     return ({**record, "_image": image} for record, image in zip(found, images))
 
 
@@ -336,12 +342,12 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
-        model, samples, image = place.load(), [data[i] for i in chosen], isinstance(task, ImageClassification)
+        model, samples, image = Running(place), [data[i] for i in chosen], isinstance(task, ImageClassification)
         pairs = zip(chosen, samples)
         names = [f"{args.split} {i}" if image else task.tokenizer.decode(s["ids"].tolist()) for i, s in pairs]
 
         def logits(part: list[Any]) -> Tensor:
-            return task.logits(model, task.to_device(task.collate(part), device_of(model)))
+            return task.logits(model, task.to_device(task.collate(part), model.device))
 
         for sample, record in zip(samples, labels(place, names, samples, logits, args.top)):
             truth = class_names(place)[int(sample["label"])]
@@ -416,9 +422,33 @@ FREE = ("layout", "data", "evaluate", "log")  # the sections that change no weig
 
 
 def evaluate(
-    name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None
-) -> dict[str, float]:
+    name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None,
+    engine: str = "torch", precision: str | None = None, beams: int = 1,
+) -> dict[str, float]:  # fmt: skip
     """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
+
+    engine, precision: what runs the model, if not PyTorch as the recipe says. beams: of translations, evaluate.beams.
+    Arguments and errors else as of `opened`.
+    """
+    overrides = [*overrides, *([f"evaluate.beams={beams}"] if beams != 1 else [])]
+    place, session = opened(name, overrides, split, checkpoint, json_file)
+    place.engine, place.precision = engine, precision
+    plain = (engine, precision or "fp32") == ("torch", "fp32")
+    if place.made and plain:
+        engines.open(place)  # says what the folder is for
+    model = session.deferred(values=False).on(session.device)
+    if plain:
+        models.load_weights(model, place.path)
+    parallel, instead = apply(model, session.recipe.layout), None if plain else Running(place)
+    precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
+    metrics = evaluate_split(parallel, session.task, split, precision, session.device, instead=instead)
+    return {f"{split}/{key}": value for key, value in metrics.items()}
+
+
+def opened(
+    name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None
+) -> tuple[Place, Session]:
+    """(the weights, the data with the split opened): of a run's best checkpoint, or of `checkpoint`.
 
     name: a run folder, or with `checkpoint` any recipe. A run may override only layout, data, evaluate and log; of
     json_file (TrainingArguments) only these count.
@@ -443,17 +473,12 @@ def evaluate(
             raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
-    place = models.locate(checkpoint or name)
-    config = models.config_of(place)  # the weights' own
+    path = models.locate(checkpoint or name)
+    config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
         raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}.")
     recipe = recipe.model_copy(update={"model": config})
-    tokenizers = tasks.load_tokenizers(place) if place.is_dir() else None
+    tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
-    task, device, precision = session.task, session.device, session.precision
-    split_of(task, split)  # raises where there is none
-    model = session.deferred(values=False).on(device)
-    models.load_weights(model, place)
-    parallel = apply(model, session.recipe.layout)
-    metrics = evaluate_split(parallel, task, split, precision, device)
-    return {f"{split}/{key}": value for key, value in metrics.items()}
+    split_of(session.task, split)  # raises where there is none
+    return Place(checkpoint or name, path, config, recipe), session

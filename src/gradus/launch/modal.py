@@ -29,6 +29,8 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--to", required=True, metavar="FILE.py", help="where to write the app")
     add("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
     add("--model", metavar="MODEL", help="to generate from: a folder or a name on the hub (default: the recipe's run)")
+    text = "of generation: weights and arithmetic (default fp32)"
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help=text)
     add("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
     add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
     hours = limits.real(above=0, most=24)
@@ -125,6 +127,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
         "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
         "MODEL": model or run,
+        "PRECISION": args.precision,
         **({"RUN": run, "WORDS": words} if run else {}),
     }
     constants = "\n".join(f"{key} = {pprint.pformat(value, sort_dicts=False)}" for key, value in settings.items())
@@ -165,7 +168,7 @@ class Model:
     def load(self):
         from gradus import api
 
-        self.model = api.load(at(self.name))
+        self.model = api.load(at(self.name), precision=PRECISION)
 
     @modal.method()
     def generate(self, prompt: str, max_new: int = 200, temperature: float = 0.8, seed: int = 0) -> str:

@@ -22,7 +22,7 @@ class LayerCache:
     def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v (batch, n_kv_heads, seq, head_dim) into the slots `positions` (batch, seq).
 
-        Returns all keys and values up to the highest slot used: (batch, n_kv_heads, cache.length, head_dim).
+        Returns all keys and values up to the last slot in use: (batch, n_kv_heads, cache.length, head_dim).
         `cache.mask(positions)` must have been called before, once for all layers.
         """
         rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (batch, 1)
@@ -32,41 +32,49 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of all layers of a decoder: `layers[i]` is layer i's. `length` is one more than the highest slot
-    used.
+    """Keys and values of all layers of a decoder: `layers[i]` is layer i's. `length`: slots in use, of the longest row.
 
     `positions` (batch, seq) says in which slot each token sits. Prompts of different lengths are padded on the right:
-    row i goes on at slot length_i, over the padding's keys, and no query looks at a slot behind its own.
+    row i goes on at slot length_i, over the padding's keys, and no query looks at a slot behind its own. Every call
+    adds as many slots as it has tokens a row, whatever their positions: where the longest row stands is known without
+    asking the device. Once `fixed`, all slots are in use: the shapes of a decoding step never change again.
     """
 
     def __init__(
         self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None,
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        self.batch, self.max_len, self.length = batch, max_len, 0
+        self.batch, self.max_len, self.length, self.fixed = batch, max_len, 0, False
         self.layers = [LayerCache(self, (batch, n_kv_heads, max_len, head_dim), device, dtype) for _ in range(n_layers)]
 
+    def fix(self) -> None:
+        self.length, self.fixed = self.max_len, True
+
     def next_positions(self, batch: int, seq_len: int, device=None) -> Tensor:
-        """(batch, seq): the slots behind the highest one used, the same in every row (for prompts of one length)."""
+        """(batch, seq): the slots behind those in use, the same in every row (for prompts of one length)."""
         return torch.arange(self.length, self.length + seq_len, device=device).expand(batch, seq_len)
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Call once per forward pass, before the layers: makes room for `positions` (batch, seq) and returns which
-        slots each query may look at, slot <= position: boolean (batch, 1, seq, length).
+        """Call once per forward pass, before the layers: makes room for `positions` (batch, seq), none of which may lie
+        behind that room, and returns which slots each query may look at, slot <= position: boolean (batch, 1, seq,
+        length).
 
-        Raises UserError when a position lies outside the cache.
+        Raises UserError when the cache is full.
         """
         if positions.shape[0] != self.batch:
             raise UserError(f"the cache was made for a batch of {self.batch}, not {positions.shape[0]}; make a new one")
-        lowest, highest = torch.stack(torch.aminmax(positions)).tolist()
-        if lowest < 0 or highest >= self.max_len:
-            outside = highest if lowest >= 0 else lowest
-            raise UserError(
-                f"position {outside} lies outside the cache of {self.max_len} tokens; shorten the prompt or raise "
-                "max_len"
-            )
-        self.length = max(self.length, highest + 1)
+        if not self.fixed:
+            if self.length + positions.shape[1] > self.max_len:
+                more = f"{self.length} tokens a row and {positions.shape[1]} more"
+                raise UserError(f"the cache holds {self.max_len} tokens a row, not {more}; shorten the prompt")
+            self.length += positions.shape[1]
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] is, in place. rows: (batch,), each of the same encoder's output as i."""
+        for layer in self.layers:
+            for kept in (layer.k, layer.v):
+                kept[:, :, : self.length] = kept[:, :, : self.length].index_select(0, rows)
 
 
 def check_length(length: int, seq_len: int) -> None:

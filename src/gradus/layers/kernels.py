@@ -81,8 +81,9 @@ def sdpa(
     grouped = q.device.type == "cpu" or (extra is None and q.dtype != torch.float32)  # elsewhere only flash shares keys
     if not grouped:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    shares = bool(q.shape[1] != k.shape[1])  # a tensor where torch.jit traces
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shares
     )
     return out if blind is None else out.masked_fill(blind, 0.0), None
 

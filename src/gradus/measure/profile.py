@@ -153,7 +153,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
     timeline = CudaTimeline() if session.device.type == "cuda" else Timeline()
     with timeline:
         model = session.build()
-        apply(model, session.recipe.layout)
+        apply(model, session.recipe.layout, qat=session.recipe.train.qat)
         model.train()
         trainer = Trainer(session, model, folder)
         timeline.mark("building")

@@ -130,7 +130,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if path.suffix == ".bin":
+        if path.suffix in (".bin", ".pth", ".pt", ".safetensors") and (path.suffix == ".bin" or _is_vit(path)):
             return path
         raise UserError(
             f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
@@ -156,14 +156,30 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     )
 
 
+def _is_vit(path: Path) -> bool:
+    from gradus.models.weights import vit_names
+
+    try:
+        return vit_names.knows(weights.read_tensors(path))
+    except UserError:  # damaged, or no weights
+        return False
+
+
 def _from_hub(name: str, weights_too: bool) -> Path:
+    """A repository in Hugging Face's layout, or else in Meta's, whose sizes are in its weights too."""
     description = ["*.json", "*.txt", "*.model"]
-    whole = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"]]
-    patterns = whole if weights_too else [["config.json"]]
-    folder = hub.download(name, patterns, lambda folder: not weights_too or any(folder.glob("*.safetensors")), name)
-    if not (folder / "config.json").is_file():
+    meta = [*description, "consolidated.*.pth"]
+    whole = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"], meta]
+    patterns = whole if weights_too else [["config.json"], meta]
+
+    def enough(folder: Path) -> bool:
+        kinds = ("*.safetensors", "pytorch_model*.bin") if weights_too else ("config.json",)
+        return (folder / "config.json").is_file() and any(any(folder.glob(kind)) for kind in kinds)
+
+    folder = hub.download(name, patterns, enough, name)
+    if not any((folder / file).is_file() for file in ("config.json", "params.json")):
         raise UserError(
-            f"{name}: the local copy of the hub has no config.json. "
+            f"{name}: the local copy of the hub has neither config.json nor params.json. "
             "`gradus fetch` it where there is internet, then give the folder"
         )
     return folder
@@ -171,10 +187,15 @@ def _from_hub(name: str, weights_too: bool) -> Path:
 
 def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
     """(configuration, tensors under Hugging Face's names; none of them unless weights_too)."""
-    if path.is_file():
+    if path.is_file() and path.suffix == ".bin":
         from gradus.models.weights import llama2c
 
         return llama2c.read(path)
+    if path.is_file() or _is_timm(path / "config.json"):
+        from gradus.models.weights import vit_names
+
+        with one_line(path):
+            return vit_names.read(weights.read_tensors(path), path)
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
         from gradus.models.weights import meta_llama
 
@@ -189,6 +210,12 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
         model = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
         return config, weights.theirs(build(config, "meta"), model)
     return config, weights.read_tensors(path) if weights_too else {}
+
+
+def _is_timm(file: Path) -> bool:
+    """Whether a config.json is timm's: it names an architecture and no model_type."""
+    hf = weights.read_json(file) if file.is_file() else {}
+    return "model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")
 
 
 # ---------------------------------------------------------------- config.json
@@ -312,11 +339,17 @@ def load_deferred(
     from gradus.models.values import Deferred, drawn
 
     path = locate(name_or_path)
-    stored, tensors = _open(path, weights_too=True)
-    config = _override(stored, overrides, "load")
+    stored, given = _open(path, weights_too=True)
+    config, tensors = _override(stored, overrides, "load"), given
     model = build(config, "meta")
+    if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
+        from gradus.models.weights import vit_names
+
+        tensors = vit_names.resized(stored, config, tensors)
     found, report = weights.match(model, tensors, strict, path)
     values = weights.ours(model, found, tensors, path)
+    if tensors is not given:
+        report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")
     if report.new:
         values = drawn(model, seed) | values
     return Deferred(model, values, report)
@@ -343,15 +376,17 @@ def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> 
     weights.write(weights.to_hf(model), config, folder, max_shard_bytes)
 
 
-def convert(name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
+def convert(
+    name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = 5e9, dtype: torch.dtype | None = None
+) -> None:
     """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is
-    read, and memory holds one shard of the result. Values and dtype stay as they are stored. Errors as in `load` and
-    `save`."""
+    read, and memory holds one shard of the result. dtype: of all tensors; None: values and dtype stay as they are
+    stored. Errors as in `load` and `save`."""
     path = locate(name_or_path)
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")
     found, _ = weights.match(model, tensors, True, path)
     stored = weights.theirs(model, weights.ours(model, found, tensors, path))
-    dtype = tensors[next(iter(found))].read().dtype
-    written = ((name, tensor.read()) for name, tensor in stored.items())
+    dtype, as_stored = dtype or tensors[next(iter(found))].read().dtype, dtype is None
+    written = ((name, tensor.read() if as_stored else tensor.read().to(dtype)) for name, tensor in stored.items())
     weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes)

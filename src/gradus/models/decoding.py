@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus.errors import UserError
+from gradus.layers import Cache
 
 Choose = Callable[[Tensor], Tensor]  # logits (batch, vocab) -> ids (batch,)
 
@@ -67,73 +70,190 @@ def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return ids.gather(1, places.clamp_max(ids.shape[1] - 1)), lengths - start
 
 
+class Steps:
+    """A model's decoding in two calls, `prefill` and `decode`, of which the second goes on where the last one stopped.
+    `Engine` of gradus.infer has the same two for other ways to run a model.
+
+    keeps: whether decode can follow prefill, else everything is prefilled anew for every token.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.keeps = model, hasattr(model, "new_cache")
+        self.cache: Cache | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None  # an encoder's output, where it is real
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, sources: Tensor | None = None, source_lengths: Tensor | None = None, *,
+        room: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The logits of each row's last token: (batch, vocab). Forgets what was read before.
+
+        ids: (batch, seq), padded on the right, of `lengths` (batch,). sources, source_lengths: what an encoder-decoder
+        reads, likewise. room: how many tokens a row will have when the last one is decoded; None: no decode follows.
+        """
+        self.cache = None if room is None else self.model.new_cache(len(ids), room)
+        self.memory = None
+        if sources is not None:
+            keep = torch.arange(sources.shape[1], device=ids.device) < source_lengths[:, None]  # (batch, source)
+            self.memory = self.model.encode(sources, keep), keep
+        places = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        return self._read(ids, places, select=places == lengths[:, None] - 1)
+
+    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The logits after one more token a row: (batch, vocab). ids, positions: (batch,), of the new tokens."""
+        return self._read(ids[:, None], positions[:, None])[:, -1]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i goes on from row rows[i] of the same source: rows (batch,)."""
+        self.cache.reorder(rows)
+
+    def _read(self, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+        if self.cache is not None:
+            kwargs["cache"] = self.cache
+        if self.memory is None:
+            return self.model(ids, positions=positions, **kwargs)
+        return self.model.decode(ids, *self.memory, positions=positions, **kwargs)
+
+
+def to_host(ids: Tensor) -> Callable[[], Tensor]:
+    """Starts a copy and waits for nothing; the call waits for the copy and for nothing that was asked for later."""
+    if ids.device.type == "cpu":
+        return lambda: ids
+    there = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+    there.copy_(ids, non_blocking=True)
+    done = torch.Event(ids.device)
+    done.record()
+
+    def get() -> Tensor:
+        done.synchronize()
+        return there
+
+    return get
+
+
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
+    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
     sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, cache: bool = True,
     window: int | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the next token of every row, (batch,), up to `max_new` times or until every row has ended with `eos_id`; a
-    row that has ended yields it again.
+    """Yield the next token of every row, (batch,) on the host, up to `max_new` times or until every row has ended with
+    `eos_id`; a row that has ended yields it again. An accelerator is one token ahead of what is yielded.
 
-    Decoders continue `prompts`; an encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts
-    may be of unequal length. cache=False computes everything again for every token, which is slower and gives the same
-    tokens; a model without new_cache always does so.
+    model: a model, or whatever else has `prefill` and `decode` (see Steps). Decoders continue `prompts`; an
+    encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of unequal length.
+    cache=False computes everything again for every token, which is slower and gives the same tokens.
     window: read only the last `window` tokens of a row, as if they were its first. The cache holds keys and values
     computed at their old positions, so everything is computed again for every token once a row is longer.
     """
     if max_new < 1:
         return
-    device = next(model.parameters()).device
+    steps = Steps(model) if isinstance(model, nn.Module) else model
+    device, ahead = steps.device, steps.device.type != "cpu"
     ids, lengths = pad_right(prompts, 0, device)
+    source = () if sources is None else pad_right(sources, 0, device)
     batch, longest = ids.shape
-    if sources is None:
-        forward = model
-    else:
-        source, source_lengths = pad_right(sources, 0, device)
-        keep = torch.arange(source.shape[1], device=device) < source_lengths[:, None]  # (batch, source)
-        memory = model.encode(source, keep)  # (batch, source, d_model)
-
-        def forward(target: Tensor, **kwargs) -> Tensor:
-            return model.decode(target, memory, keep, **kwargs)
-
     room = longest + max_new - 1  # the last token needs no slot
-    cache = cache and hasattr(model, "new_cache")
-    store = model.new_cache(batch, min(room, window or room)) if cache and longest <= (window or longest) else None
-    rows = torch.arange(batch, device=device)
-    done = torch.zeros(batch, dtype=torch.bool, device=device)
-    new = None
-    for _ in range(max_new):
-        if store is not None and window is not None and int(lengths.max()) > window:
-            store = None
-        if store is not None and new is not None:  # decode: one token a row, at its own place
-            logits = forward(new[:, None], positions=(lengths - 1)[:, None], cache=store)[:, -1]  # (batch, vocab)
-        else:  # prefill, or everything again
-            read, ends = (ids, lengths) if window is None else latest(ids, lengths, window)
-            last = torch.zeros_like(read, dtype=torch.bool)
-            last[rows, ends - 1] = True
-            positions = torch.arange(read.shape[1], device=device).expand(batch, -1)
-            stored = {"cache": store} if store is not None else {}
-            logits = forward(read, positions=positions, select=last, **stored)  # (batch, vocab)
+    text = F.pad(ids, (0, max_new))  # (batch, longest + max_new)
+    rows, done = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.bool, device=device)
+    cache = cache and steps.keeps and longest <= (window or longest)
+    new, ended, waiting = None, torch.zeros(batch, dtype=torch.bool), []
+    for now in range(longest, longest + max_new):  # tokens of the longest row
+        if new is not None and cache and now <= (window or now):
+            logits = steps.decode(new, lengths - 1)  # (batch, vocab)
+        else:
+            stored = min(room, window or room) if cache and new is None else None
+            logits = steps.prefill(*latest(text[:, :now], lengths, window or now), *source, room=stored)
         new = choose(logits)
         if eos_id is not None:
             new = torch.where(done, eos_id, new)
-        yield new
-        if eos_id is not None:
             done |= new == eos_id
-            if bool(done.all()):
-                return
-        if store is None or window is not None:
-            full = int(lengths.max()) == ids.shape[1]
-            ids = torch.cat((ids, torch.zeros_like(ids[:, :1])), 1) if full else ids
-            ids[rows, lengths] = new
+        text[rows, lengths] = new
         lengths = lengths + 1
+        waiting.append(to_host(new))
+        if len(waiting) > ahead:
+            yield (given := waiting.pop(0)())
+            ended |= given == eos_id if eos_id is not None else False
+            if bool(ended.all()):
+                return
+    yield from (get() for get in waiting)
 
 
 def complete(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs
+    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs: Any
 ) -> list[list[int]]:
     """The new tokens of every row, without the end token (see `generate`)."""
     steps = [new.tolist() for new in generate(model, prompts, eos_id=eos_id, **kwargs)]
     rows = [list(row) for row in zip(*steps)] if steps else [[] for _ in prompts]
     return [row[: row.index(eos_id)] if eos_id is not None and eos_id in row else row for row in rows]
+
+
+@torch.no_grad()
+def beam_search(
+    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, beams: int, max_new: int,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, length_penalty: float = 1.0,
+) -> list[list[int]]:  # fmt: skip
+    """The new tokens of every row, without the end token, of the text whose mean log-probability is the highest among
+    those found by keeping the `beams` likeliest beginnings (Sutskever et al. 2014, section 3.2; scores are divided by
+    length ** length_penalty, end token included). A row is done when it has `beams` ended texts of which none could
+    still be beaten by the best beginning at its present length. Arguments as of `generate`; prompts of one length
+    where there is more than one.
+
+    Raises UserError for fewer than 2 beams, and for a model that keeps no cache.
+    """
+    steps = Steps(model) if isinstance(model, nn.Module) else model
+    if beams < 2 or not steps.keeps:
+        raise UserError(f"beams={beams}: beam search takes at least 2, and a model that keeps a cache. Use beams=1.")
+    if max_new < 1:
+        return [[] for _ in prompts]
+    device, n = steps.device, len(prompts)
+    ids, lengths = pad_right([p for p in prompts for _ in range(beams)], 0, device)
+    source = () if sources is None else pad_right([s for s in sources for _ in range(beams)], 0, device)
+    logits = steps.prefill(ids, lengths, *source, room=ids.shape[1] + max_new - 1)
+    scores = torch.full((n, beams), float("-inf"), device=device)
+    scores[:, 0] = 0.0  # all beams are alike at first
+    texts = torch.zeros(n, beams, 0, dtype=torch.long, device=device)
+    ended: list[list[tuple[float, list[int]]]] = [[] for _ in prompts]  # the best of each row, best first
+    open_rows = set(range(n))
+    first = torch.arange(n, device=device)[:, None] * beams
+    for length in range(1, max_new + 1):
+        each = scores[:, :, None] + logits.float().log_softmax(-1).view(n, beams, -1)  # (n, beams, vocab)
+        vocab = each.shape[-1]
+        best, where = each.flatten(1).topk(min(2 * beams, beams * vocab), dim=1)  # enough that are not the end
+        parent, token = where // vocab, where % vocab  # (n, 2 beams)
+        if eos_id is None:
+            chosen = torch.arange(beams, device=device).expand(n, -1)
+        else:
+            ends = token == eos_id
+            _note_ended(ended, open_rows, beams, length**length_penalty, best, parent, ends, texts)
+            chosen = ends.int().argsort(dim=1, stable=True)[:, :beams]  # the likeliest that go on
+        scores, parent, token = (x.gather(1, chosen) for x in (best, parent, token))
+        kept = texts.gather(1, parent[:, :, None].expand(-1, -1, length - 1))
+        texts = torch.cat((kept, token[:, :, None]), dim=2)
+        top = (scores[:, 0] / length**length_penalty).tolist() if eos_id is not None else []
+        if eos_id is not None:
+            open_rows -= {i for i in open_rows if len(ended[i]) == beams and top[i] <= ended[i][-1][0]}
+        if not open_rows or length == max_new:
+            break
+        steps.reorder((first + parent).flatten())
+        logits = steps.decode(token.flatten(), lengths)
+        lengths = lengths + 1
+    last = (scores / texts.shape[2] ** length_penalty).tolist()
+    for i in open_rows:
+        ended[i] += [(score, text) for score, text in zip(last[i], texts[i].tolist())]
+    return [max(found, key=lambda one: one[0])[1] for found in ended]
+
+
+def _note_ended(
+    ended: list[list[tuple[float, list[int]]]], rows: set[int], beams: int, divisor: float, best: Tensor,
+    parent: Tensor, ends: Tensor, texts: Tensor,
+) -> None:  # fmt: skip
+    """Adds the texts that end now. One that is not among the `beams` likeliest is not followed."""
+    for i, j in ends[:, :beams].nonzero().tolist():
+        if i in rows:
+            ended[i].append((float(best[i, j]) / divisor, texts[i, int(parent[i, j])].tolist()))
+            ended[i] = sorted(ended[i], key=lambda one: -one[0])[:beams]

@@ -141,7 +141,7 @@ class Seq2Seq(nn.Module):
 
         Raises UserError for more than seq_len tokens.
         """
-        c, weight = self.config, self.head.weight
+        c, weight = self.config, self.target_embedding.tokens.weight
         check_length(max_len, c.seq_len)
         return Cache(len(self.decoder.blocks), batch, c.n_heads, c.head_dim, max_len, weight.device, weight.dtype)
 

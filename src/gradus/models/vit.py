@@ -83,7 +83,7 @@ class ViT(nn.Module):
         the class token, if there is one, comes first. Raises UserError for images of another size."""
         x = self.patches(images)  # (batch, n_patches, d_model)
         if self.class_token is not None:
-            x = torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1)  # (batch, n_patches + 1, d_model)
+            x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1)  # (batch, n_patches + 1, d_model)
         x = self.dropout(x + self.positions)
         for block in self.blocks:
             x = block(x)

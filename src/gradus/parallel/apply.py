@@ -1,5 +1,5 @@
-"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel and context →
-experts → tensor → pipeline → checkpointing → compile → shard → memory and values → replicate.
+"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel, rounding and
+context → experts → tensor → pipeline → checkpointing → compile → shard → memory and values → replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
@@ -21,6 +21,7 @@ from gradus.models.values import Values, materialise
 from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
+from gradus.parallel.qat import use_qat
 from gradus.recipe.schema import Layout
 from gradus.torch_private import FUSED_ATTENTION
 
@@ -30,19 +31,21 @@ if TYPE_CHECKING:
 
 def apply(
     model: nn.Module, layout: Layout, mesh: Mesh | None = None, *,
-    device: torch.device | None = None, values: Values | None = None,
+    device: torch.device | None = None, values: Values | None = None, qat: bool = False,
 ) -> Parallel:  # fmt: skip
     """Apply the whole layout, in order, to `model`, which is changed in place. Collective.
 
     A model on the meta device is given memory on `device`, for this process's part alone, and that part of `values`
-    (None: whatever lies there). Without a mesh: one process. Raises AssertionError where model and layout do not fit
-    together; `parallel.check` reports that before.
+    (None: whatever lies there). Without a mesh: one process. qat: train.qat, which is no matter of the layout. Raises
+    AssertionError where model and layout do not fit together; `parallel.check` reports that before.
     """
     assert not (reasons := list(fits(model.config, layout))), reasons
     mesh = mesh or Mesh.single()
     device = device or next(model.parameters()).device
     p = Parallel(model, layout, mesh)
     use_kernel(model, layout.attention, layout.chunk)
+    if qat:
+        use_qat(model)
     if mesh.size("context") > 1:
         from gradus.parallel.context import Context
 

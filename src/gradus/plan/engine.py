@@ -94,7 +94,7 @@ def profile_of(
     what = [
         small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"),
         small.data.model_dump(mode="json", exclude={"path"}), small.optimizer.name,
-        getattr(small.optimizer, "momentum", None), small.train.clip_norm, part.stacks, target, split, micro, _family_code(small.model.family),
+        getattr(small.optimizer, "momentum", None), small.train.clip_norm, small.train.qat, part.stacks, target, split, micro, _family_code(small.model.family),
         [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
          if isinstance(v, torch.Tensor)], __version__, torch.__version__, code(),
     ]  # fmt: skip

@@ -213,7 +213,7 @@ def _times(use: Use, cache: int) -> list[Row]:
     if use.precision not in device.peaks:
         raise UserError(f"{device.name}: its peak in {use.precision} is not known.{did_you_mean(use.precision, device.peaks)}")
     peak, rows = device.peaks[use.precision], []
-    for one in _passes(use):
+    for one in passes(use):
         decoding = one.name == "decode_time"
         moved = one.weights * use.bits / 8 / t + cache * decoding
         payload = use.batch * one.places * use.config.d_model * BYTES[use.precision]
@@ -231,7 +231,8 @@ def _times(use: Use, cache: int) -> list[Row]:
     return [*rows, known_figure(name, use.batch / found, given, device=device.name)]
 
 
-def _passes(use: Use) -> Iterator[Pass]:
+def passes(use: Use) -> Iterator[Pass]:
+    """Of a decoder prefill_time, then decode_time, a token of every row; of an encoder forward_time."""
     c, s = use.config, use.tokens
     wide, layers, deep = c.n_heads * c.head_dim, c.n_layers, _deep(c)
     sums = 2 * layers + (c.family != "vit")  # after attention and feed-forward network; and of the words' table, cut by words

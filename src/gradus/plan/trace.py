@@ -703,7 +703,7 @@ def _trace(
         if precision.pure:
             cast(model, precision.dtype)
         parameters = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
-        parallel = apply(model, recipe.layout, mesh)
+        parallel = apply(model, recipe.layout, mesh, qat=recipe.train.qat)
         parallel.bare.train()
         stepper = Stepper(recipe, task, parallel, device, precision)
         for p in _tensors(parallel):

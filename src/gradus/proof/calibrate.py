@@ -49,7 +49,6 @@ ROW = 512  # elements of a row of what works by rows: norms, softmax
 LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of the next smaller one holds
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
-REUSED = 2**25 - 2**13  # bytes: once such a piece was freed, glibc keeps smaller ones for reuse, as in a run (mallopt(3), M_MMAP_THRESHOLD)
 HELD = 2**25  # bytes of results that are kept
 REPEAT = 30  # steps of each tiny model
 clock: Callable[[], float] = time.perf_counter
@@ -314,7 +313,8 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None]) ->
     start = time.perf_counter()
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
-        torch.empty(REUSED, dtype=torch.uint8)
+        if device.type == "cpu":
+            machine.keep_freed_memory()  # as in a run
         rates = sane(pool, timer)
         whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
         products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate)]

@@ -140,7 +140,7 @@ class Looked:
         if self.too_large:
             raise Skip("the model alone does not fit here")
         r = changed(self.recipe, layout={"micro_batch": None, "compile": "none"}, data={"workers": 0})
-        parallel = apply(self.session.build(), r.layout)
+        parallel = apply(self.session.build(), r.layout, qat=r.train.qat)
         parallel.bare.eval()
         return Trainer(dataclasses.replace(self.session, recipe=r), parallel, Path(os.devnull))
 

@@ -11,14 +11,15 @@ from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 
 LABELS = {  # of rows, in the order of the columns
-    "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
-    "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
-    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process",
+    "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
+    "latency/per_token": "a token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
+    "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
+    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "size/weights": "weights", "roof": "of the roof", "energy/sample": "J/sample",
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
     "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",
 }  # fmt: skip
 HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
-          "samples_per_s/undisturbed", "ratio/undisturbed")  # fmt: skip
+          "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest")  # fmt: skip
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
@@ -101,7 +102,7 @@ def shown(name: str, value: Any, row: Record | None) -> str:
         return duration(value)
     if name.startswith("deviation/"):
         return f"{value:.1e}"
-    if name == "data_wait":
+    if name in ("data_wait", "roof"):
         return f"{value:.1%}"
     text = figure(value)
     if row.get("std") is not None:

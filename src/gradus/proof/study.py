@@ -51,7 +51,7 @@ RATIOS = {  # row → against its base
     "samples_per_s": "ratio", "samples_per_s/undisturbed": "ratio/undisturbed", "memory/allocated": "ratio/memory",
     "memory/process": "ratio/process",
 }  # fmt: skip
-VERBS = ("study", "scale", "ladder")  # that measure by this harness: what a report shows as the command
+VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
 More = Callable[["Study", "Notebook"], Iterable["Row"]]
@@ -66,7 +66,7 @@ class Foreign:
     recipe: Recipe
 
     def values(self) -> Values:
-        """What the plan says of it."""
+        """What the plan says of it; of an epoch where data.limit says how many samples that is."""
         n, device = self.cluster.n, self.cluster.device
         check.validate(self.recipe, n)
         target = "cpu" if device.kind == "cpu" else "cuda"
@@ -74,7 +74,8 @@ class Foreign:
         time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
         found: Values = {"time/step": (time.total, "s"), "memory/allocated": (memory.allocated, "bytes"), "memory/device": (memory.device_total, "bytes")}
         if self.recipe.batch.samples:
-            found["samples_per_s"] = (self.recipe.batch.samples / time.total, "samples/s")
+            rate, limit = self.recipe.batch.samples / time.total, self.recipe.data.limit
+            found |= {"samples_per_s": (rate, "samples/s")} | ({"time/epoch": (limit / rate / 3600, "h")} if limit else {})
         return found
 
 
@@ -108,7 +109,7 @@ class Study:
     """steps, warm_up: of a round. seeds: of whole trainings, which take a round each. against: a name on one of the axes; its configuration
     is what ratios are against (None: the first configuration). collectives: profile them by name in the last round. retakes, anew: of a
     timing.Window. patience: a configuration that after a round has less than this share of its base's samples/s gets no other round. strict:
-    what one configuration fails of ends the study."""
+    what one configuration fails of ends the study. seconds: of timing.Window."""
 
     name: str
     configurations: Sequence[Configuration]
@@ -123,6 +124,7 @@ class Study:
     anew: bool = False
     patience: float = 0.0
     strict: bool = False
+    seconds: float = 0.0
 
     def base_of(self, c: Configuration) -> Configuration:
         """The configuration that `c` is compared with. Raises UserError where there is none."""
@@ -140,7 +142,7 @@ class Study:
 
     def digest(self) -> str:
         told = [{c.name: c.describe()} for c in self.configurations]
-        what = [told, self.steps, self.warm_up, self.rounds, list(self.seeds)]
+        what = [told, self.steps, self.warm_up, self.rounds, list(self.seeds), *([self.seconds] if self.seconds else [])]
         return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -194,7 +196,7 @@ def figures(ranks: list[Timed]) -> Values:
         found[f"memory/{name}"] = (max(t.memory[name] for t in ranks), "bytes")
     if first.sent is not None:
         found["traffic/sent"] = (sum(n_bytes for _, n_bytes in first.sent.values()), "bytes")
-    return found
+    return found | {name: (value, unit) for name, (value, unit) in first.values.items()}
 
 
 # ------------------------------------------------------------ what is measured
@@ -222,6 +224,7 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
         raise UserError(f"runner={Path(file).name}:{function} needs {e.name}, which is not installed here.") from None
     timed = time_it(subject, window)
     timed.memory |= peak_of_one_more(subject)
+    subject.finish(timed, window)
     return timed
 
 
@@ -233,7 +236,7 @@ def take(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
         values, said, series = runs.train(c.recipe, c.processes, seed, folder / "runs" / f"{label(c.name)}-{number}")
         return Sample(number, values=values, planned=said, series=series, took=time.monotonic() - began)
     steps = whole_rounds(study.steps, c.recipe.layout)[0] if c.recipe else study.steps
-    window = Window(steps, study.warm_up, os.getpid(), study.collectives and number == study.rounds, study.retakes, study.anew)
+    window = Window(steps, study.warm_up, os.getpid(), study.collectives and number == study.rounds, study.retakes, study.anew, study.seconds, number)
     if c.runner in RUNNERS:
         ranks = start(c.processes, RUNNERS[c.runner], c.recipe, window, log=log)
     else:
@@ -360,7 +363,7 @@ def resident_bytes(recipe: Recipe, here: World) -> int:
 def unit_of(name: str) -> str:
     """Of a figure that a source states."""
     first = name.partition("/")[0]
-    return "samples/s" if name == "samples_per_s" else {"time": "s", "memory": "bytes", "traffic": "bytes"}.get(first, "")
+    return {"samples_per_s": "samples/s", "time/epoch": "h"}.get(name) or {"time": "s", "memory": "bytes", "traffic": "bytes"}.get(first, "")
 
 
 # ------------------------------------------------------------ the study
@@ -457,7 +460,7 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
         middle = middle_of(samples)
         for name in samples[0].values:
             values = [s.values[name] for s in samples if name in s.values]
-            rows.append(summary(name, values, common, None if study.seeds else middle.values[name][0]))
+            rows.append(summary(name, values, common, None if study.seeds else middle.values.get(name, values[0])[0]))
         rows += compared(study, c, samples, notebook, common)
     return rows
 

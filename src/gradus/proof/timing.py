@@ -50,7 +50,8 @@ SHORT = 0.5  # s below which the system's ticks are too coarse to tell
 @dataclasses.dataclass(frozen=True)
 class Window:
     """What one process times in one round. root: the process that started the study. collectives: also profile them by name. retakes: how
-    often steps are timed again because of others. anew: of training, the timed steps begin with the first samples again, however often."""
+    often steps are timed again because of others. anew: of training, the timed steps begin with the first samples again, however often.
+    seconds: go on until these have passed too, but not beyond ten times the steps or six times the seconds. round: from 1."""
 
     steps: int
     warm_up: int
@@ -58,12 +59,20 @@ class Window:
     collectives: bool = False
     retakes: int = RETAKES
     anew: bool = False
+    seconds: float = 0.0
+    round: int = 1
+
+    def enough(self, steps: int, elapsed: float) -> bool:
+        if not self.seconds:
+            return steps >= self.steps
+        done = steps >= self.steps and elapsed >= self.seconds
+        return done or steps >= 10 * self.steps or (steps > 0 and elapsed >= 6 * self.seconds)
 
 
 @dataclasses.dataclass
 class Subject:
     """What is timed. step(batch()) is one step and returns its loss, or None; samples: seen since the start; memory: bytes at the peak of one
-    more step, by name; ready: all processes of the configuration begin together."""
+    more step, by name; ready: all processes of the configuration begin together; finish: adds to what was timed (values, raw, facts)."""
 
     batch: Callable[[], Any]
     step: Callable[[Any], Any]
@@ -73,6 +82,7 @@ class Subject:
     ready: Callable[[], Any] = lambda: None
     agree: Callable[[bool], bool] = lambda disturbed: disturbed  # on what one process found
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    finish: Callable[[Timed, Window], None] = lambda timed, window: None
 
     def synchronise(self) -> None:
         if self.device.type != "cpu":
@@ -95,6 +105,8 @@ class Timed:
     collectives: dict[str, list[float]] | None = None  # the same → calls and seconds, a step
     kernels: list[float] | None = None  # of a GPU: seconds a step that it computed, and that it did nothing but communicate
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    values: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # further figures: name → value, unit
+    raw: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # name → one of each step
 
 
 def time_it(subject: Subject, window: Window) -> Timed:
@@ -108,7 +120,7 @@ def time_it(subject: Subject, window: Window) -> Timed:
     for attempt in range(window.retakes + 1):
         subject.ready()
         before, others, marks, taken = subject.samples(), Others(window.root), [_now()], []
-        for _ in range(window.steps):
+        while not window.enough(len(taken), time.perf_counter() - marks[0][0]):
             batch = subject.batch()
             marks.append(_now())
             taken.append(subject.step(batch))

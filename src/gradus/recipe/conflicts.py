@@ -179,6 +179,14 @@ def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
 
 
 OTHER: tuple[Row, ...] = (
+    _clash("train.qat", f"{SPLITS}, {WORKERS}, layout.replicate=data_parallel",
+           "one process sees the ranges of inputs. Leave the axis out, or train.qat"),
+    _clash("train.qat", "layout.checkpointing", "ranges move between a forward pass and its recomputation. "
+           "Set layout.checkpointing=none"),
+    _clash("train.qat", "layout.compile", "compiled blocks keep the ranges that they were compiled with. "
+           "Set layout.compile=none"),
+    _clash("train.qat", "layout.precision!=fp32", "the rounding is that of fp32 inputs. Set layout.precision=fp32"),
+    _clash("train.qat", "model.n_experts", "experts' products are not rounded. Leave model.n_experts out"),
     *_of_kinds("schedule", stated=True),
     *_of_kinds("tokenizer", stated=False),
     _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),
@@ -194,6 +202,7 @@ OTHER: tuple[Row, ...] = (
     _stated("data.valid_fraction", "data.kind=text data.valid", " with {}. Leave one of the two out"),
     Row("evaluate.test", "task.name=copy", " with task {value}: made data has no test split. Leave it out"),
     _stated("evaluate.decode", "task.name!=translation", " with task {value}. It is for translation"),
+    _stated("evaluate.beams", "task.name!=translation", " with task {value}. It is for translation"),
     _stated("evaluate.max_new", "task.name!=translation|causal_lm",
             " with task {value}. It is for translation and causal_lm"),
     _stated("evaluate.max_new", "task.name=causal_lm evaluate.samples=0", " with {}. Set evaluate.samples=1, say"),

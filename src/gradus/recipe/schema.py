@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self, get_args
@@ -15,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from gradus import limits
+from gradus.errors import did_you_mean
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0, le=limits.REAL)]
@@ -526,6 +528,7 @@ class Train(Section):
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
+    qat: bool = False  # quantisation-aware: Linears compute with inputs and weights rounded as int8 would round them
 
 
 class Evaluate(Section):
@@ -539,6 +542,7 @@ class Evaluate(Section):
     decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
     samples: upto(limits.SAMPLES, 0) = 0  # decoded samples to print at the end
     max_new: Length | None = None  # tokens, for decoding
+    beams: upto(1_000) = 1  # translation: beam search with so many; 1: greedy
 
 
 class LocalSGD(Section):
@@ -621,11 +625,33 @@ def _folder(text: str | None) -> str | None:
     return text
 
 
+# what a line of the log may hold, each with a value to try it with
+LINE_VALUES = dict.fromkeys(("step", "steps", "accumulations"), 1) | dict.fromkeys(
+    ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s"), 1.0
+)
+
+
+def _line(text: str | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        for _, name, spec, _ in string.Formatter().parse(text):
+            if name is not None and name not in LINE_VALUES:
+                raise ValueError(f"{{{name[:30]}}}: no such value.{did_you_mean(name, LINE_VALUES).rstrip('.?')}")
+            if len(spec or "") > 8 or "{" in (spec or "") or re.search(r"\d{3}", spec or ""):
+                raise ValueError(f"{{{name}:{spec[:30]}}}: too wide")
+        text.format(**LINE_VALUES)
+    except ValueError as e:
+        raise ValueError(f"{text[:80]!r}: {e}") from None
+    return text
+
+
 class Log(Section):
     """Where the run folder goes and what is written besides `metrics.jsonl`."""
 
     dir: Annotated[str | None, AfterValidator(_folder)] = None  # None: runs/<recipe>/<time>
     every: Steps = 10  # steps between two rows and lines
+    line: Annotated[str | None, AfterValidator(_line)] = None  # another line, e.g. "{step:6d} | {loss:.2f} | {lr:.1e}"
     tensorboard: bool = False  # also write rows for TensorBoard
     wandb: str | None = None  # the project; off when not given
 

@@ -22,8 +22,8 @@ from gradus.rows import read_rows
 WIDE = 120  # characters of a table's line at most
 MANY = 80  # samples that are still shown one by one
 GROUPS = (  # what the tables are of: names, caption
-    (r"samples_per_s|ratio|speed_up|efficiency|(time|latency)/.*", "Speed."),
-    (r"(memory|ratio)/.*", "Memory of tensors, and of the whole process, at the highest."),
+    (r"best|samples_per_s|ratio|speed_up|efficiency|roof|(time|latency|decode)/.*", "Speed."),
+    (r"(memory|ratio|size)/.*", "Memory of tensors, and of the whole process, at the highest."),
     (r"traffic/.*|energy/.*|data_wait", "Bytes that a process sends in a step, and the wait for data."),
     (r".*", "Losses and metrics."),
 )

@@ -32,6 +32,8 @@ def of_study(study: Study) -> Iterator[tuple[str, Any]]:
         lines |= {", ".join(word for word in (name, whole) if word): own for name, own in found.items()}
     if lines and not ladder:
         yield _scaling(study, lines, speeds)
+    if found := _by_batch(study):
+        yield found
     yield from _quality(study)
 
 
@@ -202,6 +204,33 @@ def _stacked(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
     axes.set_xlim(-0.7, max(len(stacks), 2) - 0.3)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
+
+
+# ---------------------------------------------------------------- several batches
+
+
+def _by_batch(study: Study) -> tuple[str, Any] | None:
+    """Latency, a line for what differs in nothing but the batch."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for c, latency in study.values("latency/median").items():
+        at = dict(study.facts[c].get("at", {}))
+        if "batch" in at:
+            batch = float(at.pop("batch"))
+            name = at.pop("engine", "") + "".join(f" · {n} {axis}" for axis, n in at.items())
+            lines.setdefault(name, []).append((batch, latency))
+    if all(len(found) < 2 for found in lines.values()):
+        return None
+    figure, (axes,) = sheet(1, 3.2)
+    for i, (name, found) in enumerate([*lines.items()][:MOST]):
+        marker, colour = MARKS[i // len(COLOURS) % len(MARKS)], COLOURS[i % len(COLOURS)]
+        axes.plot(*zip(*sorted(found)), label=name, marker=marker, color=colour, ms=4, lw=1.2)
+    batches = sorted({batch for found in lines.values() for batch, _ in found})
+    axes.set(xscale="log", yscale="log", xlabel="samples at a time", ylabel="latency, s")
+    axes.set_xticks(batches, [f"{n:g}" for n in batches])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    legend(figure, axes)
+    return "Latency by the number of samples at a time, median; both axes logarithmic.", figure
 
 
 # ---------------------------------------------------------------- accuracy against speed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
-from gradus.models.decoding import complete
+from gradus.models.decoding import beam_search, complete
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, fit_vocabulary, loss_and_accuracy, summed_cross_entropy
 from gradus.tasks.sources import open_pairs
@@ -92,9 +92,9 @@ class Copy(SequenceToSequence):
         return [(starts[i] if first else []) + row for i, row in enumerate(new)]
 
     def evaluate(self, model, batch):
-        sources = batch["source"].tolist()
+        found, sources = super().evaluate(model, batch), batch["source"].tolist()
         exact = sum(copy == source for copy, source in zip(self.decode(model, sources), sources))
-        return {**super().evaluate(model, batch), "exact_match": (exact, len(sources))}
+        return {**found, "exact_match": (exact, len(sources))}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         sources = [list(range(1, self.task.n_symbols))[: self.task.length]]  # 1 2 3 ... first, then held-out ones
@@ -147,19 +147,21 @@ class Translation(SequenceToSequence):
         return np.concatenate((source, self.source_end)), target_in, target_out
 
     def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
-        """Greedy translations of source ids (with their end token)."""
+        """Translations of source ids (with their end token): greedy, or with evaluate.beams."""
         longest = max(len(s) for s in sources)
         room = min(self.room, max_new or 2 * longest + 10)
-        new = complete(model, [[self.start_id]] * len(sources), sources=sources, max_new=room, eos_id=self.eos_id)
+        given = {"sources": sources, "max_new": room, "eos_id": self.eos_id}
+        starts, beams = [[self.start_id]] * len(sources), self.recipe.evaluate.beams
+        new = complete(model, starts, **given) if beams == 1 else beam_search(model, starts, beams=beams, **given)
         return [self.target_tokenizer.decode(row) for row in new]
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
-        """Greedy translations of texts."""
+        """Translations of texts."""
         rows = [ids[: self.room] + self.source_end.tolist() for ids in self.tokenizer.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
-        """Greedy translations. The split alone determines the batches, of samples of similar length; the processes take
+        """Translations. The split alone determines the batches, of samples of similar length; the processes take
         turns with them."""
         data = self.splits[split]
         order = np.argsort([len(data[i]["source"]) for i in range(len(data))], kind="stable")
@@ -172,7 +174,7 @@ class Translation(SequenceToSequence):
         return written
 
     def decoded_metrics(self, written: dict[int, str], split: str) -> dict[str, float]:
-        """BLEU of greedy translations by sacrebleu (Post 2018), default tokenisation 13a, case kept."""
+        """BLEU of the translations by sacrebleu (Post 2018), default tokenisation 13a, case kept."""
         import sacrebleu
 
         references = list(self.corpora[split][1])

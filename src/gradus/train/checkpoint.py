@@ -29,6 +29,7 @@ from torch import Tensor
 from gradus import files, tasks
 from gradus.errors import UserError
 from gradus.models.weights import checksums, some
+from gradus.parallel import qat
 from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.train.log import write_json
@@ -147,8 +148,13 @@ class Checkpoints:
         """Write the weights in the Hugging Face layout with the tokenizers and what more(folder) adds. Collective."""
         from gradus.train import sharded
 
-        parameters = {h.name: h.parameter for h in parallel.local_parameters}
-        sharded.export(parameters, parallel.bare.config, target, tokenizers, parallel.mesh.group("pipeline"), more)
+        def with_ranges(aside: Path) -> None:
+            more(aside)
+            if found := qat.ranges(parallel.bare):
+                write_json(aside / qat.FILE, found)
+
+        parameters, group = {h.name: h.parameter for h in parallel.local_parameters}, parallel.mesh.group("pipeline")
+        sharded.export(parameters, parallel.bare.config, target, tokenizers, group, with_ranges)
 
     def _remove_old(self) -> None:
         for old in self.steps()[: -self.keep]:
@@ -286,6 +292,8 @@ class Checkpoints:
             place = mesh.rank("pipeline", "replicate", "expert", "shard", "context")
             torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])
         precision.load_state(state["scaler"])
+        if (path / qat.FILE).is_file():
+            qat.restore(parallel.bare, json.loads((path / qat.FILE).read_text()))
         return state
 
 

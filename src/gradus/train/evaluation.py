@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -96,12 +96,13 @@ def chosen_by(task: Task) -> tuple[str, bool]:
 @torch.no_grad()
 def evaluate(
     parallel: Parallel, task: Task, split: str, precision: Precision, device: torch.device,
-    between: Callable[[], None] | None = None,
+    between: Callable[[], None] | None = None, instead: Any = None, each: list[dict] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """The task's metrics over a whole split, each sample once, in evaluation mode; the model's mode is put back.
 
     Collective: processes take shares of every batch and sum their results; for decoding each has the whole model, and
-    its own share. between: called before every batch, on all alike.
+    its own share. between: called before every batch, on all alike. instead: what is called in the model's place (of
+    one process). each: is given every batch's sums, metric -> (sum, count).
     """
     r, mesh, model = task.recipe, parallel.mesh, parallel.bare
     writes = r.evaluate.decode and type(task).decoded_metrics is not Task.decoded_metrics
@@ -109,13 +110,17 @@ def evaluate(
     model.eval()
     totals: dict[str, list[float]] = {}
     try:
-        with parallel.whole() if task.decodes or writes else contextlib.nullcontext() as whole:
+        alone = contextlib.nullcontext(instead)
+        with parallel.whole() if instead is None and (task.decodes or writes) else alone as whole:
             for step in _loader(parallel, task, split).steps(0):
                 if between:
                     between()
                 for batch in step.micro_batches:
                     batch = precision.cast_batch(task.to_device(batch, device))
-                    _add(totals, _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else None))
+                    found = _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else instead)
+                    _add(totals, found)
+                    if each is not None:
+                        each.append(found)
             sums: dict[str, list[float]] = {}
             for of_process in parallel.collect(totals):
                 _add(sums, of_process)
@@ -146,7 +151,7 @@ def _add(totals: dict[str, list[float]], found: dict[str, tuple[float, int]]) ->
 
 
 def _evaluate_batch(
-    parallel: Parallel, task: Task, batch: dict, precision: Precision, whole: nn.Module | None
+    parallel: Parallel, task: Task, batch: dict, precision: Precision, whole: Any
 ) -> dict[str, tuple[float, int]]:
     """What this process adds to the metrics' (sum, count): each target once over all processes."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradus.data.loader import Step
 from gradus.parallel.engine import Parallel
 from gradus.rows import Row
+from gradus.train import machine
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import Clock
 from gradus.train.hooks import Hook
@@ -42,6 +43,8 @@ class Trainer(Stepper):
 
     def __init__(self, session: Session, model: nn.Module | Parallel, folder: Path, hooks: Sequence[Hook] = ()):
         recipe, task, device = session.recipe, session.task, session.device
+        if device.type == "cpu":
+            machine.keep_freed_memory()
         super().__init__(recipe, task, model, device, session.precision)
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)

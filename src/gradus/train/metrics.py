@@ -108,7 +108,14 @@ class Metrics(Hook):
             speed += f"  MFU {mfu:.1%}"
         for hook in trainer.hooks:
             rows += hook.rows(trainer)
-        trainer.log(rows, self._line(trainer, loss, taken.rate, speed))
+        if own := trainer.recipe.log.line:
+            line = own.format(
+                step=step, steps=trainer.last_step, accumulations=p.accumulations, loss=loss, lr=taken.rate,
+                grad_norm=norm, samples_per_s=samples / elapsed, tokens_per_s=tokens / elapsed,
+            )  # fmt: skip
+        else:
+            line = self._line(trainer, loss, taken.rate, speed)
+        trainer.log(rows, line)
 
     def _line(self, trainer: Trainer, loss: float, rate: float, speed: str) -> str:
         p = trainer.progress

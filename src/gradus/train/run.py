@@ -196,7 +196,7 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
     """What of `model.init` is used, and what of the model is new."""
     line, theirs = f"weights from {recipe.model.init}", models.config_of(recipe.model.init)
-    for what, names in (("new", report.new), ("unused", report.unused)):
+    for what, names in (("new", report.new), ("unused", report.unused), ("interpolated", report.resized)):
         line += f"; {what}: {', '.join(names)}" if names else ""
     ours = getattr(recipe.task, "classes", None)
     if report.reshaped:

@@ -62,7 +62,8 @@ class Session:
         the matrix products of the same samples draw alike, others differ.
         """
         start = start or self.deferred()
-        parallel = apply(start.model, self.recipe.layout, self.mesh, device=self.device, values=start.values)
+        more = {"device": self.device, "values": start.values, "qat": self.recipe.train.qat}
+        parallel = apply(start.model, self.recipe.layout, self.mesh, **more)
         place = self.mesh.rank("pipeline", "replicate", "expert", "shard", "context")
         torch.manual_seed(self.recipe.train.seed + 1_000_003 * place)
         parallel.bare.train()

@@ -1,0 +1,58 @@
+"""What lies beside exported weights: tokenizer or normalisation, and the ids that generation starts and ends with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gradus import tasks
+from gradus.data.tokenizers import Tokenizer
+from gradus.errors import UserError
+from gradus.infer import Place, note, special
+
+GENERATION = "generation_config.json"
+
+
+def write(place: Place, to: Path) -> bool:
+    """Write them into the folder `to`. Returns whether there is a tokenizer."""
+    tokenizers: dict[str, Tokenizer] = {}
+    if place.config.reads == "text":
+        try:
+            tokenizers = place.tokenizers()
+        except UserError as e:
+            note(f"without a tokenizer: {str(e).removesuffix(' Give one with --tokenizer PATH.')}")
+    tasks.save_tokenizers(to, tokenizers)
+    if place.recipe is not None and place.config.reads == "images":
+        (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
+    if (place.folder / GENERATION).is_file():
+        (to / GENERATION).write_bytes((place.folder / GENERATION).read_bytes())
+    elif tokenizers and place.family.attention != "both":
+        (to / GENERATION).write_text(json.dumps(generation(place, tokenizers), indent=2) + "\n")
+    return bool(tokenizers)
+
+
+def generation(place: Place, tokenizers: dict[str, Tokenizer]) -> dict[str, int]:
+    """The settings by which `generate` of transformers and vLLM begin, end and pad as we do."""
+    tokenizer = tokenizers.get("target", tokenizers[""])
+    end = special(tokenizer, "eos", "sep")
+    found = {"bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": end}
+    if place.path.is_file():
+        found["eos_token_id"] = found["bos_token_id"]  # as infer.encode
+    pad = special(tokenizer, "pad")
+    found["pad_token_id"] = found["eos_token_id"] if pad is None else pad
+    if place.family.attention == "cross":
+        start = (pad or 0) if place.family.decoder_start == "padding" else special(tokenizer, "bos", "cls", "pad")
+        found["decoder_start_token_id"] = start
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def image_processor(place: Place) -> dict:
+    """The settings by which transformers prepares an image as we do: the shorter side to image_size, the centre cut
+    out, (x / 255 - mean) / std."""
+    size, data = place.config.image_size, place.recipe.data
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
+        "resample": 2, "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True,
+        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": data.mean, "image_std": data.std,
+        "do_convert_rgb": place.config.n_channels == 3,
+    }  # fmt: skip

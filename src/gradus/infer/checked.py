@@ -1,0 +1,147 @@
+"""Every engine beside the model in PyTorch and fp32, on real inputs, before its first use."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradus import files
+from gradus.errors import UserError
+from gradus.infer import Encoded, Place
+from gradus.infer.engines import Engine, Torch, here, open
+from gradus.models.decoding import generate, greedy
+from gradus.rows import Row, read_rows
+from gradus.train.machine import cpu_name
+from gradus.train.precision import pick_device
+
+TOKENS = 32  # that are decoded in a check
+CLOSE = 1e-3  # share of the largest logit by which an engine that computes in fp32 may differ
+
+
+def compare(
+    engine: Engine, reference: Engine, inputs: Encoded | Iterable[dict[str, Tensor]], n: int = TOKENS
+) -> list[Row]:
+    """How far an engine's logits are from the reference's, on the same inputs.
+
+    inputs: prompts, of which both decode the reference's `n` greedy tokens; or the arguments of some forward passes.
+    Rows check/max_abs_delta, check/largest (the reference's largest |logit|), check/cosine (the lowest of a place),
+    check/greedy (share of places whose likeliest token or class is the same; `n` of them), check/computes (the type).
+    """
+    if isinstance(inputs, Encoded):
+        tokens: list[Tensor] = []
+        wanted = torch.cat(_decoded(reference, inputs, n, tokens))
+        found = torch.cat(_decoded(engine, inputs, n, list(tokens), forced=True))
+    else:
+        inputs = list(inputs)
+        found, wanted = (torch.cat([_flat(e(**given)) for given in inputs]) for e in (engine, reference))
+    finite = bool(found.isfinite().all())
+    delta, largest = float((found - wanted).abs().max()) if finite else float("inf"), float(wanted.abs().max())
+    cosine = float(torch.cosine_similarity(found, wanted, dim=-1).min()) if finite else 0.0
+    same = (found.argmax(-1) == wanted.argmax(-1)).double()
+    at = {"engine": engine.name, "precision": engine.precision}
+    values = {"max_abs_delta": delta, "largest": largest, "cosine": cosine, "greedy": float(same.mean())}
+    rows = [Row(f"check/{name}", value, conditions={**at, "n": len(same)}) for name, value in values.items()]
+    return [*rows, Row("check/computes", engine.computes, conditions=at)]
+
+
+def _flat(out: Any) -> Tensor:
+    out = out[0] if isinstance(out, tuple) else out
+    return out.float().cpu().reshape(-1, out.shape[-1])  # (places, classes)
+
+
+def _decoded(engine: Engine, inputs: Encoded, n: int, tokens: list[Tensor], forced: bool = False) -> list[Tensor]:
+    """The logits (batch, vocab) of every step; tokens: what was chosen is added, or with forced what is taken."""
+    seen: list[Tensor] = []
+
+    def choose(logits: Tensor) -> Tensor:
+        seen.append(logits.float().cpu())
+        if not forced:
+            tokens.append(greedy(logits).cpu())
+        return (tokens.pop(0) if forced else tokens[-1]).to(logits.device)
+
+    longest = engine.config.longest or sys.maxsize
+    n = min(n, longest // 2)
+    prompts = [row[-(longest - n + 1) :] for row in inputs.prompts]  # those that slide are cut
+    for _ in generate(engine, prompts, max_new=n, choose=choose, sources=inputs.sources):
+        pass
+    return seen
+
+
+def line(rows: Sequence[dict[str, Any]]) -> str:
+    """A check in one line. rows: as `Row.known` gives them."""
+    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    at, equal = rows[0], round(float(v["greedy"]) * rows[0]["n"])
+    return (
+        f"engine {at['engine']} {at['precision']} computes in {v['computes']}; against PyTorch in fp32: "
+        f"max |Δ| {float(v['max_abs_delta']):.1e} of {float(v['largest']):.3g}, cosine {float(v['cosine']):.6f}, "
+        f"{equal} of {at['n']} greedy equal ({at['when']})"
+    )
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises UserError for an engine whose results are of no use."""
+    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    at, delta, largest = rows[0], float(v["max_abs_delta"]), float(v["largest"])
+    limit = CLOSE * largest if v["computes"] == "fp32" else largest
+    if not delta <= limit:
+        off = f"differs from PyTorch in fp32 by {delta:.1e} where logits reach {largest:.3g}"
+        raise UserError(f"--engine={at['engine']} --precision={at['precision']}: {off}. Use --engine torch.")
+
+
+def kept_at(place: Place, name: str, precision: str) -> Path:
+    """Where the check of an engine on these weights is kept."""
+    return files.cache_dir() / "engines" / f"{here(place, name, precision)}.jsonl"
+
+
+class Running:
+    """A place's model in its engine, for what calls a model: opened, and checked, on the first inputs."""
+
+    def __init__(self, place: Place):
+        self.place, self.device = place, pick_device("auto")
+        self.engine: Engine | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)  # prefill, decode and the rest, once it is open
+
+    def on(self, inputs: Encoded | dict[str, Any]) -> Engine:
+        if self.engine is None:
+            given = [inputs] if isinstance(inputs, dict) else inputs
+            self.engine = checked(self.place, self.place.engine, self.place.precision, given)
+        return self.engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(self.place.family.model.forward).parameters
+        return self.on(dict(zip([n for n in names if n != "self"], args)) | kwargs)(*args, **kwargs)
+
+
+def checked(place: Place, name: str, precision: str | None, inputs: Encoded | Iterable[dict[str, Tensor]]) -> Engine:
+    """The engine, ready for use: where it was not yet checked on these weights it is now, on these inputs. Shows the
+    check in one line on standard error. Raises UserError for an engine that cannot, or that is far off."""
+    engine = open(place, name, precision)
+    name, precision = engine.name, engine.precision  # of auto: what it took
+    if (name, precision) == ("torch", "fp32"):
+        return engine
+    if made := place.made:  # checked when it was written
+        print(made["told"], file=sys.stderr, flush=True)
+        return engine
+    kept = kept_at(place, name, precision)
+    if not kept.is_file():
+        reference = Torch(dataclasses.replace(place, model=None), "fp32")
+        rows = compare(engine, reference, inputs)
+        now = f"{datetime.date.today()}"
+        for row in rows:
+            row.conditions |= {"when": now, "processor": cpu_name(), "torch": torch.__version__}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(kept, "".join(row.json() + "\n" for row in rows))
+    rows = read_rows(kept)
+    print(line(rows), file=sys.stderr, flush=True)
+    verdict(rows)
+    return engine

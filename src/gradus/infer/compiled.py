@@ -1,0 +1,212 @@
+"""The compiled engine: a decoding step with shapes that never change, compiled, over weights that are stored for
+products with one row. Applied to the model from outside; the model's own code is what is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.errors import UserError
+from gradus.infer import Place
+from gradus.infer.engines import Torch
+from gradus.layers import Cache
+from gradus.parallel.qat import weight_scale
+from gradus.torch_private import int4_pack, int4_product, int8_product
+from gradus.train.precision import HALF, pick_device
+
+ROOM = 64  # a cache's tokens are a multiple of it, so that requests of nearly one length share a compiled step
+GROUP = 32  # weights that share a scale in int4
+
+
+class Rows(nn.Module):
+    """A Linear in fp32 with its weight stored column by column: x @ W. A product with one row then reads several
+    columns' worth of memory side by side, which on processors without AVX512 is twice as fast as PyTorch's Linear."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.bias = linear.bias
+        self.hold(**self.numbers(linear.weight.detach()))
+
+    @classmethod
+    def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> Rows:
+        """Of numbers that were kept."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        made.hold(**numbers)
+        return made
+
+    @staticmethod
+    def numbers(weight: Tensor) -> dict[str, Tensor]:
+        """(out, in) -> what is kept of it, the same on every machine."""
+        return {"weight": weight}
+
+    def hold(self, weight: Tensor) -> None:
+        """Numbers as this machine computes with them."""
+        self.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)  # (in, out)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x: (rows, in) -> (rows, out)."""
+        return x @ self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x.flatten(0, -2))
+        y = y if self.bias is None else y + self.bias
+        return y.unflatten(0, x.shape[:-1])
+
+
+class Half(Rows):
+    """Stored in bf16 or fp16, computed in fp32: what is read from memory is what takes the time."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
+        self.dtype = dtype
+        super().__init__(linear)
+
+    def hold(self, weight: Tensor) -> None:
+        self.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)  # (out, in)
+
+    def product(self, x: Tensor) -> Tensor:
+        if len(x) == 1:  # becomes one loop, in which no fp32 weight is ever stored
+            return (self.weight.float() * x.float()).sum(-1)[None].to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Int8(Rows):
+    """8 bits a weight, with one scale for each output."""
+
+    @staticmethod
+    def numbers(weight: Tensor) -> dict[str, Tensor]:
+        scale = weight_scale(weight)  # (out,)
+        return {"packed": (weight / scale[:, None]).round().to(torch.int8), "scale": scale.bfloat16()}
+
+    def hold(self, packed: Tensor, scale: Tensor) -> None:
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and whole_blocks(*self.packed.shape):  # with fp32 inputs ten times slower
+            return int8_product(x.bfloat16(), self.packed, self.scale).to(x.dtype)
+        return F.linear(x, self.packed.to(x.dtype)) * self.scale.to(x.dtype)  # becomes one kernel when compiled
+
+
+class Int4(Rows):
+    """4 bits a weight, with a scale and a middle for every GROUP inputs."""
+
+    @staticmethod
+    def numbers(weight: Tensor) -> dict[str, Tensor]:
+        groups = weight.unflatten(1, (-1, GROUP))  # (out, groups, GROUP)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).clamp_min(1e-12)
+        numbers = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).flatten(1).byte()
+        middle = torch.stack((scale, low + 8 * scale), dim=-1)  # w = (number - 8) scale + middle
+        scales = middle.transpose(0, 1).contiguous().bfloat16()  # (groups, out, 2)
+        return {"pairs": numbers[:, ::2] << 4 | numbers[:, 1::2], "scales": scales}  # pairs: (out, in / 2)
+
+    def hold(self, pairs: Tensor, scales: Tensor) -> None:
+        numbers = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1).int()  # (out, in), 0 to 15
+        self.register_buffer("packed", int4_pack(numbers))
+        self.register_buffer("scales", scales)
+
+    def product(self, x: Tensor) -> Tensor:
+        return int4_product(x.bfloat16(), self.packed, GROUP, self.scales).to(x.dtype)
+
+
+def whole_blocks(outputs: int, inputs: int) -> bool:
+    """Whether PyTorch's kernels for packed weights take this shape; others crash some of them."""
+    return inputs % GROUP == 0 and outputs % 16 == 0
+
+
+def stored(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+    """What stands in a Linear's place."""
+    if precision == "int8":
+        return Int8
+    if precision == "int4":
+        return lambda linear: Int4(linear) if whole_blocks(*linear.weight.shape) else Int8(linear)
+    if device.type != "cpu":  # its libraries have kernels for one row
+        return lambda linear: linear
+    return Rows if precision == "fp32" else lambda linear: Half(linear, HALF[precision])
+
+
+def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace every Linear of a model, whatever its family."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, kind(module))
+
+
+class Compiled(Torch):
+    """Prefill as the model is; a decoding step, or an encoder's whole pass, compiled.
+
+    On a CPU the weights are stored as `precision` says and everything else is fp32. On a GPU everything is in fp32,
+    bf16 or fp16, with bf16 beside int8 weights, and a step is one CUDA graph.
+    """
+
+    name = "compiled"
+    PRECISIONS = {
+        "fp32": ("causal", "cross", "both"), "bf16": ("causal", "cross"), "fp16": ("causal", "cross"),
+        "int8": ("causal", "cross"), "int4": ("causal", "cross"),
+    }  # fmt: skip
+
+    def __init__(self, place: Place, precision: str = "fp32"):
+        device = pick_device("auto")
+        on_gpu = device.type != "cpu"
+        if on_gpu and precision == "int4":
+            raise UserError("--engine compiled --precision int4: for processors. Use --precision int8.")
+        rest = {"int8": "bf16"}.get(precision, precision) if on_gpu else "fp32"
+        super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
+        self.precision, self.first = precision, True
+        if place.family.attention != "both" and not place.made:
+            with torch.no_grad():
+                store(self.model.requires_grad_(False), stored(precision, device))
+        self.computes = rest if precision == rest else f"{rest} from {precision} weights"
+        if precision in ("int8", "int4") and not on_gpu:
+            self.computes = f"fp32, products in bf16 from {precision} weights"
+        options = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        # A code object of its own: what is compiled belongs to the code, and these guards do not tell engines apart.
+        own = types.MethodType(types.FunctionType(_step.__code__.replace(), globals(), "_step"), self.model)
+        self._whole = torch.compile(self.model, dynamic=True)
+        self._step = torch.compile(own, **{"mode": "reduce-overhead"} if on_gpu else {"options": options})
+
+    def prefill(self, *args: Any, room: int | None = None, **kwargs: Any) -> Tensor:
+        if room is not None:
+            room = min(-(-room // ROOM) * ROOM, self.config.longest or room + ROOM)
+        logits = super().prefill(*args, room=room, **kwargs)
+        if room is not None:
+            self.cache.fix()
+        return logits
+
+    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._told(lambda: self._step(ids, positions, self.cache, self.memory))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        run = self._whole if self.place.family.attention == "both" else self.model
+        return self._told(lambda: run(*args, **kwargs))
+
+    def _told(self, call: Callable[[], Tensor]) -> Tensor:
+        """The first call compiles, which takes long, and is shown."""
+        if not self.first:
+            return call()
+        began, self.first = time.perf_counter(), False
+        print("compiling ...", file=sys.stderr, flush=True)
+        out = call()
+        print(f"first call, with compiling: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        return out
+
+
+def _step(
+    model: nn.Module, ids: Tensor, positions: Tensor, cache: Cache, memory: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """What is compiled: one token a row."""
+    given = {"positions": positions[:, None], "cache": cache}
+    if memory is None:
+        return model(ids[:, None], **given)[:, -1]
+    return model.decode(ids[:, None], *memory, **given)[:, -1]

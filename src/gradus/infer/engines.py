@@ -1,0 +1,172 @@
+"""Engines: the ways to run a trained model, behind one interface."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradus import files, limits
+from gradus.data.cache import digest, identity
+from gradus.errors import UserError, did_you_mean, either
+from gradus.models.decoding import Steps
+from gradus.train.machine import cpu_flags, cpu_name
+
+if TYPE_CHECKING:
+    from gradus.infer import Place
+
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")  # int8 and int4: of the weights of matrix products alone
+# name → where its class is; imported when it is asked for. And `auto`: what gradus bench found best on this machine.
+ENGINES = {
+    "torch": "gradus.infer.engines:Torch",
+    "compiled": "gradus.infer.compiled:Compiled",
+    "onnx": "gradus.infer.export_onnx:Onnx",
+    "pt2": "gradus.infer.export_pt2:Pt2",
+    "torchscript": "gradus.infer.export_torchscript:TorchScript",
+    "tensorrt": "gradus.infer.export_tensorrt:TensorRT",
+}
+
+
+class Engine:
+    """What every engine gives. A model that reads (an encoder, of images too; any model that scores) has `forward`; one
+    that writes (a decoder, an encoder-decoder) also `prefill`, `decode` and `reorder`, of which `generate` makes texts:
+    see gradus.models.decoding.Steps for what they take and return.
+
+    name: as in ENGINES. precision: as asked for. computes: the type that matrix products are really computed in, in
+    words ("fp32", "bf16", "fp32 from int8 weights"). keeps: whether decode can follow prefill.
+
+    A subclass names the precisions that it has (a dict: precision → which families' `attention`, as of Family), raises
+    UserError in __init__ where this machine or this model cannot, and needs no gradient.
+    """
+
+    name: str
+    computes: str
+    keeps = True
+    packages: tuple[str, ...] = ()  # that it imports
+    device = torch.device("cpu")
+    PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": ("causal", "both", "cross")}
+
+    def __init__(self, place: Place, precision: str):
+        self.place, self.precision, self.config = place, precision, place.config
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Logits of every place, or of every sample: what the model's forward returns. inputs: the model's arguments by
+        their names (ids, keep, token_types; images; source, target, source_keep), those that are None left out."""
+        raise NotImplementedError
+
+    def weight_bytes(self) -> int:
+        """Of what is stored of the model."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, select: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """As the model is called: tasks take an engine for it."""
+        names = inspect.signature(self.place.family.model.forward).parameters
+        given = dict(zip([name for name in names if name != "self"], args)) | kwargs
+        out = self.forward(**{name: value for name, value in given.items() if value is not None})
+        return out if select is None else out[select]
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, sources: Tensor | None = None, source_lengths: Tensor | None = None, *,
+        room: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        raise UserError(f"--engine={self.name}: it does not write texts. Use --engine torch.")
+
+    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        raise UserError(f"--engine={self.name}: it does not write texts. Use --engine torch.")
+
+    def reorder(self, rows: Tensor) -> None:
+        raise UserError(f"--engine={self.name}: it has no beam search. Use --beams 1, or --engine torch.")
+
+
+class Torch(Steps, Engine):
+    """The model as it is."""
+
+    name = "torch"
+    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
+
+    def __init__(self, place: Place, precision: str = "fp32"):
+        Engine.__init__(self, place, precision)
+        Steps.__init__(self, place.load(precision))
+        self.computes = place.made["computes"] if place.made else precision
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.model(**inputs)
+
+    def weight_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.model(*args, **kwargs)  # it computes the selected places alone
+
+
+def kind(name: str) -> type[Engine]:
+    """The class of an engine. Raises UserError for no engine."""
+    if name not in ENGINES:
+        known = f" Known: {', '.join(ENGINES)}."
+        raise UserError(f"--engine={name}: no such engine.{did_you_mean(name, (*ENGINES, 'auto')) or known}")
+    module, _, cls = ENGINES[name].partition(":")
+    return getattr(import_module(module), cls)
+
+
+def fits(found: type[Engine], precision: str, place: Place) -> None:
+    """Raises UserError where an engine has not this precision for this kind of model; the text names what it has."""
+    kinds = {"causal": "decoders", "both": "encoders", "cross": "encoder-decoders"}
+    attention, what = place.family.attention, f"--engine {found.name} --precision {precision}"
+    if attention in found.PRECISIONS.get(precision, ()):
+        return
+    if has := [p for p, families in found.PRECISIONS.items() if attention in families]:
+        raise UserError(f"{what}: not for {kinds[attention]} ({place.name}). Use --precision {' or '.join(has)}.")
+    takes = sorted({kinds[a] for families in found.PRECISIONS.values() for a in families})
+    raise UserError(f"{what}: for {' and '.join(takes)}, and {place.name} is none. Use --engine torch.")
+
+
+def here(place: Place, *more: str) -> str:
+    """A key of a model's weights, by what they hold, on this processor and PyTorch, and of `more`."""
+    weights = [place.path] if place.path.is_file() else sorted(place.path.glob("*.safetensors"))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
+    return digest([identity(p) for p in weights], *more, device, torch.__version__)
+
+
+def best_at(place: Place) -> Path:
+    """Where gradus bench keeps what it found best: {"any" or a precision: [engine, precision], "when": a date}."""
+    return files.cache_dir() / "best" / f"{here(place)}.json"
+
+
+def best(place: Place, precision: str | None) -> tuple[str, str]:
+    """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
+    kept = best_at(place)
+    known = limits.read_json(kept, limits.CONFIG_FILE) if kept.is_file() else {}
+    found = known.get(precision or "any")
+    name, chosen = found or ("torch", precision or "fp32")
+    why = f"the fastest of gradus bench, {known['when']}" if found else f"no gradus bench of {place.name} here"
+    print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
+    return name, chosen
+
+
+def ways_of(made: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(engine, precision) that a folder of graphs, or of quantised weights, is for. made: Place.made."""
+    yield made.get("format", "torch"), made["precision"]
+    if made.get("as") in ("int8", "int4"):  # of weights alone
+        yield "compiled", made["precision"]
+
+
+def open(place: Place, name: str = "torch", precision: str | None = None) -> Engine:
+    """The engine of this name on a model. precision: None: fp32, of auto any. Raises UserError for an engine that
+    cannot do it; the text says what can."""
+    if name == "auto":
+        name, precision = list(ways_of(place.made))[-1] if place.made else best(place, precision)
+    precision = precision or "fp32"
+    found = kind(name)
+    if not place.made:
+        fits(found, precision, place)
+    elif (name, precision) not in (ways := list(ways_of(place.made))):
+        use = either(f"--engine {name} --precision {precision}" for name, precision in ways)
+        what = "exported" if "format" in place.made else "quantised"
+        raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")
+    return found(place, precision)

@@ -1,0 +1,69 @@
+"""`gradus export`: any checkpoint, of one process or of many in any layout, as files that other engines load
+(docs/export.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.infer import Place, beside, engines, exported, find
+from gradus.infer.graphs import DTYPES
+from gradus.models import weights
+
+
+def export(
+    name: str, to: Path, shard_gb: float = 5.0, kind: str = "hf", precision: str | None = None, opset: int | None = None
+) -> Iterator[str]:
+    """Write a model to the folder `to`: in Hugging Face's layout, or as graphs (infer.exported), with its configuration
+    and its tokenizer or normalisation.
+
+    name: as `infer.find`; of a run, its best checkpoint or else its newest. precision: None: for hf as stored, else
+    fp32. shard_gb: hf's largest file, in 10^9 bytes. Yields lines for the user.
+    Raises UserError where there is no model, where a format or an option does not fit it, or where `to` is the folder
+    that is read or holds something else.
+    """
+    place = find(name)
+    graphs = kind != "hf"
+    free(place, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
+    if place.made:
+        raise UserError(f"{name}: made for engines, of which no other is made. Give the model that it was made from.")
+    if opset is not None and kind not in ("onnx", "tensorrt"):
+        raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
+    if not graphs:
+        yield from in_hugging_face_layout(place, to, shard_gb, precision)
+        return
+    found, precision = engines.kind(kind), precision or "fp32"
+    if place.family.attention not in found.PRECISIONS["fp32"]:
+        raise UserError(f"--as {kind}: for encoders, and {name} is none. Use --as onnx.")
+    yield from exported.write(place, found, to, precision, **({"opset": opset} if opset else {}))
+
+
+def free(place: Place, to: Path, file: str, what: str) -> None:
+    """Raises UserError where the folder `to` holds something other than what an earlier call left, which has `file`."""
+    read = place.folder.resolve()
+    for wrong, why in (
+        (to.is_file(), "this is a file"),
+        (to.resolve() in (read, *read.parents), "it holds the checkpoint that is read"),
+        ((to / "training.json").is_file(), "this is a checkpoint of a run"),
+        (to.is_dir() and os.listdir(to) and not (to / file).is_file(), f"it holds other files and no {what}"),
+    ):
+        if wrong:
+            raise UserError(f"--to={to}: {why}. Give a new folder, or an empty one.")
+
+
+def in_hugging_face_layout(place: Place, to: Path, shard_gb: float, precision: str | None) -> Iterator[str]:
+    """config.json, model.safetensors (in shards above shard_gb) and what lies beside. One stored tensor is read at a
+    time, and memory holds one shard of the result, never the model."""
+    dtype = None if precision is None else DTYPES[precision]
+    models.convert(place.path, to, shard_gb * 1e9, dtype)
+    with_tokenizer = beside.write(place, to)
+    size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
+    n = len(list(to.glob("*.safetensors")))
+    tokenizer = ", tokenizer" if with_tokenizer else ""
+    yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){tokenizer}"
+    known, why = weights.loads_in_transformers(place.config)
+    unknown = f"transformers does not know this architecture ({why}); gradus loads it"
+    yield f"transformers loads this as {known}" if known else unknown

@@ -1,0 +1,52 @@
+"""PT2: machine code made by torch.export and AOTInductor, for PyTorch's C++ and Python runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradus.errors import UserError
+from gradus.infer.exported import GraphEngine
+from gradus.infer.graphs import Graph
+from gradus.torch_private import compile_ahead, load_ahead
+from gradus.train.precision import pick_device
+
+
+class Pt2(GraphEngine):
+    """The compiled model, on the kind of device that it was compiled for: an NVIDIA GPU where there is one, else the
+    CPU, whose instructions it may need."""
+
+    name = "pt2"
+    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
+
+    @classmethod
+    def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:
+        device = pick_device("auto")
+        graph.module.to(device)
+        program = torch.export.export(
+            graph.module, tuple(x.to(device) for x in graph.inputs.values()), dynamic_shapes=graph.dynamic,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )  # fmt: skip
+        try:
+            # Without asserts of what held for the example: a `past` of 0 is as good.
+            options = {"scalar_asserts": False}
+            compile_ahead(program, str(folder / f"{graph.name}.pt2"), options)
+        except RuntimeError as e:  # of its many kinds, e.g. no compiler
+            why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+            raise UserError(f"--as pt2: AOTInductor cannot compile it ({why}). Use --as onnx.") from None
+        return {"file": f"{graph.name}.pt2", "device": device.type}
+
+    def open(self, paths: dict[str, Path]) -> None:
+        kind = next(iter(self.graphs.values()))["device"]
+        if kind != "cpu" and not torch.accelerator.is_available():
+            raise UserError(f"it was compiled for {kind}, and there is none here. Export it here.")
+        self.device = torch.device(kind)
+        self.loaded = {name: load_ahead(str(path)) for name, path in paths.items()}
+
+    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        has = self.graphs[graph]
+        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in has["inputs"]))
+        return dict(zip(has["outputs"], out, strict=True))

@@ -1,0 +1,41 @@
+"""TorchScript, by trace, for encoders: PyTorch has stopped working on it and points to torch.export (pt2)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradus.errors import UserError
+from gradus.infer.exported import GraphEngine
+from gradus.infer.graphs import Graph
+
+
+class TorchScript(GraphEngine):
+    """A trace of an encoder; what a decoder keeps has sizes that a trace would fix."""
+
+    name = "torchscript"
+    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("both",))
+
+    @classmethod
+    def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its age, and of Python numbers that our checks compare
+            traced = torch.jit.trace(graph.module, tuple(graph.inputs.values()), check_trace=False)
+            torch.jit.save(torch.jit.freeze(traced), folder / f"{graph.name}.pt")
+        return {"file": f"{graph.name}.pt"}
+
+    def open(self, paths: dict[str, Path]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.loaded = {name: torch.jit.load(path) for name, path in paths.items()}
+            except RuntimeError as e:
+                raise UserError(f"{next(iter(paths.values()))}: no TorchScript ({str(e).splitlines()[0]})") from None
+
+    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        has = self.graphs[graph]
+        return dict(zip(has["outputs"], self.loaded[graph](*(inputs[name] for name in has["inputs"])), strict=True))

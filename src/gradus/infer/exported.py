@@ -1,0 +1,269 @@
+"""Folders of exported graphs: writing one, checking it against the model, and the engine that runs it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradus import files, models
+from gradus.data.cache import digest, identity
+from gradus.errors import UserError
+from gradus.infer import EXPORTED as FILE
+from gradus.infer import Place, beside
+from gradus.infer.engines import Engine
+from gradus.infer.graphs import DTYPES, Graph, graphs, lower
+from gradus.limits import CONFIG_FILE, read_json
+
+NAMES = {  # of our models' arguments → of the graphs' inputs
+    "ids": "input_ids", "keep": "attention_mask", "token_types": "token_type_ids", "images": "pixel_values",
+    "source": "source", "target": "input_ids", "source_keep": "encoder_attention_mask",
+}  # fmt: skip
+
+
+class GraphEngine(Engine):
+    """An engine of exported graphs: a subclass writes them, opens the files of a folder, and runs one.
+
+    A model that is no such folder is exported first, once, into $GRADUS_CACHE.
+    """
+
+    PRECISIONS = dict.fromkeys(("fp32", "fp16"), ("causal", "both", "cross"))
+    stand_in: type[GraphEngine] | None = None  # checks what is written where the engine itself cannot run
+
+    def __init__(self, place: Place, precision: str = "fp32", folder: Path | None = None):
+        super().__init__(place, precision)
+        self.folder = folder or found(place, type(self), precision)
+        self.graphs = read_json(self.folder / FILE, CONFIG_FILE)["graphs"]
+        self.computes = precision
+        self.state: dict[str, Tensor] = {}  # keys and values by the names under which they go in
+        self.mask: Tensor | None = None  # of a decoder: which of them are of real tokens
+        self.open({name: self.folder / graph["file"] for name, graph in self.graphs.items()})
+
+    @classmethod
+    def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:
+        """Write a graph into a folder. Returns what is to be known of it: its `file`, and more."""
+        raise NotImplementedError
+
+    def open(self, paths: dict[str, Path]) -> None:
+        """paths: graph → file. Raises UserError where this machine cannot run them."""
+        raise NotImplementedError
+
+    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a graph by name, in their order."""
+        raise NotImplementedError
+
+    def weight_bytes(self) -> int:
+        """Of the graphs' files, and of weights beside them."""
+        parts = (path for graph in self.graphs.values() for path in self.folder.glob(f"{graph['file']}*"))
+        return sum(path.stat().st_size for path in parts)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        if unknown := [name for name in inputs if name not in NAMES]:
+            raise UserError(f"--engine={self.name}: its graph has no {' and no '.join(unknown)}. Use --engine torch.")
+        given = {NAMES[name]: value for name, value in inputs.items()}
+        ids = given.get("input_ids")
+        sources = (given["source"], given.get("encoder_attention_mask")) if "source" in given else ()
+        if "model" in self.graphs and self.place.family.attention == "both":
+            if ids is not None:
+                given = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)} | given
+                given["attention_mask"] = given["attention_mask"].long()
+            out = tuple(self.run("model", given).values())
+            return out[0] if len(out) == 1 else out
+        self.begin(len(ids), *sources)
+        return self.read(ids, given.get("attention_mask"))
+
+    def begin(self, batch: int, sources: Tensor | None = None, keep: Tensor | None = None) -> None:
+        """Forget what was read, and have an encoder read sources (batch, source); keep: where these are real."""
+        last = list(self.graphs.values())[-1]["inputs"]
+        self.mask, self.state = None, {
+            name: torch.zeros(batch, shape[1], 0, shape[3], dtype=getattr(torch, dtype), device=self.device)
+            for name, (dtype, *shape) in last.items() if name.startswith("past") and ".encoder." not in name
+        }  # fmt: skip
+        if sources is not None:
+            keep = (torch.ones_like(sources) if keep is None else keep).long()
+            heard = self.run("encoder", {"input_ids": sources, "attention_mask": keep})
+            self.state |= {"encoder_attention_mask": keep, **pasts(heard)}
+
+    def read(self, ids: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The logits (batch, seq, vocab) of the next tokens, ids (batch, seq). keep: where they are real (None:
+        everywhere); an encoder-decoder's answers have no padding."""
+        given = {"input_ids": ids, **self.state}
+        if "attention_mask" in self.graphs[name := list(self.graphs)[-1]]["inputs"]:
+            new = (torch.ones_like(ids) if keep is None else keep).long()
+            self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
+            given["attention_mask"] = self.mask
+        out = self.run(name, given)
+        logits = out.pop("logits")
+        self.state |= pasts(out)
+        return logits
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, sources: Tensor | None = None, source_lengths: Tensor | None = None, *,
+        room: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        if sources is None:
+            self.begin(len(ids))
+        elif (lengths == ids.shape[1]).all():
+            self.begin(len(ids), sources, torch.arange(sources.shape[1], device=ids.device) < source_lengths[:, None])
+        else:
+            raise UserError(f"--engine={self.name}: answers start from prompts of one length. Use --engine torch.")
+        keep = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        return self.read(ids, keep)[torch.arange(len(ids), device=ids.device), lengths - 1]
+
+    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.read(ids[:, None])[:, -1]  # a position is where attention_mask says
+
+    def reorder(self, rows: Tensor) -> None:
+        self.state = {name: kept[rows] for name, kept in self.state.items()}
+        self.mask = None if self.mask is None else self.mask[rows]
+
+
+def pasts(presents: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("present", "past_key_values"): tensor for name, tensor in presents.items()}
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
+    """The folder of a model's graphs: the model's own where it is one, else one that is made once and kept."""
+    if place.made:  # engines.open has looked at the rest
+        return place.folder
+    weights = [place.path] if place.path.is_file() else sorted(p for p in place.path.rglob("*") if p.is_file())
+    key = digest([identity(p) for p in weights], kind.name, precision, torch.__version__)
+    kept = files.cache_dir() / "exports" / key
+    if not (kept / FILE).is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        for _ in write(place, kind, kept, precision):
+            pass
+    return kept
+
+
+def write(place: Place, kind: type[GraphEngine], to: Path, precision: str, **options: Any) -> Iterator[str]:
+    """Write the graphs of a model into the folder `to`, with its configuration and tokenizer or normalisation, check
+    them, and keep the check in export.json. Yields lines for the user. Raises UserError where the format cannot hold
+    the model, or its outputs are not the model's; nothing is then left."""
+    reference = models.load(place.path).eval().requires_grad_(False)
+    lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
+    with files.aside(to) as folder, torch.no_grad():
+        folder.mkdir(parents=True)
+        about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
+        for graph in graphs(lowered):
+            inputs = {
+                name: [str(x.dtype).removeprefix("torch."), *(axes.get(i, n) for i, n in enumerate(x.shape))]
+                for (name, x), axes in zip(graph.inputs.items(), graph.axes.values(), strict=True)
+            }
+            written = kind.write(graph, folder, precision=precision, **options)
+            about["graphs"][graph.name] = {**written, "inputs": inputs, "outputs": graph.outputs}
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        files.write_json(folder / FILE, about)
+        about["check"] = checked(place, kind, folder, precision, reference)
+        about["told"] = line(about)
+        files.write_json(folder / FILE, about)
+        with_tokenizer = beside.write(place, folder)
+        config = models.to_config_json(reference.config, DTYPES[precision])
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if to.is_dir():
+            files.remove(to)
+    files_of = ([graph["file"], graph.get("onnx")] for graph in about["graphs"].values())
+    names = " and ".join(file for both in files_of for file in both if file and (to / file).is_file())
+    yield f"{place.path} → {to}: {names}, {size / 1e6:,.1f} MB{', tokenizer' if with_tokenizer else ''}"
+    yield about["told"]
+
+
+def line(about: dict[str, Any]) -> str:
+    """A check in one line."""
+    if isinstance(about["check"], str):
+        return f"not checked: {about['check']}"
+    rows = about["check"]
+    worst = max(rows, key=lambda row: row["max_abs_delta"] / row["limit"])
+    shapes = ", ".join(
+        f"{name} {'/'.join(map(str, sorted({row[name] for row in rows})))}"
+        for name in ("batch", "seq", "past") if name in rows[0]
+    )  # fmt: skip
+    return (
+        f"checked against PyTorch in fp32: max |Δ| {worst['max_abs_delta']:.1e} where outputs reach "
+        f"{worst['largest']:.3g} (limit {worst['limit']:.1e}; {shapes})"
+    )
+
+
+# ---------------------------------------------------------------- checking it
+
+
+def checked(
+    place: Place, kind: type[GraphEngine], folder: Path, precision: str, model: nn.Module
+) -> list[dict[str, float]] | str:
+    """A row for each of `cases`, or why this machine runs none. Raises UserError where outputs are too far off."""
+    try:
+        engine = kind(place, precision, folder)
+    except UserError as e:
+        if kind.stand_in is None or precision not in kind.stand_in.PRECISIONS:
+            return str(e)
+        engine = kind.stand_in(place, precision, folder)
+    rows = [row | {"limit": limit(precision, row["largest"])} for row in measured(engine, model)]
+    for row in rows:
+        if not row["max_abs_delta"] <= row["limit"]:
+            at = ", ".join(f"{name} {row[name]}" for name in ("batch", "seq", "past") if name in row)
+            off = f"outputs differ from PyTorch's by {row['max_abs_delta']:.1e} at {at} (limit {row['limit']:.1e})"
+            raise UserError(f"--as {kind.name} --precision {precision}: {off}. Nothing was written. Use --as hf.")
+    return rows
+
+
+def limit(precision: str, largest: float) -> float:
+    """How far outputs may be from the model's in fp32: 1e-4 of those of unit size, and that part of larger ones; in 16
+    bits, 16 roundings of the largest."""
+    part = 1e-4 if precision == "fp32" else 16 * torch.finfo(DTYPES[precision]).eps
+    return part * max(1.0, largest)
+
+
+def cases(place: Place) -> Iterator[dict[str, int]]:
+    """Sizes other than those that a graph was traced at."""
+    longest = place.config.longest
+    n = 9 if longest is None else min(9, longest - 3)
+    for batch in (1, 3):
+        if place.config.reads == "images":
+            yield {"batch": batch}
+        elif place.family.attention == "both":
+            yield from ({"batch": batch, "seq": seq} for seq in (1, n))
+        else:
+            yield from ({"batch": batch, "seq": seq, "past": past} for past in (0, 1, n) for seq in (1, 3))
+
+
+@torch.no_grad()
+def measured(engine: GraphEngine, model: nn.Module) -> Iterator[dict[str, float]]:
+    """How far an engine's outputs are from the model's, which is in fp32: for each case the largest difference and the
+    model's largest absolute value. In batches of several, rows of an encoder are of unequal length."""
+    config, attention = model.config, engine.place.family.attention
+    draw = torch.Generator().manual_seed(0)
+    for case in cases(engine.place):
+        batch, past = case["batch"], case.get("past", 0)
+        if config.reads == "images":
+            given = {"images": torch.randn(batch, config.n_channels, *2 * (config.image_size,), generator=draw)}
+        else:
+            lengths = past + case["seq"], 6
+            ids, source = (torch.randint(config.vocab_size, (batch, n), generator=draw) for n in lengths)
+            keep, source_keep = (
+                torch.arange(x.shape[1]) < torch.tensor([x.shape[1], 1, 4])[:batch, None] for x in (ids, source)
+            )
+            if attention == "cross":
+                ids = ids % (getattr(config, "target_vocab_size", None) or config.vocab_size)
+                given = {"source": source, "target": ids, "source_keep": source_keep}
+            else:
+                given = {"ids": ids, "keep": keep} if attention == "both" else {"ids": ids}
+        wanted, given = model(**given), {name: value.to(engine.device) for name, value in given.items()}
+        if attention == "both":
+            got = engine.forward(**given)
+            pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (wanted, got)), strict=True)
+        else:
+            ids = given.get("target", given.get("ids"))
+            engine.begin(batch, given.get("source"), given.get("source_keep"))
+            read = [engine.read(part) for part in (ids[:, :past], ids[:, past:]) if part.shape[1]]
+            pairs = [(wanted, torch.cat(read, dim=1))]
+        pairs = [(a, b.float().cpu()) for a, b in pairs]
+        delta = max(float((a - b).abs().max()) for a, b in pairs)
+        yield {**case, "max_abs_delta": delta, "largest": max(float(a.abs().max()) for a, _ in pairs)}

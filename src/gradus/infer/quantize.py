@@ -1,0 +1,257 @@
+"""`gradus quantize`: a model with its Linears in int8 or int4, set beside what it replaces before it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import inspect
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradus import files, models
+from gradus.data.loader import Loader, Step
+from gradus.errors import UserError, did_you_mean
+from gradus.infer import Place, beside, engines, find, quantized
+from gradus.infer.checked import compare, line
+from gradus.infer.engines import Engine
+from gradus.infer.export import free
+from gradus.infer.predict import BATCH, opened
+from gradus.limits import CONFIG_FILE, read_json
+from gradus.models.decoding import complete
+from gradus.parallel import qat
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import Mesh
+from gradus.tasks.base import Task
+from gradus.train.evaluation import evaluate
+from gradus.train.precision import Precision
+from gradus.train.session import Session
+
+CALIBRATE = 256  # samples, unless said otherwise
+ROUNDS, TOKENS = 7, 32  # of timing; that are decoded in one of them
+Table = dict[str, Any]  # name → [before, after]; difference: see `lost`
+
+
+def quantize(args: Any) -> Iterator[str]:
+    """Write the quantised model to the folder `to`, with its tokenizer, and yield the table. The arguments are those of
+    `gradus quantize`.
+
+    Raises UserError, and writes nothing, where the result is slower than what it replaces or loses more than max_loss
+    points of accuracy (unless force), and for what does not fit together.
+    """
+    place, session = opened(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
+    engine, to = _engine(args, place), Path(args.to)
+    free(place, to, quantized.FILE, "quantised model")
+    without = session.recipe.evaluate.model_copy(update={"decode": False})  # accuracy is of given answers
+    session.task.recipe = session.task.recipe.model_copy(update={"evaluate": without})
+    model = place.load()
+    ranges, said = _ranges(args, place, session) if args.how == "static" else ({}, None)
+    if said:
+        yield said
+    with files.aside(to) as folder:
+        about = quantized.write(folder, model, args.how, ranges)
+        made = dataclasses.replace(find(str(folder)), recipe=place.recipe)
+        old, new = engines.open(place, engine), engines.open(made, engine, about["precision"])
+        size = [sum(p.stat().st_size for p in paths) for paths in (_weights(place), [folder / quantized.WEIGHTS])]
+        table: Table = {"size, MB": [n / 1e6 for n in size]} | measured(session, args.split, old, new)
+        yield from shown(table, about, args)
+        refusal = refused(table, args.max_loss)
+        if refusal and not args.force:
+            raise UserError(f"--as {args.how}: {refusal}. Nothing was written. --force keeps it.")
+        given = _arguments(model, session, args.split)
+        with torch.no_grad():
+            told = [row.known() | {"when": f"{datetime.date.today()}"} for row in compare(new, old, [given])]
+        about |= {"told": line(told), "table": table, "calibrated": said}
+        (folder / quantized.FILE).write_text(json.dumps(about, indent=1) + "\n")
+        beside.write(place, folder)
+        if to.is_dir():
+            files.remove(to)
+    kept = f" (--force: {refusal})" if refusal else ""
+    yield f"{place.path} → {to}: use it with --engine {engine} --precision {new.precision}{kept}"
+
+
+def _engine(args: Any, place: Place) -> str:
+    """The engine in which both are measured. Raises UserError for what does not fit together."""
+    how, weights_only = args.how, args.how in ("int8", "int4")
+    if place.made:
+        raise UserError(f"{place.name}: made for engines. Give the model that it was made from.")
+    if args.calibrate and how != "static":
+        raise UserError(f"--calibrate={args.calibrate}: of --as static; {how} needs no samples. Leave it out.")
+    if weights_only and place.family.attention == "both":
+        raise UserError(f"--as {how}: of weights alone, for models that write texts. Use --as dynamic or static.")
+    if why := quantized.lacks(how):
+        raise UserError(f"--as {how}: {why}. Use --as int8 for models that write texts, else --precision bf16.")
+    if args.engine not in (None, "torch", *(["compiled"] if weights_only else [])):
+        use = "torch or compiled" if weights_only else "torch"
+        raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {use}.")
+    return args.engine or ("compiled" if weights_only else "torch")
+
+
+def _weights(place: Place) -> list[Path]:
+    if place.path.is_file():
+        return [place.path]
+    found = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in place.path.glob(kind))
+    return [p for p in found if p.is_file() and not p.name.startswith("training.")]
+
+
+# ---------------------------------------------------------------- ranges of inputs
+
+
+def _ranges(args: Any, place: Place, session: Session) -> tuple[dict[str, list[float]], str]:
+    """(module → lowest and highest input, where they are from). Raises UserError where there are none."""
+    kept = place.folder / qat.FILE
+    if kept.is_file():
+        if args.calibrate:
+            raise UserError(f"--calibrate={args.calibrate}: training saw the ranges (train.qat). Leave it out.")
+        found, said = read_json(kept, CONFIG_FILE), "ranges of inputs: those that training saw (train.qat)"
+    else:
+        batches, said = calibration(args.calibrate or "train", args.split, session)
+        found = seen(place.load(), session, batches)
+    if lacks := [name for name in quantized.linears(place.load()) if name not in found]:
+        raise UserError(f"{args.recipe}: no input of {lacks[0]} was seen. Use --as dynamic.")
+    return found, said
+
+
+def calibration(asked: str, evaluated: str, session: Session) -> tuple[list[dict], str]:
+    """(batches of the named set, what to tell of it). asked: SPLIT or SPLIT:N. Raises UserError for none, and for the
+    split that is evaluated."""
+    split, colon, number = asked.partition(":")
+    if split not in (splits := session.task.splits):
+        raise UserError(f"--calibrate={asked}: this data has no such split.{did_you_mean(split, splits)}")
+    if split == evaluated:
+        raise UserError(f"--calibrate={asked}: the accuracy is measured on it. Use train, or evaluate another --split.")
+    if colon and not (number.isascii() and number.isdigit() and len(number) < 10 and int(number)):
+        raise UserError(f"--calibrate={asked}: expected SPLIT or SPLIT:N, such as train:256.")
+    n = min(int(number) if colon else CALIBRATE, len(splits[split]))
+    order = "as the recipe shuffles it" if split == "train" else "in its order"
+    return next(_steps(session, split, n)).micro_batches, f"calibrated on the first {n:,} samples of {split}, {order}"
+
+
+def _steps(session: Session, split: str, samples: int) -> Iterator[Step]:
+    """A split in its order, so many samples a step and at most BATCH a forward pass."""
+    task = session.task
+    plan = task.plan(split, samples, None)
+    return Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, micro_batch=BATCH).steps(0)
+
+
+@torch.no_grad()
+def seen(model: nn.Module, session: Session, batches: list[dict]) -> dict[str, list[float]]:
+    """Lowest and highest input of every Linear over these batches."""
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, given: tuple, name: str) -> None:
+        low, high = given[0].aminmax()
+        old = found.get(name, (low, high))
+        found[name] = torch.stack((old[0].minimum(low), old[1].maximum(high)))
+
+    linears = quantized.linears(model).items()
+    hooks = [m.register_forward_pre_hook(functools.partial(look, name=name)) for name, m in linears]
+    for batch in batches:
+        session.task.evaluate(model, session.task.to_device(batch, session.device))
+    for hook in hooks:
+        hook.remove()
+    return {name: pair.tolist() for name, pair in found.items()}
+
+
+# ---------------------------------------------------------------- before and after
+
+
+def measured(session: Session, split: str, old: Engine, new: Engine) -> Table:
+    """Times are medians in ms, the two in turn; metrics are of the whole split."""
+    task, found = session.task, {}
+    for name, call in _timed(session, split).items():
+        for engine in (old, new):
+            call(engine)  # compiles, where it does
+        times = [[_ms(call, engine) for engine in (old, new)] for _ in range(ROUNDS)]
+        found[name] = [statistics.median(column) for column in zip(*times)]
+    each: tuple[list[dict], list[dict]] = ([], [])
+    fp32, parallel = Precision("fp32", session.device), Parallel(old.model, session.recipe.layout, Mesh.single())
+    metrics = [
+        evaluate(parallel, task, split, fp32, session.device, instead=engine, each=sums)
+        for engine, sums in zip((old, new), each)
+    ]
+    found |= {f"{split}/{name}": [m[name] for m in metrics] for name in ("accuracy", "loss")}
+    both = [(a["accuracy"], b["accuracy"]) for a, b in zip(*each, strict=True)]
+    return found | {"difference": lost([(before - after, n) for (before, n), (after, _) in both])}
+
+
+def lost(batches: list[tuple[float, int]]) -> tuple[float, float, int]:
+    """(points lost, their standard error, targets) from (right before - right after, targets) of every batch. The error
+    is that of a ratio whose batches are drawn (Cochran 1977, section 6.4)."""
+    n, k = sum(count for _, count in batches), len(batches)
+    mean = sum(difference for difference, _ in batches) / n
+    spread = sum((difference - mean * count) ** 2 for difference, count in batches)
+    return 100 * mean, 100 * math.sqrt(spread * k / (k - 1)) / n if k > 1 else math.inf, n
+
+
+def _timed(session: Session, split: str) -> dict[str, Callable[[Engine], Any]]:
+    """What is timed, by its name in the table: a pass over one sample and over BATCH, or a token that is written."""
+    task, many = session.task, min(BATCH, len(session.task.splits[split]))
+    batches = {n: task.to_device(next(_steps(session, split, n)).micro_batches[0], session.device) for n in (1, many)}
+    if models.lookup(session.recipe.model.family).attention == "both":
+        return {f"ms, batch {n}": functools.partial(_evaluated, task, b) for n, b in batches.items()}
+    batch, longest = batches[1], session.recipe.model.longest
+    sources = batch["source"].tolist() if "source" in batch else None
+    prompts = (batch["ids"][:, :8] if sources is None else batch["target"][:, :1]).tolist()
+    new = TOKENS if longest is None else min(TOKENS, longest - len(prompts[0]))
+    return {f"ms, {new} tokens": lambda engine: complete(engine, prompts, max_new=new, sources=sources)}
+
+
+@torch.no_grad()
+def _evaluated(task: Task, batch: dict, engine: Engine) -> Any:
+    return task.evaluate(engine, batch)
+
+
+def _ms(call: Callable[[Engine], Any], engine: Engine) -> float:
+    began = time.perf_counter()
+    call(engine)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _arguments(model: nn.Module, session: Session, split: str) -> dict[str, Any]:
+    """What the task calls the model with for the first batch of a split, by name, for `compare`."""
+    found: dict[str, Any] = {}
+    names = [name for name in inspect.signature(model.forward).parameters if name != "select"]
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found.update(dict(zip(names, args)) | kwargs)
+
+    batch = next(_steps(session, split, BATCH)).micro_batches[0]
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        session.task.evaluate(model, session.task.to_device(batch, session.device))
+    hook.remove()
+    return {name: value for name, value in found.items() if value is not None and name in names}
+
+
+def refused(table: Table, max_loss: float) -> str | None:
+    """Why a result is not worth keeping, with its figures; None: it is."""
+    points, error, n = table["difference"]
+    times = {name: pair for name, pair in table.items() if name.startswith("ms")}
+    found = []
+    if points > max_loss:
+        found.append(f"it loses {points:.2f} ± {error:.2f} points of {n:,}, more than --max-loss {max_loss:g}")
+    if math.prod(before / after for before, after in times.values()) < 1:
+        figures = (f"{name}: {after:.3g} after, {before:.3g} before" for name, (before, after) in times.items())
+        found.append(f"it is slower than what it replaces ({'; '.join(figures)})")
+    return " and ".join(found) or None
+
+
+def shown(table: Table, about: dict[str, Any], args: Any) -> Iterator[str]:
+    rows = {name: pair for name, pair in table.items() if name != "difference"}
+    yield f"{'':20} {'as it is':>12} {args.how:>12} {'ratio':>8}"
+    for name, (before, after) in rows.items():
+        ratio = f"{after - before:+8.4f}" if "/" in name else f"{before / after:7.2f}×"
+        digits = ".4f" if "/" in name else ".3f" if before < 100 else ".1f"
+        yield f"{name:20} {before:12{digits}} {after:12{digits}} {ratio}"
+    points, error, n = table["difference"]
+    lost = f"{points:.2f} ± {error:.2f} points of accuracy"
+    yield f"loses {lost} on {n:,} targets, paired; computes in {about['computes']}"

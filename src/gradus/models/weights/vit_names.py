@@ -1,0 +1,116 @@
+"""ViT's weights as torchvision and timm name them, from shapes alone: theirs have no config.json that says the sizes.
+
+Both are the published ViT with biases and a class token. What else they have (registers, layer scale, a norm before the
+head's pooling) is named and refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gradus.errors import UserError, some
+from gradus.models.weights.stored import Stored
+from gradus.recipe.schema import ViTConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Within a block: theirs → Hugging Face's; several of these for the fused projection.
+QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
+TIMM = {
+    "norm1": "layernorm_before", "attn.qkv": QKV, "attn.proj": "attention.output.dense",
+    "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense",
+}  # fmt: skip
+TORCHVISION = {
+    "ln_1": "layernorm_before", "self_attention.in_proj": QKV, "self_attention.out_proj": "attention.output.dense",
+    "ln_2": "layernorm_after", "mlp.linear_1": "intermediate.dense", "mlp.linear_2": "output.dense",
+    "mlp.0": "intermediate.dense", "mlp.3": "output.dense",
+}  # fmt: skip
+OUTSIDE = {
+    "cls_token": "embeddings.cls_token", "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj": "embeddings.patch_embeddings.projection", "norm": "layernorm", "head": "classifier",
+    "class_token": "embeddings.cls_token", "encoder.pos_embedding": "embeddings.position_embeddings",
+    "conv_proj": "embeddings.patch_embeddings.projection", "encoder.ln": "layernorm", "heads.head": "classifier",
+}  # fmt: skip
+BLOCK = re.compile(r"(?:blocks\.|encoder\.layers\.encoder_layer_)(\d+)\.(.+?)[._](weight|bias)")
+WIDE = {1280: 16, 1408: 16, 1664: 16}  # d_model → heads, of the published sizes whose heads are not of 64
+
+
+def knows(names: Mapping[str, object]) -> bool:
+    return bool({"patch_embed.proj.weight", "conv_proj.weight"} & set(names))
+
+
+def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[str, Stored]]:
+    """(configuration, tensors under Hugging Face's names). Raises UserError for a tensor that a plain ViT has not."""
+    found: dict[str, Stored] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        block, (owner, _, kind) = BLOCK.fullmatch(name), name.rpartition(".")
+        theirs = (TIMM | TORCHVISION).get(block[2]) if block else OUTSIDE.get(name) or OUTSIDE.get(owner)
+        if theirs is None:
+            unknown.append(name)
+        elif not block:
+            found[theirs if name in OUTSIDE else f"{theirs}.{kind}"] = tensor
+        else:
+            parts = theirs if isinstance(theirs, tuple) else (theirs,)
+            for i, part in enumerate(parts):
+                own = tensor if len(parts) == 1 else third(tensor, i)
+                found[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = own
+    if unknown:
+        raise UserError(f"{where}: {some(unknown)}: no plain ViT has them. Gradus reads vit_* of torchvision and timm")
+    positions, projection = (
+        found.get(f"embeddings.{name}") for name in ("position_embeddings", "patch_embeddings.projection.weight")
+    )
+    up = found.get("encoder.layer.0.intermediate.dense.weight")
+    if positions is None or projection is None or up is None or "embeddings.cls_token" not in found:
+        raise UserError(f"{where}: not a whole ViT: its positions, class token, patches or first block are missing")
+    d_model, n_channels, patch_size, _ = projection.shape
+    classifier = found.get("classifier.weight")
+    config = ViTConfig(
+        n_layers=1 + max(int(name.split(".")[2]) for name in found if name.startswith("encoder.layer.")),
+        d_model=d_model, n_heads=WIDE.get(d_model, max(1, d_model // 64)), d_ff=up.shape[0], norm_eps=1e-6,
+        n_channels=n_channels, patch_size=patch_size, image_size=round((positions.shape[1] - 1) ** 0.5) * patch_size,
+        n_classes=classifier.shape[0] if classifier else None,
+    )  # fmt: skip
+    body = "vit." if classifier else ""
+    return config, {name if name.startswith("classifier") else f"{body}{name}": x for name, x in found.items()}
+
+
+def third(tensor: Stored, i: int) -> Stored:
+    rows = tensor.shape[0] // 3
+
+    def make() -> Tensor:
+        return tensor.part((i * rows, *(0 for _ in tensor.shape[1:])), (rows, *tensor.shape[1:]))
+
+    return Stored((rows, *tensor.shape[1:]), make, dtype=tensor.dtype)
+
+
+# ---------------------------------------------------------------- another size of image
+
+
+def resized(stored: ViTConfig, config: ViTConfig, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Positions for images of another size, as timm makes them when it loads: bicubic, smoothed where they shrink."""
+    end, made = "embeddings.position_embeddings", dict(tensors)
+    if stored.image_size == config.image_size or stored.patch_size != config.patch_size:
+        return made
+    token = int(stored.pool == "class_token")
+    old, new = (c.image_size // c.patch_size for c in (stored, config))
+    for name, tensor in tensors.items():
+        if name.endswith(end):
+            shape = (1, new * new + token, tensor.shape[2])
+            make: Callable[[], Tensor] = partial(interpolated, tensor, token, old, new)
+            made[name] = Stored(shape, make, dtype=tensor.dtype)
+    return made
+
+
+def interpolated(tensor: Stored, token: int, old: int, new: int) -> Tensor:
+    import torch
+    from torch.nn.functional import interpolate
+
+    whole = tensor.read()  # (1, token + old², d_model)
+    grid = whole[:, token:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    grid = interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat((whole[:, :token], grid.flatten(2).transpose(1, 2).to(whole.dtype)), dim=1)

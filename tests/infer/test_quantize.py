@@ -1,0 +1,251 @@
+"""Quantised models beside torch.ao's and closed forms; what `gradus quantize` writes, shows and refuses; training with rounding."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from gradus import models
+from gradus.cli import main
+from gradus.infer import beside, engines, find, quantize, quantized
+from gradus.infer.compiled import Int4
+from gradus.parallel import qat
+from gradus.recipe.schema import BertConfig
+from gradus.torch_private import has_fbgemm
+
+torch.manual_seed(0)
+LINEAR = nn.Linear(64, 48).requires_grad_(False)
+INPUT = torch.randn(5, 7, 64)
+pytestmark = pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
+
+
+def of(how: str, linear: nn.Linear = LINEAR, **more):
+    kind = {"dynamic": quantized.Dynamic, "static": quantized.Static, "int4": Int4}[how]
+    return kind.of(linear.bias, **kind.numbers(linear.weight), **more)
+
+
+# ---------------------------------------------------------------- products
+
+
+def test_dynamic_is_torch_ao_s():
+    from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = quantize_dynamic(nn.Sequential(LINEAR), {nn.Linear: per_channel_dynamic_qconfig})(INPUT)
+    ours, right = of("dynamic")(INPUT), LINEAR(INPUT)
+    # their weights go to -128 and their steps are (2 × largest) / 255: two roundings of one product
+    assert (ours - theirs).norm() < 0.01 * right.norm() and (ours - right).norm() < 0.02 * right.norm()
+
+
+def test_scales_are_those_of_the_closed_form():
+    kept = quantized.Dynamic.numbers(LINEAR.weight)
+    largest = LINEAR.weight.abs().amax(1)
+    torch.testing.assert_close(kept["scale"], largest / 127)
+    assert kept["numbers"].abs().amax(1).eq(127).all() and kept["numbers"].dtype == torch.int8
+    assert ((kept["numbers"] * kept["scale"][:, None] - LINEAR.weight).abs() <= kept["scale"][:, None] * 0.5001).all()
+    step, zero = qat.input_scale(torch.tensor(-1.0), torch.tensor(3.0))
+    assert (float(step), int(zero)) == (pytest.approx(4 / 127), round(127 / 4))
+    assert qat.input_scale(torch.tensor(2.0), torch.tensor(3.0))[1] == 0  # 0.0 is always in the range
+
+
+def test_static_computes_what_training_saw():
+    """A trained rounding and its converted product differ by the order of sums alone."""
+    linear = nn.Linear(64, 48)
+    linear.load_state_dict(LINEAR.state_dict())
+    qat.use_qat(linear)
+    with torch.no_grad():
+        linear(INPUT)  # training: sees the range
+        wanted = linear.eval()(INPUT)
+    (seen,) = qat.ranges(linear).values()
+    assert seen == [float(INPUT.min()), float(INPUT.max())]
+    torch.testing.assert_close(of("static", range=torch.tensor(seen))(INPUT), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_pass_the_rounding():
+    linear = nn.Linear(64, 48)
+    qat.use_qat(linear)
+    linear(INPUT).square().mean().backward()
+    plain = nn.Linear(64, 48)
+    plain.load_state_dict(linear.state_dict())
+    plain(INPUT).square().mean().backward()
+    assert torch.cosine_similarity(linear.weight.grad.flatten(), plain.weight.grad.flatten(), dim=0) > 0.99
+    moved = qat.ranges(linear)[""]
+    linear(10 * INPUT)
+    assert qat.ranges(linear)[""] == pytest.approx([v + qat.NEW * 9 * v for v in moved])
+
+
+def test_int4_is_the_same_from_what_is_kept():
+    assert torch.equal(of("int4")(INPUT), Int4(LINEAR)(INPUT))
+
+
+def test_what_is_lost_and_its_error():
+    """Against the sample variance of batches of one size."""
+    lost = [(1.0, 10), (0.0, 10), (-1.0, 10), (3.0, 10)]
+    points, error, n = quantize.lost(lost)
+    each = torch.tensor([d / 10 for d, _ in lost]).double()
+    assert n == 40 and points == pytest.approx(100 * float(each.mean())) and error == pytest.approx(100 * float(each.std() / 2))
+
+
+# ---------------------------------------------------------------- the folder and the verb
+
+RECIPE = {
+    "task": {"name": "classification", "classes": ["bad", "good"]},
+    "model": {"family": "bert", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 64, "seq_len": 16, "dropout": 0.0, "head": "classification"},
+    "data": {"kind": "labelled", "path": "reviews", "max_len": 16},
+    "tokenizer": {"kind": "bpe", "vocab_size": 300}, "optimizer": {"name": "adamw", "lr": 3e-3},
+    "batch": {"samples": 8}, "train": {"steps": 12}, "layout": {"threads": 1},
+}  # fmt: skip
+GPT = {
+    "task": {"name": "causal_lm"}, "model": {"family": "gpt", "n_layers": 1, "d_model": 32, "n_heads": 2, "seq_len": 32, "dropout": 0.0},
+    "data": {"kind": "text", "source": "path", "path": "text.txt"}, "tokenizer": {"kind": "char"},
+    "optimizer": {"name": "adamw", "lr": 3e-3}, "batch": {"samples": 8}, "train": {"steps": 5}, "layout": {"threads": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a classifier, the same trained with rounding, and a decoder."""
+    folder = tmp_path_factory.mktemp("quantize")
+    (folder / "reviews").mkdir()
+    for split, n in (("train", 64), ("valid", 40)):
+        rows = "".join(f"a {'good' if i % 2 else 'bad'} film {i % 7},{'good' if i % 2 else 'bad'}\n" for i in range(n))
+        (folder / "reviews" / f"{split}.csv").write_text("text,label\n" + rows)
+    (folder / "text.txt").write_text("".join(f"line {i} of a text that says nothing.\n" for i in range(200)))
+    (folder / "bert.json").write_text(json.dumps(RECIPE))
+    (folder / "gpt.json").write_text(json.dumps(GPT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GRADUS_CACHE", str(folder / "cache"))
+        for run, words in {"run": ["bert.json"], "qat": ["bert.json", "train.qat=true"], "writes": ["gpt.json"]}.items():
+            assert main(["train", *words, f"log.dir={run}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("GRADUS_CACHE", str(trained / "cache"))
+    return trained
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static"])
+def test_a_quantised_classifier(how, here, capsys):
+    assert main(["quantize", "run", "--to", how, "--as", how, "--force"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("size, MB", "ms, batch 1", "ms, batch 32", "valid/accuracy", "points of accuracy on 40 targets"))
+    assert ("calibrated on the first 64 samples of train" in told) == (how == "static")
+    about = json.loads((here / how / "quantized.json").read_text())
+    assert about["as"] == how and about["table"]["size, MB"][1] < about["table"]["size, MB"][0]
+
+    place = find(str(here / how))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted, found = engines.open(find("run"))(ids), engines.open(place, "torch", "int8")(ids)
+    assert (found - wanted).abs().max() < 0.1 * wanted.abs().max() and not torch.equal(found, wanted)
+    assert main(["predict", how, "a good film", "--precision", "int8"]) == 0
+    shown = capsys.readouterr()
+    assert "computes in int8, inputs in 7 bits" in shown.err and shown.out.startswith(("good", "bad"))
+    assert main(["evaluate", "run", "--checkpoint", how, "--precision", "int8"]) == 0
+    assert f"{about['table']['valid/accuracy'][1]:.4f}" in capsys.readouterr().out
+
+
+def test_what_training_saw_is_converted(here, capsys):
+    """The accuracy and the loss of the converted model are those that training's last evaluation measured."""
+    assert main(["quantize", "qat", "--to", "converted", "--as", "static", "--force"]) == 0
+    assert "those that training saw" in capsys.readouterr().out
+    best = here / "qat" / "checkpoints" / "best"
+    evaluated = json.loads((best / "best.json").read_text())["metrics"]
+    table = json.loads((here / "converted" / "quantized.json").read_text())["table"]
+    assert table["valid/accuracy"][1] == evaluated["valid/accuracy"]
+    assert table["valid/loss"][1] == pytest.approx(evaluated["valid/loss"], abs=2e-3)
+    assert set(json.loads((best / qat.FILE).read_text())) == set(quantized.linears(models.load(best)))
+
+
+def test_ranges_come_back_when_a_run_goes_on(here, capsys):
+    words = ["train.epochs=null", "evaluate.every=3", "train.checkpoint_every=3", "train.qat=true"]
+    assert main(["train", "bert.json", "log.dir=short", "train.steps=3", *words]) == 0
+    kept = json.loads((here / "short" / "checkpoints" / "step-00000003" / qat.FILE).read_text())
+    assert main(["train", "short", "--resume", "train.steps=6"]) == 0
+    assert main(["train", "bert.json", "log.dir=whole", "train.steps=6", *words]) == 0
+    went_on, whole = (json.loads((here / run / "checkpoints" / "step-00000006" / qat.FILE).read_text()) for run in ("short", "whole"))
+    assert went_on == whole != kept
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_quantised_decoder(how, here, capsys):
+    assert main(["quantize", "writes", "--to", how, "--as", how, "--engine", "torch", "--force"]) == 0
+    assert "tokens" in capsys.readouterr().out
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = engines.open(find("writes"))(ids)
+    found = engines.open(find(how), "torch", how)(ids)
+    assert (found - wanted).norm() < (0.05 if how == "int8" else 0.5) * wanted.norm()
+    assert main(["generate", how, "line", "--max-new", "4", "--precision", how]) == 0
+    assert "products in bf16" in capsys.readouterr().err
+
+
+def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsys, monkeypatch):
+    table = {"ms, batch 1": [1.0, 2.0], "ms, batch 32": [10.0, 9.0], "valid/accuracy": [0.9, 0.8], "valid/loss": [0.3, 0.5], "difference": (10.0, 1.5, 40)}
+    monkeypatch.setattr(quantize, "measured", lambda *_: table)
+    words = ["quantize", "run", "--to", "none", "--as", "dynamic"]
+    assert main(words) == 2 and not (here / "none").exists()
+    told = capsys.readouterr().err
+    assert "loses 10.00 ± 1.50 points of 40, more than --max-loss 1 and it is slower" in told and "ms, batch 1: 2 after, 1 before" in told
+    table["ms, batch 1"] = [2.0, 1.0]
+    assert main([*words, "--max-loss", "9.99"]) == 2 and "slower" not in capsys.readouterr().err
+    assert main([*words, "--max-loss", "10"]) == 0 and (here / "none").is_dir()
+    table["difference"] = (12.0, 1.5, 40)
+    assert main(words) == 2 and json.loads((here / "none" / "quantized.json").read_text())["table"]["difference"][0] == 10.0
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["run", "--as", "int8"], "--as int8: of weights alone, for models that write texts. Use --as dynamic or static."),
+    (["run", "--as", "static", "--calibrate", "valid"], "--calibrate=valid: the accuracy is measured on it. Use train"),
+    (["run", "--as", "static", "--calibrate", "trian"], "no such split. Did you mean train?"),
+    (["run", "--as", "static", "--calibrate", "train:0"], "--calibrate=train:0: expected SPLIT or SPLIT:N"),
+    (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: of --as static"),
+    (["qat", "--as", "static", "--calibrate", "train"], "training saw the ranges (train.qat). Leave it out."),
+    (["run", "--as", "dynamic", "--engine", "onnx"], "--engine=onnx: --as dynamic is not for it. Use --engine torch."),
+    (["run", "--as", "dynamic", "--to", "reviews"], "--to=reviews: it holds other files and no quantised model"),
+    (["bert.json", "--as", "dynamic"], "bert.json: a recipe has no weights"),
+])  # fmt: skip
+def test_what_does_not_fit_is_told(words, told, here, capsys):
+    assert main(["quantize", "--to", "nowhere", *words]) == 2
+    assert told in capsys.readouterr().err and not (here / "nowhere").exists()
+
+
+def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
+    config = BertConfig(vocab_size=40, n_layers=1, d_model=16, n_heads=2, d_ff=24, seq_len=16, head="masked_lm")
+    model, ids = models.build(config, seed=1).eval(), torch.tensor([[1, 2, 3]])
+    quantized.write(tmp_path / "made", model, "dynamic", {})
+    found = engines.open(find(str(tmp_path / "made")), "torch", "int8")(ids)
+    assert (found - model(ids)).abs().max() < 0.05
+
+
+def test_a_quantised_folder_says_what_it_is_for(here, tmp_path, capsys):
+    name, run = str(tmp_path / "made"), find("run")
+    quantized.write(tmp_path / "made", run.load(), "dynamic", {})
+    beside.write(run, tmp_path / "made")
+    for words in ([], ["--features"], ["--engine", "onnx"], ["--precision", "bf16"]):
+        assert main(["predict", name, "x", *words]) == 2
+        assert "quantised for --engine torch --precision int8. Use that" in capsys.readouterr().err
+    assert main(["export", name, "--to", str(tmp_path / "out")]) == 2 and "made for engines" in capsys.readouterr().err
+    assert main(["train", "bert.json", f"model.init={name}", "log.dir=again"]) == 2 and name in capsys.readouterr().err
+    (tmp_path / "made" / quantized.WEIGHTS).write_bytes(b"x" * 100)
+    assert main(["predict", name, "x", "--precision", "int8"]) == 2
+    assert "damaged, or not of this model" in capsys.readouterr().err
+
+
+def test_rounding_and_layouts_that_do_not_go_together(here, capsys):
+    for word in ("layout.checkpointing=full", "layout.compile=default", "layout.precision=bf16", "layout.tensor=2"):
+        assert main(["show", "bert.json", "train.qat=true", word, "--no-data"]) == 2
+        assert "train.qat" in capsys.readouterr().err
+    assert main(["train", "bert.json", "train.qat=true", "--processes", "2", "log.dir=two"]) == 2
+    assert "train.qat=true: one process sees the ranges of inputs, and 2 were started" in capsys.readouterr().err
+    assert main(["plan", "bert.json"]) == 0
+    plain = capsys.readouterr().out
+    assert main(["plan", "bert.json", "train.qat=true"]) == 0
+    assert capsys.readouterr().out != plain  # what rounding keeps for the backward pass is counted

@@ -1,0 +1,165 @@
+"""gradus bench on tiny models: its rows, what is measured once, what is refused, and what --engine auto takes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from gradus import models
+from gradus.cli import main
+from gradus.infer import engines, find
+from gradus.proof import bench, study
+from gradus.proof.timing import Timed, Window
+from gradus.recipe.schema import BertConfig, LlamaConfig, ViTConfig
+from gradus.rows import read_rows
+
+SHORT = ["--runs", "2", "--seconds", "0.01", "--warmup", "1", "--rounds", "1"]
+LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, seq_len=40)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A llama, measured in two precisions of PyTorch; with the folder of the study and its rows."""
+    folder = tmp_path_factory.mktemp("bench")
+    torch.manual_seed(0)
+    models.save(models.build(LLAMA), folder / "llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADUS_CACHE", str(folder / "cache"))
+        words = ["--engines", "torch,tensorrt", "--precisions", "fp32,bf16,int8", "--batch", "1,2", "--length", "8", "--new", "5"]
+        command = ["bench", str(folder / "llama"), *words, *SHORT, "--to", str(folder / "out")]
+        assert main(command) == 0
+    return folder, command, read_rows(folder / "out/rows.jsonl")
+
+
+def test_rows_of_a_model_that_writes(made):
+    _, _, rows = made
+    of = {(r["name"], r["configuration"]): r for r in rows if r.get("kind") == "measured"}
+    cell = "torch bf16 · batch 2 · 8 tokens · 5 new"
+    names = {name for name, c in of if c == cell}
+    assert names >= {"latency/median", "latency/p90", "latency/first_token", "latency/per_token", "decode/tokens_per_s", "samples_per_s", "ratio",
+                     "memory/process", "size/weights", "time/load", "time/first_call", "roof"}  # fmt: skip
+    assert "latency/p99" not in names, "too few runs"
+    assert of["decode/tokens_per_s", cell]["value"] == pytest.approx(2 / of["latency/per_token", cell]["value"])
+    assert of["latency/median", cell]["value"] > of["latency/first_token", cell]["value"]
+    total = models.count(LLAMA)["total"]
+    assert of["size/weights", cell]["value"] == pytest.approx(2 * total, rel=0.2)
+    assert of["latency/median", cell]["n"] >= 2 and of["samples_per_s", cell]["computes"] == "bf16"
+    assert of["ratio", cell]["against"] == "torch fp32 · batch 2 · 8 tokens · 5 new"
+    first = "torch bf16 · batch 1 · 8 tokens · 5 new"
+    assert of["check/cosine", first]["value"] > 0.9 and ("check/cosine", cell) not in of, "checked once"
+    planned = {r["name"] for r in rows if r.get("kind") == "predicted" and r["configuration"] == cell}
+    assert "size/weights" in planned
+
+
+def test_what_cannot_be_is_listed(made):
+    failed = {r["configuration"]: r["value"] for r in made[2] if r["name"] == "failed"}
+    assert "Use --precision fp32" in failed["torch int8"] and "tensorrt" in failed["tensorrt fp32"]
+
+
+def test_tokens_are_per_run_and_time_per_token_is_after_the_first(tmp_path):
+    """By the formula (end - first) / (new - 1), from the raw samples that are kept."""
+    raw = {"latency": [1.0, 1.2, 1.1], "first_token": [0.2, 0.4, 0.3]}
+    samples = [study.Sample(1, [Timed([], 1.0, [[0, 1, 0, 0]], 1, [], {}, None, 0, raw=raw, facts={"computes": "fp32", "cache_bytes": 0},
+                                      values={"roof/bandwidth": [1e9, ""], "roof/rate": [1e9, ""]})])]  # fmt: skip
+    models.save(models.build(LLAMA), tmp_path / "llama")
+    options = {"batch": 2, "new": 5, "length": 8, "precision": "fp32", "threads": 1}
+    found = {r.name: r.value for r in bench.cell_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options), samples)}
+    assert found["latency/per_token"] == pytest.approx(0.2) and found["decode/tokens_per_s"] == pytest.approx(10.0)
+    weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32)  # bytes of the products' weights
+    assert found["roof"] == pytest.approx((weights + 2 * (8 + 2) * 2 * 32 * 4) / 1e9 / 0.2), "and keys and values of two rows"
+
+
+def test_a_bench_goes_on_where_it_stood(made, monkeypatch, capsys, tmp_path):
+    folder, command, rows = made
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    out = folder / "out"
+    lines = (out / "samples.jsonl").read_text().splitlines(keepends=True)
+    cut = "".join(lines[:-1]) + lines[-1][:40]  # a kill while the last sample was written
+    (out / "samples.jsonl").write_text(cut)
+    taken = []
+    take = study.take
+    monkeypatch.setattr(study, "take", lambda s, c, *rest: (taken.append(c.name), take(s, c, *rest))[1])
+    assert main([*command, "--json"]) == 0
+    assert taken == [json.loads(lines[-1])["configuration"]]
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {r["name"] for r in found} == {r["name"] for r in rows}
+    assert all(raw for line in lines for raw in json.loads(line)["ranks"][0]["raw"].values()), "every raw sample is kept"
+
+
+def test_auto_takes_what_was_remembered(made, monkeypatch, capsys, tmp_path):
+    folder, _, rows = made
+    monkeypatch.setenv("GRADUS_CACHE", str(folder / "cache"))
+    best = next(r for r in rows if r["name"] == "best")["of"]
+    place = find(str(folder / "llama"))
+    found = engines.open(place, "auto")
+    assert [found.name, found.precision] == best["any"]
+    assert f"--engine auto: torch {best['any'][1]} (the fastest of gradus bench" in capsys.readouterr().err
+    assert engines.open(find(str(folder / "llama")), "auto", "bf16").precision == "bf16"
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    assert engines.open(find(str(folder / "llama")), "auto").precision == "fp32"
+    assert "no gradus bench of" in capsys.readouterr().err
+
+
+def test_it_is_drawn(made, tmp_path, capsys):
+    folder, _, _ = made
+    assert main(["report", str(folder / "out"), "--to", str(tmp_path)]) == 0, capsys.readouterr().err
+    page = next(tmp_path.glob("*.html")).read_text()
+    assert "Latency by the number of samples at a time" in page and "tokens/s" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines", "compild"], "Did you mean compiled"),
+        (["--precisions", "int7"], "no such name. Did you mean int"),
+        (["--engines", "torch", "--precisions", "int8"], "Use --precision fp32"),
+        (["--batch", "0"], "--batch"),
+        (["--length", "40"], "Set --length 21 or fewer"),
+        (["--new", "60", "--length", "2"], "the model has 40 places"),
+        (["--accuracy"], "belongs to no run"),
+    ],
+)
+def test_refusals(made, words, said, capsys, tmp_path):
+    assert main(["bench", str(made[0] / "llama"), *words, "--to", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1, error
+
+
+def test_encoders_and_images(tmp_path, capsys):
+    bert = BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)
+    models.save(models.build(bert), tmp_path / "bert")
+    assert main(["bench", str(tmp_path / "bert"), "--new", "4"]) == 2 and "Leave it out" in capsys.readouterr().err
+    words = ["--engines", "torch", "--precisions", "fp32", "--batch", "2", *SHORT, "--json"]
+    assert main(["bench", str(tmp_path / "bert"), *words, "--to", str(tmp_path / "a")]) == 0
+    found = {r["name"]: r for r in map(json.loads, capsys.readouterr().out.splitlines()) if r.get("kind") == "measured"}
+    assert found["latency/median"]["configuration"] == "torch fp32 · batch 2 · 8 tokens" and "decode/tokens_per_s" not in found
+    assert found["roof"]["limit"] in ("operations", "bandwidth") and "best" not in found, "no cell of batch 1"
+    vit = ViTConfig(image_size=8, patch_size=4, n_channels=1, n_classes=3, n_layers=1, d_model=16, n_heads=2, d_ff=32)
+    models.save(models.build(vit), tmp_path / "vit")
+    assert main(["bench", str(tmp_path / "vit"), "--length", "4"]) == 2 and "patches" in capsys.readouterr().err
+    assert main(["bench", str(tmp_path / "vit"), *words, "--to", str(tmp_path / "b")]) == 0
+    assert re.search(r'"torch fp32 · batch 2"|"torch fp32 \\u00b7 batch 2"', capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("loss", "named", "right"), [(0.009, set(), True), (0.02, set(), False), (0.02, {"int8"}, True), (None, set(), False)])
+def test_int8_counts_where_accuracy_was_measured_or_it_was_named(loss, named, right):
+    def sample(**values):
+        near = {"check/max_abs_delta": [0.1, ""], "check/largest": [3.0, ""]}
+        timed = Timed([], 1.0, [[0, 1, 0, 0]], 1, [], {}, None, 0, facts={"computes": "fp32 from int8 weights"}, values=near)
+        timed.values |= {f"valid/{name}": [value, ""] for name, value in values.items() if value is not None}
+        return study.Sample(1, [timed])
+
+    own = sample(accuracy=None if loss is None else 0.9 - loss)
+    assert bench.counts(("compiled", "int8"), own, sample(accuracy=0.9), named) is right
+    own.values["check/max_abs_delta"] = (9.0, "")
+    assert not bench.counts(("compiled", "int8"), own, sample(accuracy=0.9), named), "too far off"
+
+
+def test_a_window_has_enough_by_number_and_time():
+    window = Window(10, 0, 0, seconds=10.0)
+    assert not window.enough(9, 11) and not window.enough(11, 9) and window.enough(10, 10)
+    assert window.enough(100, 1) and window.enough(1, 60) and not window.enough(0, 99)
+    assert Window(3, 0, 0).enough(3, 0.0) and not Window(3, 0, 0).enough(2, 99.0)
