@@ -11,6 +11,7 @@ import dataclasses
 import gzip
 import io
 import json
+import multiprocessing.forkserver
 import os
 import random
 import re
@@ -75,6 +76,7 @@ def child(case: Case, folder: Path, out: Path) -> None:
     code = 1
     try:
         os.setsid()
+        multiprocessing.forkserver._forkserver.__init__()  # the server that the parent may have started is no child of this process
         os.chdir(folder)
         (out / "stdin").write_bytes(case.stdin)
         for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY | os.O_CREAT), (2, "stderr", os.O_WRONLY | os.O_CREAT)):

@@ -29,7 +29,7 @@ RIGHT = (
     "override/'batch.samples=1073741824*", "override/long copies",  # large, and answered
     "option/tokenizer --text=*", "option/launch slurm --*", "option/launch ssh --*", "words/'generate run-gpt '", "words/'predict run-bert *",  # names; empty texts
     "config/architectures='{}'/plan", "config/n_positions='True'/plan", "word/hardware",  # none; 1, as transformers reads it; -- and no name
-    "option/plan --days=1.5", "page/tokens='4000000000'",  # days and tokens that one may mean
+    "option/plan --days=1.5", "option/bench --seconds=1.5", "page/tokens='4000000000'",  # days, seconds and tokens that one may mean
 )  # fmt: skip
 
 SMALL = (
