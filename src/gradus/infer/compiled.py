@@ -24,16 +24,26 @@ from gradus.train.precision import HALF, pick_device
 
 ROOM = 64  # a cache's tokens are a multiple of it, so that requests of nearly one length share a compiled step
 GROUP = 32  # weights that share a scale in int4
+INTEGER = {  # what is computed in, on a processor
+    "int8": "fp32, products of several rows in bf16, from int8 weights",
+    "int4": "fp32, products in bf16, from int4 weights",
+}
+
+
+def one_row(x: Tensor) -> bool:
+    """Whether a product becomes one compiled loop over the weights as they are stored, in which none is ever stored in
+    fp32. It reads them two to three times as fast as the libraries' products with one row do."""
+    return len(x) == 1 and torch.compiler.is_compiling()
 
 
 class Rows(nn.Module):
-    """A Linear in fp32 with its weight stored column by column: x @ W. A product with one row then reads several
-    columns' worth of memory side by side, which on processors without AVX512 is twice as fast as PyTorch's Linear."""
+    """A Linear with its weight stored in fp32, bf16 or fp16, computed in fp32: what is read from memory is what takes
+    the time of a product with one row."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.bias = linear.bias
-        self.hold(**self.numbers(linear.weight.detach()))
+        self.hold(**self.numbers(linear.weight.detach().to(dtype)))
 
     @classmethod
     def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> Rows:
@@ -51,32 +61,18 @@ class Rows(nn.Module):
 
     def hold(self, weight: Tensor) -> None:
         """Numbers as this machine computes with them."""
-        self.weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)  # (in, out)
+        self.weight = nn.Parameter(weight, requires_grad=False)  # (out, in)
 
     def product(self, x: Tensor) -> Tensor:
         """x: (rows, in) -> (rows, out)."""
-        return x @ self.weight
+        if one_row(x):
+            return (self.weight.float() * x.float()).sum(-1)[None].to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x.flatten(0, -2))
         y = y if self.bias is None else y + self.bias
         return y.unflatten(0, x.shape[:-1])
-
-
-class Half(Rows):
-    """Stored in bf16 or fp16, computed in fp32: what is read from memory is what takes the time."""
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
-        self.dtype = dtype
-        super().__init__(linear)
-
-    def hold(self, weight: Tensor) -> None:
-        self.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)  # (out, in)
-
-    def product(self, x: Tensor) -> Tensor:
-        if len(x) == 1:  # becomes one loop, in which no fp32 weight is ever stored
-            return (self.weight.float() * x.float()).sum(-1)[None].to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Int8(Rows):
@@ -92,6 +88,8 @@ class Int8(Rows):
         self.register_buffer("scale", scale)
 
     def product(self, x: Tensor) -> Tensor:
+        if one_row(x):
+            return ((self.packed.float() * x.float()).sum(-1) * self.scale.float())[None].to(x.dtype)
         if x.device.type == "cpu" and whole_blocks(*self.packed.shape):  # with fp32 inputs ten times slower
             return int8_product(x.bfloat16(), self.packed, self.scale).to(x.dtype)
         return F.linear(x, self.packed.to(x.dtype)) * self.scale.to(x.dtype)  # becomes one kernel when compiled
@@ -132,7 +130,7 @@ def stored(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Mod
         return lambda linear: Int4(linear) if whole_blocks(*linear.weight.shape) else Int8(linear)
     if device.type != "cpu":  # its libraries have kernels for one row
         return lambda linear: linear
-    return Rows if precision == "fp32" else lambda linear: Half(linear, HALF[precision])
+    return lambda linear: Rows(linear, HALF.get(precision, torch.float32))
 
 
 def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
@@ -168,9 +166,11 @@ class Compiled(Torch):
             with torch.no_grad():
                 store(self.model.requires_grad_(False), stored(precision, device))
         self.computes = rest if precision == rest else f"{rest} from {precision} weights"
-        if precision in ("int8", "int4") and not on_gpu:
-            self.computes = f"fp32, products in bf16 from {precision} weights"
-        options = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        if precision in INTEGER and not on_gpu:
+            self.computes = INTEGER[precision]
+        # What a product reads is stored first: inside the loop over the weights it would be computed for each output anew.
+        options = {"cpp_wrapper": True, "realize_reads_threshold": 0, "realize_opcount_threshold": 0}
+        options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         # A code object of its own: what is compiled belongs to the code, and these guards do not tell engines apart.
         own = types.MethodType(types.FunctionType(_step.__code__.replace(), globals(), "_step"), self.model)
         self._whole = torch.compile(self.model, dynamic=True)

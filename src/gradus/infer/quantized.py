@@ -20,7 +20,7 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.infer import QUANTISED as FILE
 from gradus.infer import Place
-from gradus.infer.compiled import Int4, Int8, Rows, whole_blocks
+from gradus.infer.compiled import INTEGER, Int4, Int8, Rows, whole_blocks
 from gradus.models.values import Deferred, fill
 from gradus.models.weights import Stored
 from gradus.parallel.qat import input_scale, weight_scale
@@ -94,9 +94,7 @@ def write(folder: Path, model: nn.Module, how: str, ranges: dict[str, list[float
     save_file(tensors_of(model, how, ranges), folder / WEIGHTS)
     config = models.to_config_json(model.config, torch.float32)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    computes = f"fp32, products in bf16 from {how} weights"
-    if how in ("dynamic", "static"):
-        computes = "int8, inputs in 7 bits"
+    computes = INTEGER.get(how, "int8, inputs in 7 bits")
     precision = "int4" if how == "int4" else "int8"
     about = {"as": how, "precision": precision, "computes": computes, "torch": torch.__version__}
     (folder / FILE).write_text(json.dumps(about) + "\n")
@@ -114,7 +112,7 @@ def load(place: Place, precision: str) -> nn.Module:
         raise UserError(f"{place.name}: {why}. Give the model that it was made from.")
     model = models.build(place.config, "meta")
     try:
-        tensors = load_file(file)
+        tensors = {name: t.clone() for name, t in load_file(file).items()}  # aligned, as the products of AVX512 need it
         for name, linear in linears(model).items():
             own = {key.rpartition(".")[2]: tensors.pop(key) for key in list(tensors) if key.rpartition(".")[0] == name}
             bias = own.pop("bias", None)
