@@ -21,8 +21,8 @@ OLDEST = 18  # opset of PyTorch's exporter; conversions to older ones fail for o
 
 
 class Onnx(GraphEngine):
-    """ONNX Runtime, on CUDA where its build has it. It has no products of bf16 on a CPU; its int8 is of encoders: products
-    of integers, the inputs' ranges those of the batch."""
+    """ONNX Runtime, on CUDA where its build has it. It has no products of bf16 on a CPU. Its int8 is of encoders:
+    products of integers, the inputs' ranges those of the batch."""
 
     name = "onnx"
     PRECISIONS = GraphEngine.PRECISIONS | {"int8": ("both",)}
