@@ -110,7 +110,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     at = models.locate(run) if run else shape(recipe.model)
     if how:
         at, precision = in_int8(run, words, at, how), "int8"
-    cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how, "accuracy": 0, "asked": False, **options}
+    cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
     subject = bench.cell(None, {**cell, "precision": precision})
 
     def finish(timed: Timed, window: Window) -> None:

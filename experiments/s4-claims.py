@@ -132,7 +132,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [
         told("s4-claims", "checkpointing full", also=REST), told("s4-claims", "checkpointing attention", also=REST)]),
     ("length 512 → 256", "attention a quarter, activations half", [told("s4-claims", "256 tokens", label="256 against 512 tokens, attention written out", also=REST), quarter]),
     ("TorchScript", "10 to 30 % faster", [engine("TorchScript")]),
-    ("cache of keys and values", "5 to 10 times as fast", [told("s4-kv-cache", f"{n} tokens, cache", label=f"GPT-2 small's shape, {n:,} tokens") for n in (100, 500, 1000)]),
+    ("cache of keys and values", "5 to 10 times as fast", [told("s4-kv-cache", f"{n} tokens with cache", label=f"GPT-2 small's shape, {n:,} tokens") for n in (100, 500, 1000)]),
     ("ONNX Runtime; with int8", "1.5 to 2; 3 to 4 times as fast", [engine("ONNX Runtime"), engine("ONNX Runtime int8")]),
     ("TensorRT", "2 to 5 times as fast", [NO_GPU]),
     ("dynamic quantization to int8", "2 to 3 times as fast, a quarter of the size", [

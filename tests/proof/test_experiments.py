@@ -131,7 +131,7 @@ def one_step(file: str, name: str, words: list[str], **options) -> Timed:
 
 
 def test_a_text_with_the_cache_and_without(own_cache):
-    without, with_it = (one_step("s4-kv-cache.yaml", f"100 tokens, {how}", SMALL, new=9) for how in ("no cache", "cache"))
+    without, with_it = (one_step("s4-kv-cache.yaml", f"100 tokens {how} cache", SMALL, new=9) for how in ("without", "with"))
     n_bytes = 2 * 9 * 32 * 4  # keys and values of 9 tokens
     assert with_it.values["memory/cache"] == with_it.planned["memory/cache"] == [n_bytes, "bytes"] and "memory/cache" not in without.values
     assert without.values["same_tokens"] == with_it.values["same_tokens"] == [1.0, ""] and without.samples == 9

@@ -463,7 +463,8 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
             values = [s.values[name] for s in samples if name in s.values]
             rows.append(summary(name, values, common, None if study.seeds else middle.values.get(name, values[0])[0]))
         rows += compared(study, c, samples, notebook, common)
-    return rows
+    order = [c.name for c in study.configurations]
+    return sorted(rows, key=lambda row: order.index(row.conditions["configuration"]))
 
 
 def summary(name: str, found: Sequence[tuple[float, str]], common: dict[str, Any], value: float | None) -> Row:
