@@ -11,7 +11,7 @@ train: .venv/installed
 experiment: .venv/installed
 	if [ -e experiments/$(NAME).yaml ]; then \
 	.venv/bin/gradus study experiments/$(NAME).yaml $(SET) --page docs/experiments/$(NAME).md && cp studies/$(NAME)/rows.jsonl experiments/results/$(NAME).jsonl; fi
-	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py; fi
+	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py $(SET); fi
 
 test: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -74,6 +74,22 @@ def test_onnx(family, tmp_path, capsys):
         assert complete(engine, prompts, max_new=6, **sources) == complete(model, prompts, max_new=6, **sources)
 
 
+@pytest.mark.parametrize("family", ["vit", pytest.param("bert", marks=slow)])
+def test_onnx_runtimes_int8_of_encoders(family, tmp_path, monkeypatch):
+    needs_onnx()
+    import onnx
+
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    model = saved(family, tmp_path / "model", d_model=64, d_ff=256)
+    engine = engines.open(find(str(tmp_path / "model")), "onnx", "int8")
+    operators = [node.op_type for node in onnx.load(engine.folder / "model.onnx").graph.node]
+    assert operators.count("MatMulInteger") >= 12 and engine.computes == "int8"
+    assert engine.weight_bytes() < 0.7 * sum(4 * p.numel() for p in model.parameters()), "of so small a model the graph itself is half"
+    given = {"images": torch.randn(2, 3, 8, 8)} if family == "vit" else {"ids": torch.arange(10).view(2, 5)}
+    wanted, found = model(**given), engine.forward(**given)
+    assert (found - wanted).abs().max() < 0.1 * wanted.abs().max()
+
+
 ALONE = """
 import json, sys
 import numpy as np, onnxruntime as ort

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from gradus import models
+from gradus.cli import main
+from gradus.data import tokenizers
+from gradus.errors import UserError
 from gradus.plan.answer import Request, answer
-from gradus.proof import results, study_file
+from gradus.proof import bench, results, study, study_file
+from gradus.proof.timing import Timed, Window, time_it
+from gradus.recipe.schema import BertConfig
 from gradus.rows import Row, read_rows
+from gradus.torch_private import has_fbgemm
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -39,7 +46,8 @@ def test_the_index_names_each():
         link = f"[{file.stem}]({file.stem}.md)" if (PAGES / f"{file.stem}.md").exists() else f"`{file.stem}`"
         assert link in index, f"docs/experiments/README.md: no {link}"
     for script in (ROOT / "experiments").glob("*.py"):
-        assert f"[{script.stem}]({script.stem}.md)" in index
+        if "__main__" in script.read_text(encoding="utf-8"):  # the others hold runners
+            assert f"[{script.stem}]({script.stem}.md)" in index
 
 
 def test_the_page_of_claims_is_what_committed_rows_say():
@@ -58,7 +66,7 @@ def test_claims_are_told_from_rows(tmp_path):
     rows = [Row("ratio", 1.5, conditions=common), Row("ratio/memory", 0.25, conditions=common), Row("memory/rest", 3, conditions=common),
             Row("memory/rest", 6, conditions={**common, "configuration": "a"})]  # fmt: skip
     (tmp_path / "results/s.jsonl").write_text("".join(row.json() + "\n" for row in rows), encoding="utf-8")
-    assert made["told"]("s", "b", rest=True)() == "b: speed × 1.50, tensors × 0.25, activations and the rest × 0.50 (CPU, 1 thread; `s`)"
+    assert made["told"]("s", "b", also=("memory/rest", "activations and the rest"))() == "b: speed × 1.50, tensors × 0.25, activations and the rest × 0.50 (CPU, 1 thread; `s`)"
     assert made["told"]("s", "b", each=True)() == "b: efficiency 0.75 (CPU, 1 thread a process; `s`)"
 
 
@@ -84,3 +92,84 @@ def test_the_road_is_planned_in_hours_an_epoch():
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
     assert values["time/step"][0] == pytest.approx(step, rel=1e-6)
     assert values["time/epoch"] == (pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3), "h")
+
+
+def test_llamas_prompt_through_metas_layout(shared_data):
+    """The page is its rows, and the rows are what the script finds now."""
+    made = runpy.run_path(str(ROOT / "experiments/s3-llama-prompt.py"))
+    kept = read_rows(made["ROWS"])
+    assert made["page"](kept) == made["PAGE"].read_text(encoding="utf-8"), "python experiments/s3-llama-prompt.py"
+    found = [row.known() for row in made["rows"](shared_data / "stories260K")]
+    fp32 = [r for r in found if r.get("precision") == "fp32"]
+    assert [r["value"] for r in fp32] == [r["value"] for r in kept if r.get("precision") == "fp32"] and len(fp32) == 6
+    assert all(r["same prompt"] and r["equal"] == r["tokens"] and r["max_abs_delta"] == 0 for r in fp32)
+    assert fp32[-1]["value"].startswith(" a little girl named Lily.")
+
+
+# ------------------------------------------------------------ the studies of inference, small
+
+SMALL = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=64", "model.vocab_size=40", "layout.threads=1"]
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    for name in ("bandwidth", "product_rate"):
+        monkeypatch.setattr(bench.roofs, name, lambda *_: 1e9)
+
+
+def one_step(file: str, name: str, words: list[str], **options) -> Timed:
+    """Of one configuration of a study, as study.own_steps takes it, in this process."""
+    made, _ = study_file.load(ROOT / "experiments" / file, words)
+    c = next(c for c in made.configurations if c.name == name)
+    runner, _, function = c.runner.rpartition(":")
+    window = Window(1, 0, 0)
+    subject = runpy.run_path(runner)[function](c.recipe, {**c.options, **options})
+    timed = time_it(subject, window)
+    subject.finish(timed, window)
+    return timed
+
+
+def test_a_text_with_the_cache_and_without(own_cache):
+    without, with_it = (one_step("s4-kv-cache.yaml", f"100 tokens {how} cache", SMALL, new=9) for how in ("without", "with"))
+    n_bytes = 2 * 9 * 32 * 4  # keys and values of 9 tokens
+    assert with_it.values["memory/cache"] == with_it.planned["memory/cache"] == [n_bytes, "bytes"] and "memory/cache" not in without.values
+    assert without.values["same_tokens"] == with_it.values["same_tokens"] == [1.0, ""] and without.samples == 9
+    sample = study.Sample(1, [with_it])
+    assert sample.planned["memory/cache"] == [n_bytes, "bytes"] and "planned" not in sample.record(), "it is the process's"
+
+
+@pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
+@pytest.mark.parametrize("how", ["PyTorch fp32", "dynamic quantization"])
+def test_a_pass_of_random_weights(how, own_cache):
+    timed = one_step("s4-inference-ladder.yaml", how, SMALL, length=5)
+    assert timed.samples == 1 and timed.values["time/step"][0] > 0 and "valid/accuracy" not in timed.values
+    assert ("check/cosine" in timed.values) is (how == "PyTorch fp32")
+
+
+def test_an_engine_that_is_not_here_is_told(own_cache, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    with pytest.raises(UserError, match="no package tensorrt"):
+        one_step("s4-inference-ladder.yaml", "TensorRT", SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
+def test_a_trained_run_with_its_accuracy(own_cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["a fine film", "a slow one"]
+    (tmp_path / "sst2").mkdir()
+    for file in ("train", "dev"):
+        (tmp_path / "sst2" / f"{file}.tsv").write_text("sentence\tlabel\n" + "".join(f"{words[i % 2]} {i}\t{i % 2}\n" for i in range(24)))
+    tokenizer = tokenizers.train_bpe([" ".join(words)], 270)
+    models.save(models.build(BertConfig(vocab_size=tokenizer.vocab_size, n_layers=1, d_model=32, n_heads=2, d_ff=64, seq_len=128)), tmp_path / "bert")
+    tokenizer.save(tmp_path / "bert")
+    small = ["model.init=bert", "data.path=sst2", "train.epochs=null", "train.steps=2", "schedule.warmup_steps=1", "batch.samples=4", "layout.device=cpu"]
+    for name, qat in (("sst2", "false"), ("sst2-qat", "true")):
+        assert main(["train", "sst2-bert", *small, f"train.qat={qat}", f"log.dir=runs/{name}"]) == 0
+    given = ["model.init=runs/sst2", "data.path=sst2", "layout.threads=1"]
+    for name in ("PyTorch fp32", "dynamic int8", "static int8", "int8 from QAT"):
+        found = one_step("s4-exercise-5.yaml", name, given, length=7).values
+        assert 0 <= found["valid/accuracy"][0] <= 1 and found["size/weights"][0] > 0 and ("points_lost" in found) is ("int8" in name)
+    with pytest.raises(UserError, match="not for encoders"):
+        one_step("s4-exercise-5.yaml", "4-bit weights", given)

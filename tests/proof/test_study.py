@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.proof import results, study, study_file, timing
-from gradus.rows import read_rows
+from gradus.rows import Row, read_rows
 
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=4",
         "batch.samples=8", "train.steps=8", "evaluate.samples=0", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
@@ -208,3 +209,11 @@ def test_the_middle_round_is_one_that_was_measured(rates):
     samples = [study.Sample(i, values={"samples_per_s": (r, "")}) for i, r in enumerate(rates)]
     middle = study.middle_of(samples).rate
     assert sum(r <= middle for r in rates) * 2 >= len(rates) and sum(r >= middle for r in rates) * 2 >= len(rates)
+
+
+def test_rows_are_in_the_order_of_the_configurations():
+    """A source's figures, which are known before anything is measured, do not put their configuration before the others."""
+    made = study.Study("x", [study.Configuration("a", None), study.Configuration("b", None)])
+    notebook = types.SimpleNamespace(samples={"a": [study.Sample(1, values={"loss": (1.0, "")})], "b": []}, common={})
+    said = Row("loss", 2.0, "", None, {"configuration": "b", "kind": "source"})
+    assert [row.conditions["configuration"] for row in study.rows_of(made, notebook, [said], {})] == ["a", "b"]

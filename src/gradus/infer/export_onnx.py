@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradus import files
 from gradus.errors import UserError, need
 from gradus.infer.exported import GraphEngine
 from gradus.infer.graphs import Graph
@@ -20,14 +21,19 @@ OLDEST = 18  # opset of PyTorch's exporter; conversions to older ones fail for o
 
 
 class Onnx(GraphEngine):
-    """ONNX Runtime, on CUDA where its build has it. It has no products of bf16 on a CPU."""
+    """ONNX Runtime, on CUDA where its build has it. It has no products of bf16 on a CPU. Its int8 is of encoders:
+    products of integers, the inputs' ranges those of the batch."""
 
     name = "onnx"
+    PRECISIONS = GraphEngine.PRECISIONS | {"int8": ("both",)}
     packages = ("onnxruntime", "onnx", "onnxscript")
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, opset: int | None = None, **options: Any) -> dict[str, Any]:
-        return write(graph, folder, opset)
+        about = write(graph, folder, opset)
+        if options.get("precision") == "int8":
+            quantise(folder / about["file"])
+        return about
 
     def open(self, paths: dict[str, Path]) -> None:
         ort = need("onnxruntime", "onnx", "--engine onnx")
@@ -73,15 +79,25 @@ def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any
     return {"file": f"{graph.name}.onnx", "opset": written, "ir": program.model.ir_version}
 
 
+def quantise(file: Path) -> None:
+    """Weights of matrix products and tables to int8, by ONNX Runtime itself, in place."""
+    tools = need("onnxruntime.quantization", "onnx", "writing ONNX in int8")
+    with quiet(), files.aside(file) as aside:
+        kind = tools.QuantType.QInt8  # weights in 7 bits: AVX2 adds two products in 16
+        of = {"op_types_to_quantize": ["MatMul", "Gemm", "Gather"], "weight_type": kind}
+        tools.quantize_dynamic(file, aside, **of, per_channel=True, reduce_range=True)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the exporter's notes about packages of operators that no model of ours uses."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = {log: log.level for log in (logging.getLogger("torch.onnx"), logging.getLogger())}
+    for log in logs:
+        log.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            log.setLevel(level)
+            for log, level in logs.items():
+                log.setLevel(level)

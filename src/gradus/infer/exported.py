@@ -216,7 +216,9 @@ def checked(
 
 def limit(precision: str, largest: float) -> float:
     """How far outputs may be from the model's in fp32: 1e-4 of those of unit size, and that part of larger ones; in 16
-    bits, 16 roundings of the largest."""
+    bits, 16 roundings of the largest; in int8 what `infer.checked` allows."""
+    if precision == "int8":
+        return largest
     part = 1e-4 if precision == "fp32" else 16 * torch.finfo(DTYPES[precision]).eps
     return part * max(1.0, largest)
 

@@ -28,6 +28,7 @@ from gradus.layers import MixtureOfExperts
 from gradus.models import lookup
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES["int8"] = torch.float32  # of what is no matrix product
 EXAMPLE = {"batch": 2, "seq": 3, "past": 4, "source": 5, "total": 7}  # at least 2: a 1 or 0 would stay fixed
 
 

@@ -14,9 +14,10 @@ LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
     "latency/per_token": "a token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
     "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
-    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "size/weights": "weights", "roof": "of the roof", "energy/sample": "J/sample",
+    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roof", "energy/sample": "J/sample",
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
     "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",
+    "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
 HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
           "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest")  # fmt: skip

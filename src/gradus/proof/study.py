@@ -148,7 +148,8 @@ class Study:
 
 @dataclasses.dataclass
 class Sample:
-    """One configuration in one round. ranks: of steps; else, of a whole training, values, what its own plan said, and series by step."""
+    """One configuration in one round. ranks: of steps; else, of a whole training, values, what its own plan said, and series by
+    step."""
 
     round: int
     ranks: list[Timed] = dataclasses.field(default_factory=list)
@@ -160,7 +161,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         if self.ranks:
-            self.values, self.series = figures(self.ranks), {"loss": self.ranks[0].losses}
+            self.values, self.planned, self.series = figures(self.ranks), self.ranks[0].planned, {"loss": self.ranks[0].losses}
 
     @property
     def rate(self) -> float:
@@ -169,7 +170,7 @@ class Sample:
 
     def record(self) -> dict[str, Any]:
         found = dataclasses.asdict(self)
-        return {k: v for k, v in found.items() if v and not (self.ranks and k in ("values", "series"))}
+        return {k: v for k, v in found.items() if v and not (self.ranks and k in ("values", "planned", "series"))}
 
 
 def middle_of(samples: Sequence[Sample]) -> Sample:
@@ -462,7 +463,8 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
             values = [s.values[name] for s in samples if name in s.values]
             rows.append(summary(name, values, common, None if study.seeds else middle.values.get(name, values[0])[0]))
         rows += compared(study, c, samples, notebook, common)
-    return rows
+    order = [c.name for c in study.configurations]
+    return sorted(rows, key=lambda row: order.index(row.conditions["configuration"]))
 
 
 def summary(name: str, found: Sequence[tuple[float, str]], common: dict[str, Any], value: float | None) -> Row:

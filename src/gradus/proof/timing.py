@@ -72,7 +72,8 @@ class Window:
 @dataclasses.dataclass
 class Subject:
     """What is timed. step(batch()) is one step and returns its loss, or None; samples: seen since the start; memory: bytes at the peak of one
-    more step, by name; ready: all processes of the configuration begin together; finish: adds to what was timed (values, raw, facts)."""
+    more step, by name; ready: all processes of the configuration begin together; finish: adds to what was timed (values, planned, raw,
+    facts)."""
 
     batch: Callable[[], Any]
     step: Callable[[Any], Any]
@@ -106,6 +107,7 @@ class Timed:
     kernels: list[float] | None = None  # of a GPU: seconds a step that it computed, and that it did nothing but communicate
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     values: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # further figures: name → value, unit
+    planned: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # the same, of what was foreseen of them
     raw: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # name → one of each step
 
 

@@ -1,0 +1,149 @@
+"""Runners of the studies of inference beside this file: FUNCTION(recipe, options) → timing.Subject.
+
+writing: a step is a text that a decoder writes, with the cache of keys and values or without. forward: a step is a pass through an encoder in any
+engine, as a cell of `gradus bench`. Models of the recipe's shape have random weights (seed 0) and are kept in $GRADUS_CACHE/experiments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from gradus import files, hardware, models
+from gradus.errors import UserError
+from gradus.infer import engines, find, predict, quantize, quantized
+from gradus.models.decoding import generate
+from gradus.plan.serving import cache_bytes, serving
+from gradus.proof import bench
+from gradus.proof.timing import Subject, Timed, Window
+from gradus.recipe.schema import ModelConfig, Recipe
+
+
+def kept(*what: Any) -> Path:
+    """A folder of the cache for what is told of it."""
+    to = files.cache_dir() / "experiments" / hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    to.parent.mkdir(parents=True, exist_ok=True)
+    return to
+
+
+def shape(config: ModelConfig) -> Path:
+    """A model of this shape with random weights, written once."""
+    to = kept(config.model_dump())
+    if not to.is_dir():
+        with files.aside(to) as aside:
+            models.save(models.build(config, seed=0), aside)
+    return to
+
+
+# ------------------------------------------------------------ with the cache and without
+
+
+def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
+    """options: new (tokens, behind a prompt of one), cache (true, or false), engine, precision. A sample is a token."""
+    new, cached, precision = options["new"], options.get("cache", True), options.get("precision", "fp32")
+    at = shape(recipe.model)
+    engine, seen, texts = engines.open(find(str(at)), options.get("engine", "torch"), precision), [0], [[]]
+
+    def write(n: int) -> list[int]:
+        return [int(token) for token in itertools.islice(generate(engine, [[1]], max_new=new, cache=cached), n)]
+
+    def step(_: None) -> None:
+        texts[0] = write(new)
+        seen[0] += new
+
+    def finish(timed: Timed, window: Window) -> None:
+        equal = statistics.mean(a == b for a, b in zip(texts[0], greedy(at, new), strict=True))
+        timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""]}
+        timed.planned |= planned(engine.config, new, cached, precision)
+        if cached:
+            held = sum(part.nbytes for layer in engine.cache.layers for part in (layer.k, layer.v))
+            timed.values["memory/cache"] = [held, "bytes"]
+            timed.planned["memory/cache"] = [cache_bytes(engine.config, 1, new, precision=precision)[0], "bytes"]
+
+    began = time.perf_counter()
+    write(min(3, new))  # compiles, where the engine does
+    first = time.perf_counter() - began
+    agree = lambda disturbed: disturbed and cached  # noqa: E731  # a text without the cache takes too long to be taken again
+    return Subject(lambda: None, step, lambda: seen[0], memory=dict, agree=agree, facts={"computes": engine.computes}, finish=finish)
+
+
+def greedy(at: Path, new: int) -> list[int]:
+    """The tokens of PyTorch in fp32 with the cache, computed once."""
+    file = at / f"greedy-{new}.json"
+    if not file.is_file():
+        files.write_json(file, [int(token) for token in generate(models.load(at).eval(), [[1]], max_new=new)])
+    return json.loads(file.read_text())
+
+
+def planned(config: ModelConfig, new: int, cached: bool, precision: str) -> dict[str, list[Any]]:
+    """The lower bound of `gradus plan --serve` for the whole text, from 16 of its lengths; nothing where the machine is not calibrated."""
+    try:
+        on = hardware.cluster("this")
+        lengths = sorted({round(1 + i * (new - 1) / 15) for i in range(16)})
+        found = [{row.name: row.value for row in serving(config, seq_len=n, precision=precision, on=on)} for n in lengths]
+        token = statistics.mean(rows["serving/decode_time" if cached else "serving/prefill_time"] for rows in found)
+    except (UserError, KeyError):  # not calibrated, a peak that is not known, a model that does not fit
+        return {}
+    return {"time/step": [new * token, "s"], "samples_per_s": [1 / token, "samples/s"]}
+
+
+# ------------------------------------------------------------ a pass in any engine
+
+
+def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
+    """options: batch, length, engine, precision; or instead of these two quantised: dynamic, static or qat.
+
+    Of the run that model.init names, with the metrics of its whole valid split by the code of `gradus evaluate`; qat: of the run beside it whose
+    name ends in -qat. Without model.init of the recipe's shape."""
+    run, how, name, precision = recipe.model.init, options.get("quantised"), options.get("engine", "torch"), options.get("precision", "fp32")
+    if absent := [package for package in engines.kind(name).packages if importlib.util.find_spec(package) is None]:
+        raise UserError(f"--engine {name}: there is no package {' and no '.join(absent)} here.")
+    run = f"{run}-qat" if run and how == "qat" else run
+    words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
+    at = models.locate(run) if run else shape(recipe.model)
+    if how:
+        at, precision = in_int8(run, words, at, how), "int8"
+    cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
+    subject = bench.cell(None, {**cell, "precision": precision})
+
+    def finish(timed: Timed, window: Window) -> None:
+        bench_finish(timed, window)
+        if how:
+            timed.values["size/weights"] = [(at / quantized.WEIGHTS).stat().st_size, "bytes"]
+        if run and window.round == 1 and how:
+            table = json.loads((at / quantized.FILE).read_text())["table"]
+            timed.values |= {name: [after, ""] for name, (_, after) in ((n, p) for n, p in table.items() if n.startswith("valid/"))}
+            timed.values["points_lost"] = [table["difference"][0], ""]
+            timed.facts["paired"] = table["difference"]
+        elif run and window.round == 1:
+            found = predict.evaluate(run, [*words, "layout.precision=fp32"], "valid", engine=name, precision=precision)
+            timed.values |= {name: [float(value), ""] for name, value in found.items()}
+
+    bench_finish, subject.finish = subject.finish, finish
+    return subject
+
+
+def in_int8(run: str | None, words: list[str], at: Path, how: str) -> Path:
+    """The quantised model, made once: of a run by `gradus quantize --force`, which sets it beside the run; of random weights with ranges of inputs
+    that are made up, since time does not depend on them."""
+    to, kind = kept(how, engines.here(find(str(at)))), "static" if how == "qat" else how
+    if to.is_dir():
+        return to
+    if run is None:
+        model = models.load(at).eval()
+        with files.aside(to) as aside:
+            quantized.write(aside, model, kind, {name: [-4.0, 4.0] for name in quantized.linears(model)})
+        return to
+    if how == "qat" and not (at / "qat.json").is_file():
+        raise UserError(f"{run}: no run with train.qat=true.")
+    asked = {"recipe": run, "overrides": words, "how": kind, "to": str(to), "split": "valid", "max_loss": 1.0, "force": True}
+    for line in quantize.quantize(argparse.Namespace(**asked, checkpoint=None, json_file=None, engine=None, calibrate=None)):
+        print(line)
+    return to
