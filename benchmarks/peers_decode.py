@@ -221,7 +221,7 @@ def onnx_genai(recipe: None, options: dict[str, Any]) -> Subject:
     settings = to / "genai_config.json"
     told = json.loads(settings.read_text())
     told["model"]["decoder"]["session_options"] |= {"intra_op_num_threads": torch.get_num_threads(), "inter_op_num_threads": 1}
-    told["model"] |= {"eos_token_id": -1}
+    told["model"] |= {"eos_token_id": models.config_of(at).vocab_size - 1}  # held back by min_length
     files.write_json(settings, told)
     model = there.Model(str(to))
 

@@ -65,7 +65,7 @@ def test_the_worst_of_them_are_one_clear_error(cases):
 def test_every_bad_input_is_one_clear_error(cases):
     world, every = cases
     assert len(every) >= 600 and len({c.name for c in every}) > 0.97 * len(every)
-    some = every[::2]  # `python tests/bad_input.py` runs all of them
+    some = every[::3]  # `python tests/bad_input.py` runs all of them
     found = bad_input.run_all(some, world)
     print(Counter(o.verdict for o in found))
     assert not (bad := [o for o in found if o.verdict not in ("clear", "accepted")]), wrong(bad)

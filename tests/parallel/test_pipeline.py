@@ -124,7 +124,7 @@ def check(n: int, cases: list[tuple[str, str, dict, int]]) -> None:
                 if name.endswith("to_k.bias"):  # adds the same to all scores of a query: its gradient is rounding, which Adam makes large
                     continue
                 wanted, apart = torch.from_numpy(after_five[name]), torch.from_numpy(value - after_five[name])
-                assert apart.norm() <= 1e-4 * wanted.norm(), f"{family} {schedule} {changes}: {name} is {apart.norm()} off of {wanted.norm()}"
+                assert apart.norm() <= 3e-4 * wanted.norm(), f"{family} {schedule} {changes}: {name} is {apart.norm()} off of {wanted.norm()}"
         owners = sorted(name for a in answers for name in a[i][0])
         assert owners == names, f"{family} {schedule}: every parameter on exactly one process"
 
