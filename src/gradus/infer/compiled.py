@@ -168,7 +168,7 @@ class Compiled(Torch):
         self.computes = rest if precision == rest else f"{rest} from {precision} weights"
         if precision in INTEGER and not on_gpu:
             self.computes = INTEGER[precision]
-        # What a product reads is stored first: inside the loop over the weights it would be computed for each output anew.
+        # What a product reads is stored first: inside the loop over the weights it would be computed for each output.
         options = {"cpp_wrapper": True, "realize_reads_threshold": 0, "realize_opcount_threshold": 0}
         options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         # A code object of its own: what is compiled belongs to the code, and these guards do not tell engines apart.
