@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import itertools
 import json
 import statistics
@@ -103,8 +102,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     Of the run that model.init names, with the metrics of its whole valid split by the code of `gradus evaluate`; qat: of the run beside it whose
     name ends in -qat. Without model.init of the recipe's shape."""
     run, how, name, precision = recipe.model.init, options.get("quantised"), options.get("engine", "torch"), options.get("precision", "fp32")
-    if absent := [package for package in engines.kind(name).packages if importlib.util.find_spec(package) is None]:
-        raise UserError(f"--engine {name}: there is no package {' and no '.join(absent)} here.")
+    engines.installed(engines.kind(name))
     run = f"{run}-qat" if run and how == "qat" else run
     words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
     at = models.locate(run) if run else shape(recipe.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,12 @@ def fits(found: type[Engine], precision: str, place: Place) -> None:
         raise UserError(f"{what}: not for {kinds[attention]} ({place.name}). Use --precision {' or '.join(has)}.")
     takes = sorted({kinds[a] for families in found.PRECISIONS.values() for a in families})
     raise UserError(f"{what}: for {' and '.join(takes)}, and {place.name} is none. Use --engine torch.")
+
+
+def installed(found: type[Engine]) -> None:
+    """Raises UserError where a package that an engine imports is not here."""
+    if absent := [package for package in found.packages if importlib.util.find_spec(package) is None]:
+        raise UserError(f"--engine {found.name}: there is no package {' and no '.join(absent)} here.")
 
 
 def here(place: Place, *more: str) -> str:

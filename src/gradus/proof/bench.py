@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import itertools
 import math
 import statistics
@@ -80,11 +79,9 @@ def pairs(place: Place, args: Any) -> tuple[list[Pair], dict[str, str]]:
     found, refused = [], {}
     for name, precision in wanted:
         kind = engines.kind(name)
-        absent = [package for package in kind.packages if importlib.util.find_spec(package) is None]
         try:
             engines.fits(kind, precision, place)
-            if absent:
-                raise UserError(f"--engine {name}: there is no package {' and no '.join(absent)} here.")
+            engines.installed(kind)
             found.append((name, precision))
         except UserError as e:
             refused[f"{name} {precision}"] = str(e)
