@@ -43,6 +43,13 @@ class Place:
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
+    def weights(self) -> list[Path]:
+        """The files that hold its weights; none of the state of its training."""
+        if self.path.is_file():
+            return [self.path]
+        found = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in self.path.glob(kind))
+        return sorted(p for p in found if p.is_file() and not p.name.startswith("training."))
+
     def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
         """By place: "", and "target" where the target language has its own. `given` is a path that replaces the
         tokenizer beside the weights.

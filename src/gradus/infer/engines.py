@@ -100,6 +100,8 @@ class Torch(Steps, Engine):
         return self.model(**inputs)
 
     def weight_bytes(self) -> int:
+        if self.place.made:  # packed weights are no buffers
+            return sum(p.stat().st_size for p in self.place.weights())
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -135,9 +137,8 @@ def installed(found: type[Engine]) -> None:
 
 def here(place: Place, *more: str) -> str:
     """A key of a model's weights, by what they hold, on this processor and PyTorch, and of `more`."""
-    weights = [place.path] if place.path.is_file() else sorted(place.path.glob("*.safetensors"))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
-    return digest([identity(p) for p in weights], *more, device, torch.__version__)
+    return digest([identity(p) for p in place.weights()], *more, device, torch.__version__)
 
 
 def best_at(place: Place) -> Path:

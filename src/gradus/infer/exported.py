@@ -134,8 +134,7 @@ def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
     """The folder of a model's graphs: the model's own where it is one, else one that is made once and kept."""
     if place.made:  # engines.open has looked at the rest
         return place.folder
-    weights = [place.path] if place.path.is_file() else sorted(p for p in place.path.rglob("*") if p.is_file())
-    key = digest([identity(p) for p in weights], kind.name, precision, torch.__version__)
+    key = digest([identity(p) for p in place.weights()], f"{place.config!r}", kind.name, precision, torch.__version__)
     kept = files.cache_dir() / "exports" / key
     if not (kept / FILE).is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def quantize(args: Any) -> Iterator[str]:
         about = quantized.write(folder, model, args.how, ranges)
         made = dataclasses.replace(find(str(folder)), recipe=place.recipe)
         old, new = engines.open(place, engine), engines.open(made, engine, about["precision"])
-        size = [sum(p.stat().st_size for p in paths) for paths in (_weights(place), [folder / quantized.WEIGHTS])]
+        size = [sum(p.stat().st_size for p in which.weights()) for which in (place, made)]
         table: Table = {"size, MB": [n / 1e6 for n in size]} | measured(session, args.split, old, new)
         yield from shown(table, about, args)
         refusal = refused(table, args.max_loss)
@@ -93,13 +93,6 @@ def _engine(args: Any, place: Place) -> str:
         use = "torch or compiled" if weights_only else "torch"
         raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {use}.")
     return args.engine or ("compiled" if weights_only else "torch")
-
-
-def _weights(place: Place) -> list[Path]:
-    if place.path.is_file():
-        return [place.path]
-    found = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in place.path.glob(kind))
-    return [p for p in found if p.is_file() and not p.name.startswith("training.")]
 
 
 # ---------------------------------------------------------------- ranges of inputs
