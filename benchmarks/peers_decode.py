@@ -1,7 +1,7 @@
 """What benchmarks/decode.yaml sets beside Gradus: other programs that decode the same weights, each a runner.
 
 FUNCTION(None, options) → timing.Subject, of which a step is one text: a prompt of 16 tokens and 64 greedy ones, prefill included; its samples are
-tokens. Its loss is the share of the 64 that equal those of Gradus in PyTorch and fp32, whose logits the checks go back to.
+tokens. `same_tokens` is the share of the 64 that equal those of Gradus in PyTorch and fp32, whose logits the checks go back to.
 
 Peers are looked for in $GRADUS_PEERS too, a folder: pip install --no-deps --target FOLDER llama-cpp-python gguf diskcache ctranslate2 onnxruntime-genai
 """
@@ -26,7 +26,7 @@ from gradus.errors import UserError
 from gradus.infer import engines, find
 from gradus.measure.roofs import last_cache
 from gradus.models.decoding import complete
-from gradus.proof.timing import Subject
+from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import GPTConfig, LlamaConfig
 
 PROMPT, NEW = 16, 64
@@ -75,18 +75,20 @@ def wanted(at: Path) -> list[int]:
 
 def subject(options: dict[str, Any], at: Path, decode: Callable[[list[int]], list[int]], **facts: Any) -> Subject:
     """decode: a prompt's 64 new tokens."""
-    right, seen = wanted(at), [0]
+    right, seen, latest = wanted(at), [0], []
 
-    def step(ids: list[int]) -> torch.Tensor:
-        new = decode(ids)
-        if len(new) != NEW:
-            raise UserError(f"{len(new)} tokens, not {NEW}: it stopped early.")
+    def step(ids: list[int]) -> None:
+        latest[:] = decode(ids)
+        if len(latest) != NEW:
+            raise UserError(f"{len(latest)} tokens, not {NEW}: it stopped early.")
         seen[0] += NEW
-        return torch.tensor(np.mean([a == b for a, b in zip(new, right)]))
+
+    def finish(timed: Timed, window: Window) -> None:
+        timed.values["same_tokens"] = [float(np.mean([a == b for a, b in zip(latest, right)])), ""]
 
     weights = sum(p.numel() for p in models.build(models.config_of(at), "meta").parameters())
-    facts = {"precision": options.get("precision", "fp32"), "parameters": weights, "loss_unit": "of 64 equal", **facts}
-    return Subject(lambda: prompt(at), step, lambda: seen[0], facts=facts)
+    facts = {"precision": options.get("precision", "fp32"), "parameters": weights, **facts}
+    return Subject(lambda: prompt(at), step, lambda: seen[0], facts=facts, finish=finish)
 
 
 # ------------------------------------------------------------ Gradus and its peers

@@ -128,7 +128,7 @@ def page(found: Sequence[Record]) -> str:
         parts += [f"stories260K from its own file: {' '.join(of[0]['value'].split())}", "", "| read from | the prompt's tokens equal | new tokens equal | farthest logit of the prompt |", "|---|---|---:|---:|"]
         parts += [f"| {r['way']} | {'yes' if r['same prompt'] else 'no'} | {r['equal']} of {r['tokens']} | {r['max_abs_delta']:.1e} |" for r in of]
         parts += [""]
-    parts += ["So small a model knows little beside its stories; what is shown is that the weights arrive in their places. A row in bf16 may differ where two tokens are nearly as likely."]
+    parts += ["A model this small knows little beyond its stories; what is shown is that the weights arrive in their places. A row in bf16 may differ where two tokens are nearly equally likely."]
     return "\n".join(parts) + "\n"
 
 

@@ -84,7 +84,7 @@ def _running(verb: Verb) -> None:
     add("--resume", **FLAG, help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
     add("--auto-resume", **FLAG, help="start, or go on where log.dir holds a run already: for jobs that are requeued")
     add("--processes", **whole(limits.PROCESSES), help="start N processes here (others: torchrun, mpirun, srun)")
-    add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="of --processes: from the last checkpoint")
+    add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: from the last checkpoint")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
     add = verb("new", run, text, "").add_argument
@@ -92,8 +92,8 @@ def _running(verb: Verb) -> None:
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and said)")
-    add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and said)")
+    add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and printed)")
+    add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and printed)")
 
 
 def _planning(verb: Verb) -> None:
@@ -111,14 +111,14 @@ def _planning(verb: Verb) -> None:
     add("--devices", **FLAG, help="which single device, at which precision and price")
     add("--search", **FLAG, help="the best layouts on this hardware, and why the others lose")
     add("--serve", **FLAG, help="to use the model, not to train it: weights and cache, time a token")
-    add("--batch", **whole(limits.BATCH, name="B"), help="of --serve: sequences at a time (default 1)")
-    add("--length", **whole(limits.LENGTH), help="of --serve: tokens a sequence (default: all its positions)")
-    add("--bits", **whole(32, name="Q"), help="of --serve: of a stored weight, e.g. 8 or 4 (default: the precision's)")
+    add("--batch", **whole(limits.BATCH, name="B"), help="with --serve: sequences at a time (default 1)")
+    add("--length", **whole(limits.LENGTH), help="with --serve: tokens a sequence (default: all its positions)")
+    add("--bits", **whole(32, name="Q"), help="with --serve: of a stored weight, such as 8 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
     add("--accuracy", nargs="?", const="", metavar="FILE", help="how far from published measurements (without a file)")
     add("--web", **FLAG, help="serve the plan as a local page")
-    add("--port", type=limits.whole(0, 65_535), help="of --web (default 8000)")
-    add("--host", help="of --web (default 127.0.0.1: this machine only)")
+    add("--port", type=limits.whole(0, 65_535), help="with --web (default 8000)")
+    add("--host", help="with --web (default 127.0.0.1: this machine only)")
     run, text = lambda a: room("proof.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
     add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
@@ -145,8 +145,8 @@ def _looking(verb: Verb) -> None:
     add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
     add("--no-data", **FLAG, help="only what follows without opening the data")
     add("--modules", **FLAG, help="the module tree as the layout places it instead: each parameter's shape and part")
-    add("--processes", **whole(limits.AXIS), help="as one of so many (default: as many as the layout's axes need)")
-    add("--rank", **whole(limits.AXIS, 0, name="R"), help="of --modules: on this process (default 0)")
+    add("--processes", **whole(limits.AXIS), help="as one of N processes (default: as many as the layout's axes need)")
+    add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: on this process (default 0)")
     add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", "")
@@ -174,7 +174,7 @@ def _using(verb: Verb) -> None:
     add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    add("--beams", **whole(1_000), default=1, help="of translations: evaluate.beams (default 1: greedy)")
+    add("--beams", **whole(1_000), default=1, help="for translations, as evaluate.beams (default 1: greedy)")
     _engine(add)
     text = "text or image in: label, filled mask, translation or features out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
@@ -205,7 +205,7 @@ def _using(verb: Verb) -> None:
 def _engine(add: Callable) -> None:
     add("--engine", default="torch", metavar="NAME", help="torch (default), compiled, ...; auto: gradus bench's best")
     precisions = ["fp32", "bf16", "fp16", "int8", "int4"]
-    add("--precision", choices=precisions, help="int8 and int4: of the weights (default fp32; of auto any)")
+    add("--precision", choices=precisions, help="int8, int4: of the weights (default fp32; with --engine auto: any)")
 
 
 def _measuring(verb: Verb) -> None:
@@ -222,7 +222,7 @@ def _measuring(verb: Verb) -> None:
     add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
     add("--to-the-end", **FLAG, help="also the whole training once, with its evaluations")
     add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
-    add("--scale-lr", **FLAG, help="of --weak: the learning rate times the number of processes (the linear rule)")
+    add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped goes on there")
     text = "faster, or smaller, step by step: each optimisation measured beside the best before it"
@@ -251,10 +251,11 @@ def _measuring(verb: Verb) -> None:
     add("--batch", metavar="N,...", default="1,8,32", help="samples at a time (default 1,8,32)")
     add("--length", metavar="N,...", help="tokens that are read (default: those of 128 and 512 that fit the model)")
     add("--new", type=limits.whole(2, limits.LENGTH), metavar="N", help="tokens that are written (default 64)")
-    text = "over N samples of the run's valid split, 0: none (default: of encoders all; --accuracy alone: all)"
+    text = "over N samples of the run's valid split; 0: none (default: all for encoders, else 0; without N: all)"
     add("--accuracy", type=limits.whole(0, limits.SAMPLES), nargs="?", const=limits.SAMPLES, metavar="N", help=text)
-    add("--runs", **whole(limits.STEPS), default=10, help="timed at least, in all rounds; at most ten times (10)")
-    text = "timed at least, in all rounds; at most six times (10)"
+    text = "to time in all rounds, at least; at most ten times as many (default 10)"
+    add("--runs", **whole(limits.STEPS), default=10, help=text)
+    text = "to time in all rounds, at least; at most six times as long (default 10)"
     add("--seconds", type=limits.real(above=0, most=1e6), default=10.0, metavar="S", help=text)
     add("--warmup", **whole(limits.STEPS), default=10, help="runs before them, in each round (default 10)")
     add("--rounds", **whole(10**6), default=2, help="each with every configuration in a new process (default 2)")
@@ -305,12 +306,13 @@ def _quantizing(verb: Verb) -> None:
     text = "a run's best checkpoint in int8 or int4: size, time and accuracy before and after, kept if it is worth it"
     add = verb("quantize", lambda a: room("infer.quantize").quantize(a), text).add_argument
     add("--to", required=True, metavar="DIR", help="folder to write")
-    kinds = "products of int8 (inputs' ranges of each batch, or calibrated), or weights alone in int8 or int4"
+    kinds = "dynamic, static: int8 products, input ranges of each batch or calibrated; int8, int4: weights alone"
     add("--as", dest="how", required=True, choices=["dynamic", "static", "int8", "int4"], help=kinds)
-    add("--calibrate", metavar="SPLIT[:N]", help="of static: which samples, not the evaluation's (default train:256)")
+    add("--calibrate", metavar="SPLIT[:N]", help="for static: samples that are not evaluated (default train:256)")
     add("--split", default="valid", choices=["valid", "test", "train"], help="of the accuracy (default valid)")
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help="default 1")
+    text = "of accuracy that it may lose (default 1)"
+    add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help=text)
     add("--engine", metavar="NAME", help="in which both are measured (default: torch; int8 and int4: compiled)")
     add("--force", **FLAG, help="keep it even if it is slower or loses more")
 
@@ -340,7 +342,7 @@ def train(args) -> int:
     if args.max_restarts and args.processes is None:
         raise UserError("--max-restarts has no effect without --processes. Leave it out: another launcher restarts.")
     if args.resume and args.auto_resume:
-        raise UserError("--resume and --auto-resume: the second starts where nothing is to resume. Give one of them.")
+        raise UserError("--resume and --auto-resume: the second starts anew if there is no run to resume. Give one.")
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
@@ -420,11 +422,11 @@ def _only_with(args, mode: str) -> None:
     """Raises UserError for what would have no effect."""
     for option, modes in TAKEN.items():
         if getattr(args, option) not in (None, False) and mode not in modes:
-            where = f"without --{next(iter(modes))}" if len(modes) == 1 else f"on --{mode}"
+            where = f"without --{next(iter(modes))}" if len(modes) == 1 else f"with --{mode}"
             word = "RECIPE" if option == "recipe" else f"--{option}"
             raise UserError(f"gradus plan: {word} has no effect {where}. Leave it out.")
     if args.all and args.json:
-        raise UserError("gradus plan: --all has no effect on --json, which holds every figure. Leave it out.")
+        raise UserError("gradus plan: --all has no effect with --json, which holds every figure. Leave it out.")
 
 
 def show(args) -> int:

@@ -64,14 +64,16 @@ class Place:
             try:
                 found = {"": tokenizer_files.load(self.folder)}
             except UserError as e:
-                raise UserError(f"{e} Give one with --tokenizer PATH.") from None
+                hint = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
+                raise UserError(f"{e} {hint}") from None
             if (self.folder / "target").is_dir():
                 found["target"] = tokenizer_files.load(self.folder / "target")
         for place, tokenizer in found.items():
             size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
             if (n := tokenizer.vocab_size) > (size := size or self.config.vocab_size):
                 both = f"{given or self.folder / place}: this tokenizer has {n} tokens and the model {size}"
-                raise UserError(f"{both}: they do not belong together. Give the model's own with --tokenizer PATH.")
+                own = "Use the model's own (gradus generate: --tokenizer PATH)."
+                raise UserError(f"{both}: they do not belong together. {own}")
         self._read = found
         return found
 
@@ -154,7 +156,8 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         padding = family.decoder_start == "padding"
         start = special(target, "pad") or 0 if padding else special(target, "bos", "cls", "pad")
         if start is None:
-            raise UserError("the tokenizer has no begin token. Give the model's own with --tokenizer PATH.")
+            own = "Use the model's own (gradus generate: --tokenizer PATH)."
+            raise UserError(f"the tokenizer has no begin token. {own}")
         return Encoded([[start]] * len(rows), sources, eos_id)
 
     if family.begin_token and recipe is None and tokenizer.bos_id is not None:

@@ -20,7 +20,8 @@ def write(place: Place, to: Path) -> bool:
         try:
             tokenizers = place.tokenizers()
         except UserError as e:
-            note(f"without a tokenizer: {str(e).removesuffix(' Give one with --tokenizer PATH.')}")
+            hint = " Put one beside the weights; gradus generate also takes --tokenizer PATH."
+            note(f"without a tokenizer: {str(e).removesuffix(hint)}")
     tasks.save_tokenizers(to, tokenizers)
     if place.recipe is not None and place.config.reads == "images":
         (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")

@@ -158,7 +158,7 @@ class Compiled(Torch):
         device = pick_device("auto")
         on_gpu = device.type != "cpu"
         if on_gpu and precision == "int4":
-            raise UserError("--engine compiled --precision int4: for processors. Use --precision int8.")
+            raise UserError("--engine compiled --precision int4: for CPUs alone. Use --precision int8.")
         rest = {"int8": "bf16"}.get(precision, precision) if on_gpu else "fp32"
         super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
         self.precision, self.first = precision, True

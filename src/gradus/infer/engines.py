@@ -126,7 +126,7 @@ def fits(found: type[Engine], precision: str, place: Place) -> None:
     if has := [p for p, families in found.PRECISIONS.items() if attention in families]:
         raise UserError(f"{what}: not for {kinds[attention]} ({place.name}). Use --precision {' or '.join(has)}.")
     takes = sorted({kinds[a] for families in found.PRECISIONS.values() for a in families})
-    raise UserError(f"{what}: for {' and '.join(takes)}, and {place.name} is none. Use --engine torch.")
+    raise UserError(f"{what}: for {' and '.join(takes)}, and {place.name} is not one. Use --engine torch.")
 
 
 def installed(found: type[Engine]) -> None:

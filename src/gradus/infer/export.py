@@ -29,7 +29,7 @@ def export(
     graphs = kind != "hf"
     free(place, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
     if place.made:
-        raise UserError(f"{name}: made for engines, of which no other is made. Give the model that it was made from.")
+        raise UserError(f"{name}: made for engines, so not exported again. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
     if not graphs:
@@ -37,7 +37,7 @@ def export(
         return
     found, precision = engines.kind(kind), precision or "fp32"
     if place.family.attention not in found.PRECISIONS["fp32"]:
-        raise UserError(f"--as {kind}: for encoders, and {name} is none. Use --as onnx.")
+        raise UserError(f"--as {kind}: for encoders, and {name} is not one. Use --as onnx.")
     yield from exported.write(place, found, to, precision, **({"opset": opset} if opset else {}))
 
 

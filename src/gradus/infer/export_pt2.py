@@ -42,7 +42,7 @@ class Pt2(GraphEngine):
     def open(self, paths: dict[str, Path]) -> None:
         kind = next(iter(self.graphs.values()))["device"]
         if kind != "cpu" and not torch.accelerator.is_available():
-            raise UserError(f"it was compiled for {kind}, and there is none here. Export it here.")
+            raise UserError(f"--engine pt2: it was compiled for {kind}, and there is none here. Export it here.")
         self.device = torch.device(kind)
         self.loaded = {name: load_ahead(str(path)) for name, path in paths.items()}
 

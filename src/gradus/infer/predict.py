@@ -58,10 +58,10 @@ def predict(args: Any) -> Iterator[str]:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {what}, or --split.")
     kind = ".npy" if args.features else ".jsonl"
     if args.to and Path(args.to).suffix != kind:
-        raise UserError(f"--to={args.to}: this is saved as {kind}.")
+        raise UserError(f"--to={args.to}: this is saved as {kind}. Give a name that ends so.")
     place = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
     if args.features and (place.engine, place.precision or "fp32") != ("torch", "fp32"):
-        raise UserError("--features: of --engine torch in fp32 alone. Leave out --engine and --precision.")
+        raise UserError("--features: only with --engine torch in fp32. Leave out --engine and --precision.")
     if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
     if args.features:

@@ -88,7 +88,8 @@ def _engine(args: Any, place: Place) -> str:
     if weights_only and place.family.attention == "both":
         raise UserError(f"--as {how}: of weights alone, for models that write texts. Use --as dynamic or static.")
     if why := quantized.lacks(how):
-        raise UserError(f"--as {how}: {why}. Use --as int8 for models that write texts, else --precision bf16.")
+        use = "Use --as int8 for models that write texts; run others with --precision bf16"
+        raise UserError(f"--as {how}: {why}. {use}.")
     if args.engine not in (None, "torch", *(["compiled"] if weights_only else [])):
         use = "torch or compiled" if weights_only else "torch"
         raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {use}.")

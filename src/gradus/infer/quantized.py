@@ -138,7 +138,7 @@ def lacks(how: str) -> str | None:
     if how in ("int8", "int4"):
         return None
     if pick_device("auto").type != "cpu":
-        return f"{how} int8 is for processors, and there is a GPU"
+        return f"{how} int8 is for CPUs, and there is a GPU here"
     return None if has_fbgemm() else f"{how} int8 needs PyTorch with FBGEMM (x86 with AVX2)"
 
 

@@ -56,7 +56,7 @@ def bench(args: Any) -> Iterator[str]:
         return
     yield from ("", *results.lines([row.known() for row in rows], COLUMNS))
     best = next((row for row in rows if row.name == "best"), None)
-    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}; --engine auto takes it" if best else "not known: no cell of batch 1 counts")
+    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}; --engine auto takes it" if best else "not known: at batch 1 no engine ran that is accurate enough")
     yield f"rows: {folder / 'rows.jsonl'}"
 
 
@@ -97,7 +97,7 @@ def sizes(place: Place, args: Any) -> tuple[list[int | None], int | None]:
     if images and args.length is not None:
         raise UserError(f"--length={args.length}: an image's length is its patches. Leave it out.")
     if not writes and args.new is not None:
-        raise UserError(f"--new={args.new}: of models that write, and {place.name} is none. Leave it out.")
+        raise UserError(f"--new={args.new}: for models that write texts, and {place.name} is not one. Leave it out.")
     new = None if not writes else args.new or min(NEW, max(2, (longest or 2 * NEW) // 2))
     if images:
         return [None], new

@@ -332,7 +332,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None]) ->
                     timer.round(p)
             rounds += 1
         if dead := sorted({p.name or " ".join(map(str, p.fixed[:3])) for p in points if p.dead}):
-            say(f"not to be had on this device: {', '.join(dead)}")
+            say(f"not available on this device: {', '.join(dead)}")
         for p in bound:
             p.fixed = () if p.dead else key_of(p)
     bound = [p for p in bound if p.fixed]

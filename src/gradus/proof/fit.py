@@ -159,7 +159,7 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     spare = f"{size(room.budget - needs)} ({1 - needs / room.budget:.1%}) to spare"
     lines = [f"{keys}{beyond}: {said(measures(needs, None, room))} of {size(room.budget)} by the plan, {spare}; {traces} traces"]
     if found == most:
-        lines.append("more does not make a batch: that is all the data" if most > share else "more does not make a batch of this recipe")
+        lines.append("larger ones were not tried: this is all the data" if most > share else "larger ones were not tried: this is the recipe's whole batch")
     if needs > own:
         return rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
     check.validate(chosen, room.n)

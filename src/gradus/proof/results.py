@@ -124,13 +124,14 @@ def conditions_line(rows: Sequence[Record]) -> str:
     if r is None:
         return ""
     threads = {str(r["threads"]) for r in rows if "threads" in r}
-    words = [r["cpu"], f"{r['cpus']} processors", f"PyTorch {r['versions']['torch']}"]
+    sets = f" ({', '.join(r['cpu_flags'])})" if r.get("cpu_flags") else ""
+    words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors", f"PyTorch {r['versions']['torch']}"]
     words += [f"threads a process: {', '.join(sorted(threads))}"] if threads else []
     words += [f"{r['steps']} steps a round after {r['warm_up']}"] if "steps" in r else []
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
     words += [f"median of {rounds} rounds [lowest, highest]"] if rounds > 1 and "steps" in r else []
     disturbed = sum(r.get("retaken", 0) for r in rows if r["name"] == "samples_per_s")
-    words += [f"{disturbed} samples taken again, since others used the processors"] if disturbed else []
+    words += [f"{disturbed} sample{'s' * (disturbed > 1)} taken again, since others used the processors"] if disturbed else []
     return "; ".join(words)
 
 

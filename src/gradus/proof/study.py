@@ -134,7 +134,7 @@ class Study:
         axis = next((axis for axis, name in self._places() if name == against), None)
         found = next((o for o in self.configurations if o.at == {**c.at, axis: against}), None)
         if found is None:
-            raise UserError(f"{c.name}: against={against}: no configuration is that and else the same. Give it another against.")
+            raise UserError(f"{c.name}: against={against}: no configuration is that and otherwise the same. Give it another against.")
         return found
 
     def _places(self) -> Iterator[tuple[str, str]]:

@@ -75,6 +75,13 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
+def return_freed_memory() -> None:
+    """Give back once what this process keeps. Tensors that come to stay (the optimizer's state, in the first step) lie
+    where others were freed, so that the next large ones need new room: half as much again as the tensors."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def cpu_flags() -> list[str]:
     """Of CPU_FLAGS those that this processor has. Linux."""
     return [flag for flag in CPU_FLAGS if flag in _cpuinfo("flags", "Features").split()]
