@@ -385,7 +385,7 @@ def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
     _, refused = study.planned(of_two(recipe), tmp_path, said.append)
-    assert re.match(r"the plan needs .*start fewer on this host, or go on with --force", refused["2 processes"])
+    assert re.match(r"the plan needs .*start fewer on this host\.", refused["2 processes"])
     assert study.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
     (tmp_path / "plan.jsonl").unlink()
     rows, refused = study.planned(of_two(recipe, force=True), tmp_path, said.append)

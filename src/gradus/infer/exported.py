@@ -138,8 +138,13 @@ def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
     kept = files.cache_dir() / "exports" / key
     if not (kept / FILE).is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        for _ in write(place, kind, kept, precision):
-            pass
+        try:
+            for _ in write(place, kind, kept, precision):
+                pass
+        except UserError as e:
+            why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
+            what = f"--engine {kind.name}: {place.name} cannot be exported for it"
+            raise UserError(f"{what} ({why.rstrip('.')}). Use --engine torch.") from None
     return kept
 
 

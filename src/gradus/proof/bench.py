@@ -136,7 +136,7 @@ def cells(place: Place, args: Any) -> tuple[Study, dict[str, str], set[str]]:
         f"bench {Path(args.model).resolve().name}", made, steps=-(-args.runs // args.rounds), warm_up=args.warmup, rounds=args.rounds,
         against=" ".join(base), plan=False, strict=len(possible) + len(refused) == 1, seconds=args.seconds / args.rounds,
     )  # fmt: skip
-    return study, refused, set() if args.precisions == "all" else set(args.precisions.split(","))
+    return study, refused, set() if args.precisions == "all" else {word.strip() for word in args.precisions.split(",")}
 
 
 # ------------------------------------------------------------ one cell, in a process of its own

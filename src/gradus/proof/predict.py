@@ -167,7 +167,7 @@ def refuse(case: Case, needed: int, fix: str = SMALLER) -> str:
     """One line: what does not fit, and what would."""
     room = case.room
     device = "GPU" if room.target == "cuda" else "host" if room.local == 1 else f"host for each of its {room.local} processes"
-    return f"the plan needs {size(needed)} a process and the {device} has {size(room.budget)}. {fix}, or go on with --force."
+    return f"the plan needs {size(needed)} a process and the {device} has {size(room.budget)}. {fix}."
 
 
 # ---------------------------------------------------------------- a process of its own

@@ -67,7 +67,7 @@ class Proof(Plan):
         verdict = self._foresee(session, position) if world.first else None
         refusal, self.step = worlds.from_first(verdict) if world.size > 1 else verdict
         if refusal and not self.force:
-            raise UserError(refusal)
+            raise UserError(f"{refusal.removesuffix('.')}, or go on with --force.")
         if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
