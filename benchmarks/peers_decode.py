@@ -24,7 +24,7 @@ import torch
 from gradus import files, models
 from gradus.errors import UserError
 from gradus.infer import engines, find
-from gradus.measure.roofs import last_cache
+from gradus.measure.roofs import large_matrices, last_cache
 from gradus.models.decoding import complete
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import GPTConfig, LlamaConfig
@@ -250,7 +250,7 @@ def roof(recipe: None, options: dict[str, Any]) -> Subject:
     model = models.build(models.config_of(at), "meta")
     numbers = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     size = numbers * {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}[options.get("precision", "fp32")]
-    matrices = [torch.randn(256, 1 << 16) for _ in range(4)]  # 64 MiB each
+    matrices = large_matrices()  # of 64 MiB
     x, seen = torch.randn(1, 256), [0.0]
 
     def step(_: None) -> None:

@@ -39,6 +39,20 @@ def test_products_with_few_rows_are_linears(precision, rounding, rows):
     assert (found - wanted).norm() <= rounding * wanted.norm()
 
 
+def test_numbers_side_by_side_are_the_same_and_tied_ones_stay_tied():
+    first, second = nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+    second.weight = nn.Parameter(first.weight.detach())  # another parameter of the same numbers
+    model = nn.Sequential(first, second, nn.BatchNorm1d(3)).double().requires_grad_(False)
+    second.weight.data = first.weight.data
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled.side_by_side(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert first.weight.data_ptr() == second.weight.data_ptr() and all(t.data_ptr() % 64 == 0 for t in after.values())
+    pages = {t.data_ptr() >> 12 for t in after.values()}
+    assert max(pages) - min(pages) <= 1, "in one piece"
+
+
 def test_int4_takes_int8_where_groups_do_not_divide():
     assert isinstance(compiled.stored("int4", torch.device("cpu"))(nn.Linear(40, 96)), compiled.Int8)
 

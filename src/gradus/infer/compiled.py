@@ -20,9 +20,11 @@ from gradus.infer.engines import Torch
 from gradus.layers import Cache
 from gradus.parallel.qat import weight_scale
 from gradus.torch_private import int4_pack, int4_product, int8_product
+from gradus.train.machine import large_pages
 from gradus.train.precision import HALF, pick_device
 
 ROOM = 64  # a cache's tokens are a multiple of it, so that requests of nearly one length share a compiled step
+LINE = 64  # bytes: where a tensor may begin
 GROUP = 32  # weights that share a scale in int4
 INTEGER = {  # what is computed in, on a processor
     "int8": "fp32, products of several rows in bf16, from int8 weights",
@@ -141,6 +143,19 @@ def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
             setattr(model.get_submodule(parent), last, kind(module))
 
 
+def side_by_side(model: nn.Module) -> None:
+    """Move a model's numbers into one piece of memory of large pages. A step reads them all."""
+    kept: dict[tuple[int, torch.Size], Tensor] = {}  # of tied weights one copy
+    held = [*model.parameters(), *model.buffers()]
+    room = large_pages(sum(t.nbytes + LINE for t in held))
+    for tensor in held:
+        key, size = (tensor.data_ptr(), tensor.shape), tensor.nbytes
+        if key not in kept:
+            kept[key] = room[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            room = room[-(-size // LINE) * LINE :]
+        tensor.data = kept[key]
+
+
 class Compiled(Torch):
     """Prefill as the model is; a decoding step, or an encoder's whole pass, compiled.
 
@@ -162,9 +177,12 @@ class Compiled(Torch):
         rest = {"int8": "bf16"}.get(precision, precision) if on_gpu else "fp32"
         super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
         self.precision, self.first = precision, True
-        if place.family.attention != "both" and not place.made:
+        if place.family.attention != "both":
             with torch.no_grad():
-                store(self.model.requires_grad_(False), stored(precision, device))
+                if not place.made:
+                    store(self.model.requires_grad_(False), stored(precision, device))
+                if not on_gpu:
+                    side_by_side(self.model)
         self.computes = rest if precision == rest else f"{rest} from {precision} weights"
         if precision in INTEGER and not on_gpu:
             self.computes = INTEGER[precision]

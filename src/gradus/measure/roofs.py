@@ -8,14 +8,21 @@ from pathlib import Path
 
 import torch
 
+from gradus.train.machine import large_pages
+
 REPEAT = 5
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes/s read, by products of one row with matrices that no cache holds (256 MiB)."""
-    matrices = [torch.randn(256, 1 << 16, device=device) for _ in range(4)]
+    matrices = large_matrices() if device.type == "cpu" else torch.randn(4, 256, 1 << 16, device=device)
     row = torch.randn(1, 256, device=device)
     return sum(m.nbytes for m in matrices) / _fastest(lambda: [row @ m for m in matrices], device)
+
+
+def large_matrices() -> torch.Tensor:
+    """(4, 256, 65,536) in fp32, 256 MiB, in large pages as an engine's weights."""
+    return large_pages(1 << 28).view(torch.float32).view(4, 256, 1 << 16).normal_()
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

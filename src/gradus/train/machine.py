@@ -26,6 +26,7 @@ import torch
 
 from gradus import __version__, limits
 
+LARGE_PAGE = 1 << 21  # bytes
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "transformers", "mpi4py", "nvidia-ml-py")
 LAUNCHERS = ("torchrun", "mpirun", "srun")
 CPU_FLAGS = (  # of x86, then of ARM: what matrix products run faster with
@@ -80,6 +81,16 @@ def return_freed_memory() -> None:
     where others were freed, so that the next large ones need new room: half as much again as the tensors."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def large_pages(size: int) -> torch.Tensor:
+    """So many bytes, in pages of 2 MB where Linux has them: what reads them all looks up fewer, and is faster."""
+    memory = torch.empty(size + LARGE_PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % LARGE_PAGE :][:size]
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE; may be refused
+    return memory
 
 
 def cpu_flags() -> list[str]:
