@@ -89,15 +89,15 @@ def predict(case: Case) -> Predicted:
     rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
     rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **of))
-    most, sharing = "process", 1
     if room.target == "cuda":
         rows.append(figure("memory/device", need, "bytes", "reserved + framework", **of))
-        most = f"reserved {size(memory.reserved)}, device"
+        most, sharing = f"reserved {size(memory.reserved)}, device {size(need)}", 1
     else:
-        given, sharing = {"allocated": memory.allocated, "before": room.resident}, room.local
-        rows.append(figure("memory/process", need, "bytes", "tensors + this process before the model", given, **of))
+        expected, formula, given = room.process(memory.allocated)
+        rows.append(figure("memory/process", expected, "bytes", formula, given, **of))
+        most, sharing = f"process {size(expected)}", room.local
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
-    line = f"plan: tensors {size(memory.allocated)}, {most} {size(need)} of {size(room.budget)}"
+    line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
     if step:
         rows += step_rows(case, *step)
         found = {row.name: row.value for row in rows}

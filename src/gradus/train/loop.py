@@ -105,8 +105,6 @@ class Trainer(Stepper):
         self.at("reading data", p.step + 2)
         self._know(totals.tokens, *totals.flags)
         p.step, p.epoch_step = p.step + 1, step.step + 1
-        if self.device.type == "cpu" and p.step == self.start_step + 1:
-            machine.return_freed_memory()
         p.accumulations += len(step.micro_batches)
         p.samples += step.samples
         return Taken(p.step, rate, loss, norm)

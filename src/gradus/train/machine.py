@@ -70,17 +70,14 @@ def describe() -> dict[str, Any]:
 def keep_freed_memory() -> None:
     """This process keeps the memory that it frees, where the C library is glibc. Its malloc returns pieces of 32 MB and
     more to the system, which must clear their pages again in every step: an eighth of the time of a small GPT's."""
-    with contextlib.suppress(OSError, AttributeError):
+    if has_glibc():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
-def return_freed_memory() -> None:
-    """Give back once what this process keeps. Tensors that come to stay (the optimizer's state, in the first step) lie
-    where others were freed, so that the next large ones need new room: half as much again as the tensors."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
 
 
 def large_pages(size: int) -> torch.Tensor:
