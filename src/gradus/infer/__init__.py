@@ -48,7 +48,7 @@ class Place:
         if self.path.is_file():
             return [self.path]
         found = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in self.path.glob(kind))
-        return sorted(p for p in found if p.is_file() and not p.name.startswith("training."))
+        return sorted(p for p in found if p.is_file() and not p.name.startswith("training"))
 
     def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
         """By place: "", and "target" where the target language has its own. `given` is a path that replaces the
