@@ -342,7 +342,7 @@ def train(args) -> int:
     if args.max_restarts and args.processes is None:
         raise UserError("--max-restarts has no effect without --processes. Leave it out: another launcher restarts.")
     if args.resume and args.auto_resume:
-        raise UserError("--resume and --auto-resume: the second starts anew if there is no run to resume. Give one.")
+        raise UserError("--resume and --auto-resume: the second starts anew if there is none. Give one of them.")
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
