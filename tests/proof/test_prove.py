@@ -278,7 +278,7 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
     monkeypatch.setattr(predict, "fix_of", lambda *_: time.sleep(60))
     with Planner() as planner:
-        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full, or go on" in planner.plan(case, 5.0).refusal
+        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full." in planner.plan(case, 5.0).refusal
 
 
 def test_what_cannot_be_planned_says_why(case, planner):
