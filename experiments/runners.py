@@ -97,11 +97,11 @@ def planned(config: ModelConfig, new: int, cached: bool, precision: str) -> dict
 
 
 def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: batch, length, engine, precision; or instead of these two quantised: dynamic, static or qat.
+    """options: batch, length, engine, precision; or instead of these two quantized: dynamic, static or qat.
 
     Of the run that model.init names, with the metrics of its whole valid split by the code of `gradus evaluate`; qat: of the run beside it whose
     name ends in -qat. Without model.init of the recipe's shape."""
-    run, how, name, precision = recipe.model.init, options.get("quantised"), options.get("engine", "torch"), options.get("precision", "fp32")
+    run, how, name, precision = recipe.model.init, options.get("quantized"), options.get("engine", "torch"), options.get("precision", "fp32")
     engines.installed(engines.kind(name))
     run = f"{run}-qat" if run and how == "qat" else run
     words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
@@ -129,7 +129,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
 
 def in_int8(run: str | None, words: list[str], at: Path, how: str) -> Path:
-    """The quantised model, made once: of a run by `gradus quantize --force`, which sets it beside the run; of random weights with ranges of inputs
+    """The quantized model, made once: of a run by `gradus quantize --force`, which sets it beside the run; of random weights with ranges of inputs
     that are made up, since time does not depend on them."""
     to, kind = kept(how, engines.here(find(str(at)))), "static" if how == "qat" else how
     if to.is_dir():

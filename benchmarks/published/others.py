@@ -91,11 +91,11 @@ def litgpt(point: Point) -> Case:
     kind = "adapter_v2" if "v2" in method else "adapter" if "adapter" in method else "lora"
     quant = (c.get("quant") or "None").replace("None", "")
     if quant and "nf4" not in quant:
-        raise NotCovered(f"quantisation {quant}: none of it to fit on")
+        raise NotCovered(f"quantization {quant}: none of it to fit on")
     several = n > 1
 
     def memory(v: dict[str, float]) -> float:
-        weights = count * ((v["quantised"] if quant else 2.0) if not several else v["sharded"])
+        weights = count * ((v["quantized"] if quant else 2.0) if not several else v["sharded"])
         extra = v["adapter"] * count if kind == "adapter_v2" else 0.0
         kept = micro * layers * width * 1034 * v["activation"] * (1.5 if gated else 1.0) * (0.1 if several else 1.0)
         return (weights + extra + kept) / 1e9 + v["constant"]

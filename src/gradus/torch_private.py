@@ -73,7 +73,7 @@ def linear_pack(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
     """Of int8 weight (out, in), scale (out,) and bias (out,): FBGEMM's form. With VNNI PyTorch would take oneDNN's,
     which linear_static does not know."""
     zero = torch.zeros_like(scale, dtype=torch.long)
-    with warnings.catch_warnings():  # that quantised tensors will go, in 2.13: the products take no other
+    with warnings.catch_warnings():  # that quantized tensors will go, in 2.13: the products take no other
         warnings.simplefilter("ignore")
         numbers = torch._make_per_channel_quantized_tensor(weight, scale.double(), zero, 0)
     backend, before = torch.backends.quantized, torch.backends.quantized.engine

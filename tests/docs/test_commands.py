@@ -50,7 +50,7 @@ RECIPE = f"copy-task {TINY['copy-task']}"
 STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus predict RUN\b", "gradus predict runs/classes"),
     (r"^gradus bench RUN$", "gradus bench runs/words --engines torch --precisions fp32 --batch 1 --runs 2 --seconds 0.01 --rounds 1 --to out"),
-    (r"^gradus quantize RUN --to DIR", "gradus quantize runs/classes --to quantised --force"),
+    (r"^gradus quantize RUN --to DIR", "gradus quantize runs/classes --to quantized --force"),
     (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
     (r"^gradus report runs/one runs/bf16 runs/two --to report --notes notes.md", "gradus report runs/copy runs/stopped --to out --notes notes.md"),
     (r"^gradus study precision.yaml", "gradus study precision.yaml --to studies/new --rounds 1 --steps 2"),

@@ -1,4 +1,4 @@
-"""Quantised models beside torch.ao's and closed forms; what `gradus quantize` writes, shows and refuses; training with rounding."""
+"""Quantized models beside torch.ao's and closed forms; what `gradus quantize` writes, shows and refuses; training with rounding."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def here(trained, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["dynamic", "static"])
-def test_a_quantised_classifier(how, here, capsys):
+def test_a_quantized_classifier(how, here, capsys):
     assert main(["quantize", "run", "--to", how, "--as", how, "--force"]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in ("size, MB", "ms, batch 1", "ms, batch 32", "valid/accuracy", "points of accuracy on 40 targets"))
@@ -176,7 +176,7 @@ def test_ranges_come_back_when_a_run_goes_on(here, capsys):
 
 
 @pytest.mark.parametrize("how", ["int8", "int4"])
-def test_a_quantised_decoder(how, here, capsys):
+def test_a_quantized_decoder(how, here, capsys):
     assert main(["quantize", "writes", "--to", how, "--as", how, "--engine", "torch", "--force"]) == 0
     assert "tokens" in capsys.readouterr().out
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -209,7 +209,7 @@ def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsy
     (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: of --as static"),
     (["qat", "--as", "static", "--calibrate", "train"], "training saw the ranges (train.qat). Leave it out."),
     (["run", "--as", "dynamic", "--engine", "onnx"], "--engine=onnx: --as dynamic is not for it. Use --engine torch."),
-    (["run", "--as", "dynamic", "--to", "reviews"], "--to=reviews: it holds other files and no quantised model"),
+    (["run", "--as", "dynamic", "--to", "reviews"], "--to=reviews: it holds other files and no quantized model"),
     (["bert.json", "--as", "dynamic"], "bert.json: a recipe has no weights"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_told(words, told, here, capsys):
@@ -225,13 +225,13 @@ def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     assert (found - model(ids)).abs().max() < 0.05
 
 
-def test_a_quantised_folder_says_what_it_is_for(here, tmp_path, capsys):
+def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):
     name, run = str(tmp_path / "made"), find("run")
     quantized.write(tmp_path / "made", run.load(), "dynamic", {})
     beside.write(run, tmp_path / "made")
     for words in ([], ["--features"], ["--engine", "onnx"], ["--precision", "bf16"]):
         assert main(["predict", name, "x", *words]) == 2
-        assert "quantised for --engine torch --precision int8. Use that" in capsys.readouterr().err
+        assert "quantized for --engine torch --precision int8. Use that" in capsys.readouterr().err
     assert main(["export", name, "--to", str(tmp_path / "out")]) == 2 and "made for engines" in capsys.readouterr().err
     assert main(["train", "bert.json", f"model.init={name}", "log.dir=again"]) == 2 and name in capsys.readouterr().err
     (tmp_path / "made" / quantized.WEIGHTS).write_bytes(b"x" * 100)

@@ -351,7 +351,7 @@ def test_checksums_are_those_of_what_lies_there(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_quantised_weight_is_refused_by_name(dtype, kind, tmp_path):
+def test_a_quantized_weight_is_refused_by_name(dtype, kind, tmp_path):
     model = random_model(LLAMA)
     models.save(model, tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -367,7 +367,7 @@ def test_a_quantised_weight_is_refused_by_name(dtype, kind, tmp_path):
         lambda: models.load(tmp_path), lambda: models.load(tmp_path, strict=False), lambda: models.load_weights(fresh, tmp_path),
         lambda: models.convert(tmp_path, tmp_path / "out"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=rf"{name} is stored as \w+: quantised checkpoints are not loaded\. .*float32"):
+        with pytest.raises(UserError, match=rf"{name} is stored as \w+: quantized checkpoints are not loaded\. .*float32"):
             use()
 
 

@@ -19,7 +19,7 @@ from gradus.limits import CONFIG_FILE, read_json
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
-EXPORTED, QUANTISED = "export.json", "quantized.json"  # in folders that are made for engines
+EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class Place:
     @functools.cached_property
     def made(self) -> dict[str, Any] | None:
         """Of a folder that `gradus export` or `quantize` wrote for engines: what it says of itself."""
-        for file in (EXPORTED, QUANTISED):
+        for file in (EXPORTED, QUANTIZED):
             if (self.folder / file).is_file():
                 return read_json(self.folder / file, CONFIG_FILE)
         return None
@@ -89,7 +89,7 @@ class Place:
         """The model with its weights, in evaluation mode, on the accelerator if there is one. It is read once; the
         first call sets its precision (fp32, bf16 or fp16, of the weights too).
 
-        Raises UserError for a folder of graphs, or of weights that are quantised to something else.
+        Raises UserError for a folder of graphs, or of weights that are quantized to something else.
         """
         if self.model is None and self.made:
             from gradus.infer import quantized

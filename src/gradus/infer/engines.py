@@ -158,7 +158,7 @@ def best(place: Place, precision: str | None) -> tuple[str, str]:
 
 
 def ways_of(made: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(engine, precision) that a folder of graphs, or of quantised weights, is for. made: Place.made."""
+    """(engine, precision) that a folder of graphs, or of quantized weights, is for. made: Place.made."""
     yield made.get("format", "torch"), made["precision"]
     if made.get("as") in ("int8", "int4"):  # of weights alone
         yield "compiled", made["precision"]
@@ -175,6 +175,6 @@ def open(place: Place, name: str = "torch", precision: str | None = None) -> Eng
         fits(found, precision, place)
     elif (name, precision) not in (ways := list(ways_of(place.made))):
         use = either(f"--engine {name} --precision {precision}" for name, precision in ways)
-        what = "exported" if "format" in place.made else "quantised"
+        what = "exported" if "format" in place.made else "quantized"
         raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")
     return found(place, precision)

@@ -32,7 +32,7 @@ class Onnx(GraphEngine):
     def write(cls, graph: Graph, folder: Path, opset: int | None = None, **options: Any) -> dict[str, Any]:
         about = write(graph, folder, opset)
         if options.get("precision") == "int8":
-            quantise(folder / about["file"])
+            quantize(folder / about["file"])
         return about
 
     def open(self, paths: dict[str, Path]) -> None:
@@ -79,7 +79,7 @@ def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any
     return {"file": f"{graph.name}.onnx", "opset": written, "ir": program.model.ir_version}
 
 
-def quantise(file: Path) -> None:
+def quantize(file: Path) -> None:
     """Weights of matrix products and tables to int8, by ONNX Runtime itself, in place."""
     tools = need("onnxruntime.quantization", "onnx", "writing ONNX in int8")
     with quiet(), files.aside(file) as aside:

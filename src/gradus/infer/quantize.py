@@ -41,7 +41,7 @@ Table = dict[str, Any]  # name → [before, after]; difference: see `lost`
 
 
 def quantize(args: Any) -> Iterator[str]:
-    """Write the quantised model to the folder `to`, with its tokenizer, and yield the table. The arguments are those of
+    """Write the quantized model to the folder `to`, with its tokenizer, and yield the table. The arguments are those of
     `gradus quantize`.
 
     Raises UserError, and writes nothing, where the result is slower than what it replaces or loses more than max_loss
@@ -49,7 +49,7 @@ def quantize(args: Any) -> Iterator[str]:
     """
     place, session = opened(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
     engine, to = _engine(args, place), Path(args.to)
-    free(place, to, quantized.FILE, "quantised model")
+    free(place, to, quantized.FILE, "quantized model")
     without = session.recipe.evaluate.model_copy(update={"decode": False})  # accuracy is of given answers
     session.task.recipe = session.task.recipe.model_copy(update={"evaluate": without})
     model = place.load()

@@ -1,4 +1,4 @@
-"""Quantised models: what stands in a Linear's place, and the folder that holds it.
+"""Quantized models: what stands in a Linear's place, and the folder that holds it.
 
     config.json             as beside any weights
     quantized.safetensors   of every Linear its numbers as MODULE.NAME; all other parameters, fp32, by our names
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.infer import QUANTISED as FILE
+from gradus.infer import QUANTIZED as FILE
 from gradus.infer import Place
 from gradus.infer.compiled import INTEGER, Int4, Int8, Rows, whole_blocks
 from gradus.models.values import Deferred, fill
@@ -105,7 +105,7 @@ def load(place: Place, precision: str) -> nn.Module:
     """The model of such a folder. Raises UserError where it is none, damaged, or for another precision."""
     about, file = place.made, place.folder / WEIGHTS
     if "format" in about or about["precision"] != precision:
-        what = "quantised" if "as" in about else "exported"
+        what = "quantized" if "as" in about else "exported"
         use = f"--engine {about.get('format', 'torch')} --precision {about['precision']}"
         raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")
     if why := lacks(about["as"]):
@@ -126,7 +126,7 @@ def load(place: Place, precision: str) -> nn.Module:
             if p.is_meta:
                 same(name, tensors[name], p)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as e:
-        raise UserError(f"{file}: damaged, or not of this model ({e}). Quantise the model anew.") from None
+        raise UserError(f"{file}: damaged, or not of this model ({e}). Quantize the model anew.") from None
     values = {name: Stored(tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}
     model = Deferred(model, None).on(pick_device("auto")).to(pick_device("auto"))
     fill({name: p for name, p in model.named_parameters() if name in values}, values)

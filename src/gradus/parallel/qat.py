@@ -1,4 +1,4 @@
-"""Quantisation-aware training: every Linear computes with its input and its weight rounded as an int8 product rounds
+"""Quantization-aware training: every Linear computes with its input and its weight rounded as an int8 product rounds
 them, and gradients pass the rounding as if it were not there (Jacob et al. 2018, section 3; Bengio et al. 2013).
 
 The rounding is that of `gradus quantize --as static`, which takes over the ranges of inputs that training saw.

@@ -78,7 +78,7 @@ def serving(
     holds it prefill_time, decode_time (s) and tokens_per_s: of one device lower bounds, of several with what they send.
 
     batch: rows decoded together. seq_len: tokens a row, prompt and new ones, and of an encoder-decoder's source (None: all the model has
-    positions for). bits: of a stored weight, where it is not that of `precision` (8, 4: quantised, their scales not counted). on: several
+    positions for). bits: of a stored weight, where it is not that of `precision` (8, 4: quantized, their scales not counted). on: several
     devices split weights and heads among them (tensor parallelism); keys and values as far as their heads divide. Raises UserError for a
     length the model cannot take, and devices that it cannot be split over or whose peak is not known.
     """

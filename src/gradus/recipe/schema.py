@@ -528,7 +528,7 @@ class Train(Section):
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
-    qat: bool = False  # quantisation-aware: Linears compute with inputs and weights rounded as int8 would round them
+    qat: bool = False  # quantization-aware: Linears compute with inputs and weights rounded as int8 would round them
 
 
 class Evaluate(Section):

@@ -273,7 +273,7 @@ def refuse_integers(name: str, tensor: Tensor | Stored, where: object) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in FLOATS:
         raise UserError(
-            f"{where}: {name} is stored as {dtype}: quantised checkpoints are not loaded. "
+            f"{where}: {name} is stored as {dtype}: quantized checkpoints are not loaded. "
             "Convert it where it was made: save its weights in float32, float16 or bfloat16, and give that folder"
         )
 
