@@ -97,7 +97,7 @@ def planned(config: ModelConfig, new: int, cached: bool, precision: str) -> dict
 
 
 def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: batch, length, engine, precision; or instead of these two quantized: dynamic, static or qat.
+    """options: batch, length, engine, precision; or instead of these two quantized: dynamic, static, qat or int4.
 
     Of the run that model.init names, with the metrics of its whole valid split by the code of `gradus evaluate`; qat: of the run beside it whose
     name ends in -qat. Without model.init of the recipe's shape."""
@@ -107,7 +107,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
     at = models.locate(run) if run else shape(recipe.model)
     if how:
-        at, precision = in_int8(run, words, at, how), "int8"
+        at, precision = made(run, words, at, how), "int4" if how == "int4" else "int8"
     cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
     subject = bench.cell(None, {**cell, "precision": precision})
 
@@ -128,7 +128,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     return subject
 
 
-def in_int8(run: str | None, words: list[str], at: Path, how: str) -> Path:
+def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
     """The quantized model, made once: of a run by `gradus quantize --force`, which sets it beside the run; of random weights with ranges of inputs
     that are made up, since time does not depend on them."""
     to, kind = kept(how, engines.here(find(str(at)))), "static" if how == "qat" else how

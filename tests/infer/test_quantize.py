@@ -133,7 +133,7 @@ def here(trained, monkeypatch):
     return trained
 
 
-@pytest.mark.parametrize("how", ["dynamic", "static"])
+@pytest.mark.parametrize("how", ["dynamic", "static", "int8", "int4"])
 def test_a_quantized_classifier(how, here, capsys):
     assert main(["quantize", "run", "--to", how, "--as", how, "--force"]) == 0
     told = capsys.readouterr().out
@@ -144,12 +144,13 @@ def test_a_quantized_classifier(how, here, capsys):
 
     place = find(str(here / how))
     ids = torch.tensor([[5, 6, 7, 8]])
-    wanted, found = engines.open(find("run"))(ids), engines.open(place, "torch", "int8")(ids)
-    assert (found - wanted).abs().max() < 0.1 * wanted.abs().max() and not torch.equal(found, wanted)
-    assert main(["predict", how, "a good film", "--precision", "int8"]) == 0
-    shown = capsys.readouterr()
-    assert "computes in int8, inputs in 7 bits" in shown.err and shown.out.startswith(("good", "bad"))
-    assert main(["evaluate", "run", "--checkpoint", how, "--precision", "int8"]) == 0
+    precision = "int4" if how == "int4" else "int8"
+    wanted, found = engines.open(find("run"))(ids), engines.open(place, "torch", precision)(ids)
+    assert (found - wanted).abs().max() < (0.3 if how == "int4" else 0.1) * wanted.abs().max() and not torch.equal(found, wanted)
+    assert main(["predict", how, "a good film", "--precision", precision]) == 0
+    shown, told = capsys.readouterr(), f"from {how} weights" if how == precision else "computes in int8, inputs in 7 bits"
+    assert told in shown.err and shown.out.startswith(("good", "bad"))
+    assert main(["evaluate", "run", "--checkpoint", how, "--precision", precision]) == 0
     assert f"{about['table']['valid/accuracy'][1]:.4f}" in capsys.readouterr().out
 
 
@@ -202,7 +203,7 @@ def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsy
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["run", "--as", "int8"], "--as int8: of weights alone, for models that write texts. Use --as dynamic or static."),
+    (["run", "--as", "int8", "--engine", "compiled"], "--engine=compiled: --as int8 is not for it. Use --engine torch."),
     (["run", "--as", "static", "--calibrate", "valid"], "--calibrate=valid: the accuracy is measured on it. Use train"),
     (["run", "--as", "static", "--calibrate", "trian"], "no such split. Did you mean train?"),
     (["run", "--as", "static", "--calibrate", "train:0"], "--calibrate=train:0: expected SPLIT or SPLIT:N"),

@@ -157,23 +157,23 @@ def best(place: Place, precision: str | None) -> tuple[str, str]:
     return name, chosen
 
 
-def ways_of(made: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(engine, precision) that a folder of graphs, or of quantized weights, is for. made: Place.made."""
-    yield made.get("format", "torch"), made["precision"]
-    if made.get("as") in ("int8", "int4"):  # of weights alone
-        yield "compiled", made["precision"]
+def ways_of(place: Place) -> Iterator[tuple[str, str]]:
+    """(engine, precision) that a folder of graphs, or of quantized weights, is for."""
+    yield place.made.get("format", "torch"), place.made["precision"]
+    if place.made.get("as") in ("int8", "int4") and place.family.attention != "both":
+        yield "compiled", place.made["precision"]
 
 
 def open(place: Place, name: str = "torch", precision: str | None = None) -> Engine:
     """The engine of this name on a model. precision: None: fp32, of auto any. Raises UserError for an engine that
     cannot do it; the text says what can."""
     if name == "auto":
-        name, precision = list(ways_of(place.made))[-1] if place.made else best(place, precision)
+        name, precision = list(ways_of(place))[-1] if place.made else best(place, precision)
     precision = precision or "fp32"
     found = kind(name)
     if not place.made:
         fits(found, precision, place)
-    elif (name, precision) not in (ways := list(ways_of(place.made))):
+    elif (name, precision) not in (ways := list(ways_of(place))):
         use = either(f"--engine {name} --precision {precision}" for name, precision in ways)
         what = "exported" if "format" in place.made else "quantized"
         raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")

@@ -80,20 +80,17 @@ def quantize(args: Any) -> Iterator[str]:
 
 def _engine(args: Any, place: Place) -> str:
     """The engine in which both are measured. Raises UserError for what does not fit together."""
-    how, weights_only = args.how, args.how in ("int8", "int4")
+    how, compiled = args.how, args.how in ("int8", "int4") and place.family.attention != "both"
     if place.made:
         raise UserError(f"{place.name}: made for engines. Give the model that it was made from.")
     if args.calibrate and how != "static":
         raise UserError(f"--calibrate={args.calibrate}: of --as static; {how} needs no samples. Leave it out.")
-    if weights_only and place.family.attention == "both":
-        raise UserError(f"--as {how}: of weights alone, for models that write texts. Use --as dynamic or static.")
     if why := quantized.lacks(how):
-        use = "Use --as int8 for models that write texts; run others with --precision bf16"
-        raise UserError(f"--as {how}: {why}. {use}.")
-    if args.engine not in (None, "torch", *(["compiled"] if weights_only else [])):
-        use = "torch or compiled" if weights_only else "torch"
+        raise UserError(f"--as {how}: {why}. Use --as int8, or run it with --precision bf16.")
+    if args.engine not in (None, "torch", *(["compiled"] if compiled else [])):
+        use = "torch or compiled" if compiled else "torch"
         raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {use}.")
-    return args.engine or ("compiled" if weights_only else "torch")
+    return args.engine or ("compiled" if compiled else "torch")
 
 
 # ---------------------------------------------------------------- ranges of inputs
