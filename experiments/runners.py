@@ -105,6 +105,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     engines.installed(engines.kind(name))
     run = f"{run}-qat" if run and how == "qat" else run
     words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
+    words += [f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else []  # not those that the run was trained with
     at = models.locate(run) if run else shape(recipe.model)
     if how:
         at, precision = made(run, words, at, how), "int4" if how == "int4" else "int8"

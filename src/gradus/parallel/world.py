@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import multiprocessing.util
 import os
 import random
 import re
@@ -267,6 +268,7 @@ def leave(code: int = 0) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and code == 0 and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()  # else mpirun reports an abnormal end
+    multiprocessing.util._run_finalizers(0)  # named semaphores (tqdm's), of which a warning would else be printed
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
