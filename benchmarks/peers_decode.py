@@ -24,7 +24,7 @@ import torch
 from gradus import files, models
 from gradus.errors import UserError
 from gradus.infer import engines, find
-from gradus.measure.roofs import large_matrices, last_cache
+from gradus.measure.roofs import last_cache, reader
 from gradus.models.decoding import complete
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import GPTConfig, LlamaConfig
@@ -243,20 +243,17 @@ def onnx_genai(recipe: None, options: dict[str, Any]) -> Subject:
 
 
 def roof(recipe: None, options: dict[str, Any]) -> Subject:
-    """Tokens/s if a token took no longer than reading the weights of its matrix products once, with the fastest read that PyTorch has: a product
-    of one row with a large matrix, over more memory than the caches hold. Where the weights themselves fit the L3 they may be read faster:
-    its fact `cache_resident`."""
+    """Tokens/s if a token took no longer than reading the weights of its matrix products once, with the fastest read that PyTorch has of more
+    memory than the caches hold. Where the weights themselves fit the L3 they may be read faster: its fact `cache_resident`."""
     at = folder(options)
     model = models.build(models.config_of(at), "meta")
     numbers = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     size = numbers * {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}[options.get("precision", "fp32")]
-    matrices = large_matrices()  # of 64 MiB
-    x, seen = torch.randn(1, 256), [0.0]
+    (read, n_bytes), seen = reader(torch.device("cpu")), [0.0]
 
     def step(_: None) -> None:
-        for matrix in matrices:
-            x @ matrix
-        seen[0] += sum(m.nbytes for m in matrices) / size
+        read()
+        seen[0] += n_bytes / size
 
     resident = size < last_cache()
     return Subject(lambda: None, step, lambda: round(seen[0]), facts={"weight_bytes": int(size), "cache_resident": resident, "precision": options.get("precision", "fp32")})

@@ -13,7 +13,7 @@ from gradus.cli import main
 from gradus.infer import engines, find
 from gradus.proof import bench, study
 from gradus.proof.timing import Timed, Window
-from gradus.recipe.schema import BertConfig, LlamaConfig, ViTConfig
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
 
 SHORT = ["--runs", "2", "--seconds", "0.01", "--warmup", "1", "--rounds", "1"]
@@ -52,6 +52,15 @@ def test_rows_of_a_model_that_writes(made):
     assert of["check/cosine", first]["value"] > 0.9 and ("check/cosine", cell) not in of, "checked once"
     planned = {r["name"] for r in rows if r.get("kind") == "predicted" and r["configuration"] == cell}
     assert "size/weights" in planned
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_weights_in_integers_are_planned_as_they_are_stored(tied, precision, bits, tmp_path):
+    config = GPTConfig(vocab_size=640, n_layers=1, d_model=128, n_heads=2, seq_len=16, tie_output=tied)
+    models.save(models.build(config), tmp_path / "gpt")
+    stored = engines.open(find(str(tmp_path / "gpt")), "compiled", precision).weight_bytes()
+    assert bench.in_integers(config, bits) == pytest.approx(stored, rel=0.12), "scales are not counted"
 
 
 def test_what_cannot_be_is_listed(made):

@@ -102,7 +102,8 @@ class Torch(Steps, Engine):
     def weight_bytes(self) -> int:
         if self.place.made:  # packed weights are no buffers
             return sum(p.stat().st_size for p in self.place.weights())
-        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        return sum(held.values())  # of tied weights one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)  # it computes the selected places alone

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from gradus import files, hardware, limits
+from gradus import files, hardware, limits, models
 from gradus.errors import UserError, did_you_mean
 from gradus.infer import Encoded, Place, engines, exported, find, predict
 from gradus.infer.checked import compare, verdict
@@ -27,6 +28,7 @@ from gradus.plan.serving import BYTES, Use, cache_bytes, passes, serving
 from gradus.proof import results
 from gradus.proof.study import Configuration, Notebook, Sample, Study, run
 from gradus.proof.timing import Subject, Timed, Window
+from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
 LENGTHS, NEW = (128, 512), 64
@@ -332,7 +334,7 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt
     except UserError:  # a peak that is not known
         return
-    found = {"size/weights": (prompt["weights"], "bytes")}
+    found = {"size/weights": (prompt["weights"] if bits > 8 or o["engine"] != "compiled" else in_integers(place.config, bits), "bytes")}
     if "forward_time" in prompt:
         found["latency/median"] = (prompt["forward_time"], "s")
     if "decode_time" in last:
@@ -341,6 +343,16 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         found["latency/median"] = (first + (o["new"] - 1) * token, "s")
     for name, (value, unit) in found.items():
         yield Row(name, value, unit, None, {"kind": "predicted", "configuration": c.name, "at": c.at})
+
+
+def in_integers(config: ModelConfig, bits: int) -> float:
+    """Bytes of a model whose Linears are in so many bits, their scales not counted, and all else in fp32: an embedding too that a head shares."""
+    held = {}
+    for module in models.build(config, "meta").modules():
+        for name, p in module.named_parameters(recurse=False):
+            whole = isinstance(module, nn.Linear) and name == "weight"
+            held[id(p), whole] = p.numel() * (bits / 8 if whole else 4)
+    return sum(held.values())
 
 
 # ------------------------------------------------------------ the best
