@@ -114,7 +114,7 @@ def scaled() -> str:
 
 def engine(name: str, **more: Any) -> Callable[[], str]:
     """Of the grid of inference, over its sizes."""
-    return told("s4-inference", name, label=f"{name}, BERT-base's shape, 1 to 32 sequences of 128 and 512", **more)
+    return told("s4-inference", name, label=f"{name}, BERT-base's shape, 1 to 32 sequences of 128, 1 and 8 of 512", **more)
 
 
 def points() -> str:
@@ -133,7 +133,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [
     ("length 512 → 256", "attention a quarter, activations half", [told("s4-claims", "256 tokens", label="256 against 512 tokens, attention written out", also=REST), quarter]),
     ("TorchScript", "10 to 30 % faster", [engine("TorchScript")]),
     ("cache of keys and values", "5 to 10 times as fast", [told("s4-kv-cache", f"{n} tokens with cache", label=f"GPT-2 small's shape, {n:,} tokens") for n in (100, 500, 1000)]),
-    ("ONNX Runtime; with int8", "1.5 to 2; 3 to 4 times as fast", [engine("ONNX Runtime"), engine("ONNX Runtime int8")]),
+    ("ONNX Runtime; with int8", "1.5 to 2; 3 to 4 times as fast", [engine("ONNX Runtime"), engine("ONNX Runtime int8", also=SIZE)]),
     ("TensorRT", "2 to 5 times as fast", [NO_GPU]),
     ("dynamic quantization to int8", "2 to 3 times as fast, a quarter of the size", [
         engine("dynamic int8", also=SIZE), told("s4-exercise-5", "dynamic int8", label="dynamic int8, MiniLM, 1 × 128", also=SIZE)]),
@@ -142,7 +142,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [
         points]),
     ("pinned memory", "transfers 20 to 30 % faster", [NO_GPU]),
     ("loader workers", "4 to 8 a GPU", [told("s3-road-cifar", "2 loader workers", label="2 workers against none, images of 32 pixels, 2 processors in all"), NO_GPU]),
-    ("torch.compile", "20 to 50 % faster", [told("s4-claims", "compiled", label="BERT-base's layers, 4 of 12")]),
+    ("torch.compile", "20 to 50 % faster", [told("s4-claims", "compiled", label="BERT-base's layers, 4 of 12, a training step"), engine("compiled")]),
     ("several GPUs", "85 to 95 % efficiency on 2 to 8, 70 to 85 % over nodes", [
         told("s4-exercise-4", "2 processes", label="2 processes, 8 sequences each", each=True), scaled, "over nodes: not measured: one machine"]),
 ]  # fmt: skip
