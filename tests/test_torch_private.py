@@ -39,7 +39,7 @@ def test_version():
 # ---------------------------------------------------------------- nobody else
 
 OTHERS = {  # private names of other libraries
-    "_subparsers", "_group_actions", "_actions", "_fingerprint", "_replace",
+    "_subparsers", "_group_actions", "_actions", "_fingerprint", "_replace", "_run_finalizers",
 }  # fmt: skip
 
 
