@@ -108,7 +108,8 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     words += [f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else []  # not those that the run was trained with
     at = models.locate(run) if run else shape(recipe.model)
     if how:
-        at, precision = made(run, words, at, how), "int4" if how == "int4" else "int8"
+        at = made(run, words, at, how)
+        precision = find(str(at)).made["precision"]
     cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
     subject = bench.cell(None, {**cell, "precision": precision})
 

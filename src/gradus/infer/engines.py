@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from gradus.train.machine import cpu_flags, cpu_name
 
 if TYPE_CHECKING:
     from gradus.infer import Place
+    from gradus.models import Family
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")  # int8 and int4: of the weights of matrix products alone
 # name → where its class is; imported when it is asked for. And `auto`: what gradus bench found best on this machine.
@@ -158,23 +158,28 @@ def best(place: Place, precision: str | None) -> tuple[str, str]:
     return name, chosen
 
 
-def ways_of(place: Place) -> Iterator[tuple[str, str]]:
+def quantized_in(how: str, family: Family) -> list[str]:
+    """The engines for what `gradus quantize --as how` writes of a family, the fastest last."""
+    return ["torch", "compiled"] if how in ("int8", "int4") and family.attention != "both" else ["torch"]
+
+
+def ways_of(place: Place) -> list[tuple[str, str]]:
     """(engine, precision) that a folder of graphs, or of quantized weights, is for."""
-    yield place.made.get("format", "torch"), place.made["precision"]
-    if place.made.get("as") in ("int8", "int4") and place.family.attention != "both":
-        yield "compiled", place.made["precision"]
+    made = place.made
+    names = [made["format"]] if "format" in made else quantized_in(made["as"], place.family)
+    return [(name, made["precision"]) for name in names]
 
 
 def open(place: Place, name: str = "torch", precision: str | None = None) -> Engine:
     """The engine of this name on a model. precision: None: fp32, of auto any. Raises UserError for an engine that
     cannot do it; the text says what can."""
     if name == "auto":
-        name, precision = list(ways_of(place))[-1] if place.made else best(place, precision)
+        name, precision = ways_of(place)[-1] if place.made else best(place, precision)
     precision = precision or "fp32"
     found = kind(name)
     if not place.made:
         fits(found, precision, place)
-    elif (name, precision) not in (ways := list(ways_of(place))):
+    elif (name, precision) not in (ways := ways_of(place)):
         use = either(f"--engine {name} --precision {precision}" for name, precision in ways)
         what = "exported" if "format" in place.made else "quantized"
         raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")

@@ -80,17 +80,16 @@ def quantize(args: Any) -> Iterator[str]:
 
 def _engine(args: Any, place: Place) -> str:
     """The engine in which both are measured. Raises UserError for what does not fit together."""
-    how, compiled = args.how, args.how in ("int8", "int4") and place.family.attention != "both"
+    how, known = args.how, engines.quantized_in(args.how, place.family)
     if place.made:
         raise UserError(f"{place.name}: made for engines. Give the model that it was made from.")
     if args.calibrate and how != "static":
         raise UserError(f"--calibrate={args.calibrate}: of --as static; {how} needs no samples. Leave it out.")
     if why := quantized.lacks(how):
         raise UserError(f"--as {how}: {why}. Use --as int8, or run it with --precision bf16.")
-    if args.engine not in (None, "torch", *(["compiled"] if compiled else [])):
-        use = "torch or compiled" if compiled else "torch"
-        raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {use}.")
-    return args.engine or ("compiled" if compiled else "torch")
+    if args.engine not in (None, *known):
+        raise UserError(f"--engine={args.engine}: --as {how} is not for it. Use --engine {' or '.join(known)}.")
+    return args.engine or known[-1]
 
 
 # ---------------------------------------------------------------- ranges of inputs

@@ -259,7 +259,7 @@ def leave(code: int = 0) -> NoReturn:
 
     mpirun and srun terminate the others as soon as one process ends with a code; that must not change their own codes
     any more. Interpreters that shut down while gloo's threads still hold Python objects abort now and then, so nothing
-    is finalised.
+    is finalised but what multiprocessing made.
     """
     if dist.is_initialized() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -334,7 +334,8 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt
     except UserError:  # a peak that is not known
         return
-    found = {"size/weights": (prompt["weights"] if bits > 8 or o["engine"] != "compiled" else in_integers(place.config, bits), "bytes")}
+    weights = in_integers(place.config, bits) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
+    found = {"size/weights": (weights, "bytes")}
     if "forward_time" in prompt:
         found["latency/median"] = (prompt["forward_time"], "s")
     if "decode_time" in last:
