@@ -252,3 +252,17 @@ def backends(**keywords) -> set[str]:
 @pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"mask": padding()}, {"mask": padding(), "causal": True}], ids=" ".join)
 def test_sdpa_takes_the_flash_kernel(keywords):
     assert backends(**keywords) == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sdpa_trains_few_tokens_in_fp32_on_a_cpu(autocast):
+    given = torch.float32 if autocast else torch.bfloat16
+    q, k, v = (x.detach().bfloat16().to(given).requires_grad_() for x in tensors(2))
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, _ = sdpa(q, k, v, mask=padding(), causal=True)
+    expected, _ = sdpa(*wide, mask=padding(), causal=True)
+    assert torch.equal(out, expected.bfloat16())  # in bf16 the weights would be rounded
+    out.sum().backward(), expected.sum().backward()
+    for x, w in zip((q, k, v), wide, strict=True):
+        assert torch.equal(x.grad.bfloat16(), w.grad.bfloat16())

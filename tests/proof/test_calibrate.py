@@ -195,6 +195,12 @@ def test_operands_are_never_the_same_twice_in_a_row():
     assert torch.equal(pool.kept[torch.float32], before)
 
 
+def test_bandwidth_is_of_operations_that_read_and_write_all_that_they_name():
+    moved = {("add", 400): 4.0, ("mean", 399): 2.0, ("fill", 398): 1.0, ("nll_loss_forward", 397): 0.01, ("mul", 99): 0.1}
+    points = [calibrate.Point(tuple, tuple, fixed=(name, "fp32", n), times=[seconds]) for (name, n), seconds in moved.items()]
+    assert calibrate._bandwidth(points) == 399 / 2  # the small mul lies in a cache
+
+
 @pytest.mark.parametrize(("words", "said"), [(["--seconds", "5"], "too short"), (["--threads", "0"], "must be at least 1"), (["--second"], "")])
 def test_mistakes_are_one_line(words, said, capsys):
     assert cli.run(["calibrate", *words]) == 2

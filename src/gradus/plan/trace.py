@@ -603,6 +603,7 @@ def _cuda_rules() -> Iterator[None]:
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
+        stack.enter_context(replaced(kernels, "half_is_slow", lambda q, k: False))
         stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 
