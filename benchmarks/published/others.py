@@ -111,7 +111,7 @@ def litgpt(point: Point) -> Case:
         return Case(point, "litgpt time", "litgpt", name, float(point["value"]), direct=minutes, entry="litgpt time", kind="other", base=float(count) ** 0.5)
     case = Case(point, "litgpt memory", "litgpt", name, float(point["value"]), direct=memory, entry="litgpt memory", kind="other", base=float(count))
     if metric == "feasible":
-        case.direct, case.group, case.base = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible", None
+        case.direct, case.group, case.base = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible, litgpt", None
     elif metric != "peak_memory":
         raise NotCovered(f"metric {metric} of this source")
     return case

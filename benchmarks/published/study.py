@@ -182,7 +182,7 @@ def baseline(c: Case, constant: float | None) -> float | None:
 
 def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     """Parameters of an entry's formula, fitted on these."""
-    cases = [c for c in cases if c.group != "feasible"]  # yes or no has no logarithm
+    cases = [c for c in cases if not c.group.startswith("feasible")]  # yes or no has no logarithm
     start = {"alpha": 5e-5, "beta": 1.5e11} if entry.startswith("links/") else others.starts().get(entry, {})
     names = [name for name in start if name != "tokens"]
     if not cases or not names:
@@ -299,7 +299,7 @@ def grouped(results: list[Result]) -> dict[str, dict[str, float | None]]:
             for name, chosen in JOINED.items():
                 rows = [r for r in mine if chosen(r.case.group)]
                 table |= {name: summary(rows)} if rows else {}
-            table[total] = summary([r for r in mine if r.case.group != "feasible"] or mine)
+            table[total] = summary([r for r in mine if not r.case.group.startswith("feasible")] or mine)
     return table
 
 

@@ -30,6 +30,7 @@ from gradus.proof.study import Configuration, Notebook, Sample, Study, run
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
+from gradus.train.precision import pick_device
 
 LENGTHS, NEW = (128, 512), 64
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
@@ -334,7 +335,8 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt
     except UserError:  # a peak that is not known
         return
-    weights = in_integers(place.config, bits) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
+    rest = 4 if pick_device("auto").type == "cpu" else 2  # as the compiled engine keeps it
+    weights = in_integers(place.config, bits, rest) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
     found = {"size/weights": (weights, "bytes")}
     if "forward_time" in prompt:
         found["latency/median"] = (prompt["forward_time"], "s")
@@ -346,13 +348,14 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         yield Row(name, value, unit, None, {"kind": "predicted", "configuration": c.name, "at": c.at})
 
 
-def in_integers(config: ModelConfig, bits: int) -> float:
-    """Bytes of a model whose Linears are in so many bits, their scales not counted, and all else in fp32: an embedding too that a head shares."""
+def in_integers(config: ModelConfig, bits: int, rest: int = 4) -> float:
+    """Bytes of a model whose Linears are in so many bits, their scales not counted, and all else in `rest` bytes a number: an embedding too that
+    a head shares."""
     held = {}
     for module in models.build(config, "meta").modules():
         for name, p in module.named_parameters(recurse=False):
             whole = isinstance(module, nn.Linear) and name == "weight"
-            held[id(p), whole] = p.numel() * (bits / 8 if whole else 4)
+            held[id(p), whole] = p.numel() * (bits / 8 if whole else rest)
     return sum(held.values())
 
 
