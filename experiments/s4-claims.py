@@ -127,8 +127,8 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [
     ("attention: PyTorch's fused kernel", "up to 50 % less memory, 2 to 3 times as fast", both_ways("sdpa", "sdpa")),
     ("attention in chunks", "50 to 90 % less memory for 5 to 30 % more time", both_ways("chunks of 256", "chunked 256")),
     ("fused layer norm", "2 to 3 times as fast", [told("s4-claims", "nn.LayerNorm", label="8,192 × 768, forward + backward, against written out")]),
-    ("mixed precision, BERT-base", "16 → 8 GB (× 0.5)", [
-        told("s4-case-study", "+ mixed precision", label="bf16, 2 sequences of 512"), told("s4-exercise-6", "stage: + mixed precision", label="bf16, mini-GPT, 2 sequences of 256")]),
+    ("mixed precision", "BERT-base: 16 → 8 GB (× 0.5)", [
+        told("s4-case-study", "+ mixed precision", label="bf16, BERT-base, 2 sequences of 512"), told("s4-exercise-6", "stage: + mixed precision", label="bf16, mini-GPT, 2 sequences of 256")]),
     ("checkpointing", "16 → 9 GB (× 0.56), 20 to 30 % more time (speed × 0.77 to 0.83)", [
         told("s4-claims", "checkpointing full", also=REST), told("s4-claims", "checkpointing attention", also=REST)]),
     ("length 512 → 256", "attention a quarter, activations half", [told("s4-claims", "256 tokens", label="256 against 512 tokens, attention written out", also=REST), quarter]),

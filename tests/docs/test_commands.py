@@ -82,7 +82,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12", "--on 8xA100 layout.tensor=4 layout.pipeline=2"),
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
-    (r"^gradus calibrate( --threads 1)?$", "gradus calibrate --seconds 30 --threads 1"),
+    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 30 --threads 1"),
     (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
     (r"--vocab-size 8000", "--vocab-size 300"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.kernels import half_is_slow
 from gradus.torch_private import FakeTensorMode
 
 BATCH, HEADS, SEQ, DIM = 3, 4, 11, 8
@@ -263,6 +264,16 @@ def test_sdpa_trains_few_tokens_in_fp32_on_a_cpu(autocast):
         out, _ = sdpa(q, k, v, mask=padding(), causal=True)
     expected, _ = sdpa(*wide, mask=padding(), causal=True)
     assert torch.equal(out, expected.bfloat16())  # in bf16 the weights would be rounded
-    out.sum().backward(), expected.sum().backward()
+    out.sum().backward()
+    expected.sum().backward()
     for x, w in zip((q, k, v), wide, strict=True):
         assert torch.equal(x.grad.bfloat16(), w.grad.bfloat16())
+
+
+def test_half_is_slow_only_in_training_with_few_keys():
+    q, k, v = tensors(2, k_len=255, dtype=torch.bfloat16)
+    assert half_is_slow(q, k, v) and half_is_slow(q.detach(), k.detach(), v)
+    assert not half_is_slow(*(x.detach() for x in (q, k, v))) and not half_is_slow(*(x.float() for x in (q, k, v)))
+    with torch.no_grad():
+        assert not half_is_slow(q, k, v)
+    assert not half_is_slow(*tensors(2, k_len=256, dtype=torch.bfloat16))

@@ -197,6 +197,7 @@ def test_operands_are_never_the_same_twice_in_a_row():
 
 def test_bandwidth_is_of_operations_that_read_and_write_all_that_they_name():
     moved = {("add", 400): 4.0, ("mean", 399): 2.0, ("fill", 398): 1.0, ("nll_loss_forward", 397): 0.01, ("mul", 99): 0.1}
+    moved["nll_loss_backward", 396] = 1.0
     points = [calibrate.Point(tuple, tuple, fixed=(name, "fp32", n), times=[seconds]) for (name, n), seconds in moved.items()]
     assert calibrate._bandwidth(points) == 399 / 2  # the small mul lies in a cache
 

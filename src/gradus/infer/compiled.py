@@ -135,6 +135,11 @@ def stored(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Mod
     return lambda linear: Rows(linear, HALF.get(precision, torch.float32))
 
 
+def beside(precision: str, device: torch.device) -> str:
+    """What everything is in that is no Linear's weight, and on a GPU no integer."""
+    return "fp32" if device.type == "cpu" else {"int8": "bf16", "int4": "bf16"}.get(precision, precision)
+
+
 def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
     """Replace every Linear of a model, whatever its family."""
     for name, module in list(model.named_modules()):
@@ -174,7 +179,7 @@ class Compiled(Torch):
         on_gpu = device.type != "cpu"
         if on_gpu and precision == "int4":
             raise UserError("--engine compiled --precision int4: for CPUs alone. Use --precision int8.")
-        rest = {"int8": "bf16"}.get(precision, precision) if on_gpu else "fp32"
+        rest = beside(precision, device)
         super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
         self.precision, self.first = precision, True
         if place.family.attention != "both":

@@ -58,8 +58,8 @@ def sdpa(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
 
-    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. Its backward
-    pass in half precision takes several times as long there as in fp32 where tokens are few, and is in fp32 then.
+    On a CPU that is the flash kernel, but the slow plain one with dropout or with a bias that is trained. The flash
+    kernel trains slowly in half precision with few keys; without a bias, both passes are in fp32 then (`half_is_slow`).
     """
     extra, blind = None, None
     # all that flex_attention can do
@@ -88,7 +88,7 @@ def sdpa(
             q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shares
         )
 
-    if half_is_slow(q, k) and bias is None and not dropout:
+    if half_is_slow(q, k, v) and bias is None and not dropout:
         q, k, v = autocast(q, k, v)
         with no_autocast(q.device):
             out = attend(*(x.float() for x in (q, k, v))).to(q.dtype)
@@ -97,11 +97,12 @@ def sdpa(
     return out if blind is None else out.masked_fill(blind, 0.0), None
 
 
-def half_is_slow(q: Tensor, k: Tensor) -> bool:
-    """Whether this is training in half precision with few tokens on a CPU: PyTorch's backward pass takes 1.8 times as
-    long as fp32's with 128 of them there, and 7 times with 16."""
+def half_is_slow(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this is training in half precision with few keys on a CPU. PyTorch's two passes in bf16 take 7 times as
+    long as in fp32 with 16 keys, 1.8 times with 128, 1.1 times with 256 (AMD EPYC with bf16 units, one thread)."""
     half = torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)
-    return half and q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad and k.shape[2] < 256
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return half and trains and q.device.type == "cpu" and k.shape[2] < 256
 
 
 def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:

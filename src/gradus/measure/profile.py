@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -261,7 +262,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
             mark("data")
             with between(trainer, mark):
                 trainer.take(step)
-            if number % CYCLE < WAIT:
+            if number < WAIT:  # later ones follow the writing of a trace, and pay for it
                 recorded.seconds.append(_now(cuda) - began)
             found.step()
     return recorded
@@ -281,7 +282,7 @@ def time_rows(session: Session, recorded: Recorded) -> list[Row]:
     where = conditions(session) | {"recorded_steps": n}
     total = sum(call.own for call in calls)
     rows = [
-        Row("time/step", min(recorded.seconds), "s", conditions=where),  # one after a trace was written pays for that
+        Row("time/step", statistics.median(recorded.seconds), "s", conditions=where),
         Row("time/step/recorded", total / n / 1e6, "s", conditions=where),
         Row("memory/allocations", recorded.allocations, "a step", conditions=where),
     ]

@@ -578,7 +578,7 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _cuda_rules() -> Iterator[None]:
     """What CUDA's autocast computes in fp32 and a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32), of what our models use; and
-    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one. Both keep the output and one
+    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one, in half precision for few keys too. Both keep the output and one
     fp32 number a query, never the scores, also with dropout or a trained bias. Its dropout keeps which ones, a byte each, where a CPU's
     keeps factors in the input's own dtype (ATen/native/Dropout.cpp).
 
@@ -603,7 +603,7 @@ def _cuda_rules() -> Iterator[None]:
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
-        stack.enter_context(replaced(kernels, "half_is_slow", lambda q, k: False))
+        stack.enter_context(replaced(kernels, "half_is_slow", lambda q, k, v: False))
         stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 

@@ -21,6 +21,7 @@ from gradus import files, hardware, limits, models
 from gradus.errors import UserError, did_you_mean
 from gradus.infer import Encoded, Place, engines, exported, find, predict
 from gradus.infer.checked import compare, verdict
+from gradus.infer.compiled import beside
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
@@ -335,7 +336,7 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt
     except UserError:  # a peak that is not known
         return
-    rest = 4 if pick_device("auto").type == "cpu" else 2  # as the compiled engine keeps it
+    rest = BYTES[beside(o["precision"], pick_device("auto"))]
     weights = in_integers(place.config, bits, rest) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
     found = {"size/weights": (weights, "bytes")}
     if "forward_time" in prompt:
@@ -348,8 +349,8 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         yield Row(name, value, unit, None, {"kind": "predicted", "configuration": c.name, "at": c.at})
 
 
-def in_integers(config: ModelConfig, bits: int, rest: int = 4) -> float:
-    """Bytes of a model whose Linears are in so many bits, their scales not counted, and all else in `rest` bytes a number: an embedding too that
+def in_integers(config: ModelConfig, bits: int, rest: int) -> float:
+    """Bytes of a model whose Linears are in `bits` bits, their scales not counted, and all else in `rest` bytes a number: an embedding too that
     a head shares."""
     held = {}
     for module in models.build(config, "meta").modules():

@@ -351,9 +351,9 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None]) ->
 
 
 def _bandwidth(bound: list[Point]) -> float:
-    """Bytes/s, read and written, of the fastest operation on the largest operands, without those that do not read all of them: filling
-    reads nothing, and a loss picks one entry of each row."""
-    moved = [(p.fixed[2], p.median) for p in bound if p.fixed[0] not in ("fill", "nll_loss_forward")]
+    """Bytes/s, read and written, of the fastest operation on the largest operands that moves them all: filling and a loss's backward pass
+    write and read nothing, and a loss reads one entry of each row."""
+    moved = [(p.fixed[2], p.median) for p in bound if p.fixed[0] not in ("fill", "nll_loss_forward", "nll_loss_backward")]
     return max(n_bytes / seconds for n_bytes, seconds in moved if n_bytes > max(moved)[0] / 4)
 
 
