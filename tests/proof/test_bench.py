@@ -16,7 +16,7 @@ from gradus.proof.timing import Timed, Window
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
 
-SHORT = ["--runs", "2", "--seconds", "0.01", "--warmup", "1", "--rounds", "1"]
+SHORT = ["--runs", "2", "--seconds", "0.05", "--warmup", "1", "--rounds", "1"]
 LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, seq_len=40)
 
 
