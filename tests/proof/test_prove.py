@@ -238,8 +238,9 @@ def interrupt(self, trainer, *_):
 
 
 def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
+    """As a job starts them: with --auto-resume the processes meet early, to find the run."""
     folder = tmp_path / "run"
-    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8}), "--processes", "2"]) == 0
+    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8}), "--processes", "2", "--auto-resume"]) == 0
     out, err = capfd.readouterr()
     assert "plan: " in out and " sent a step" in out and "no plan" not in out, out + err
     said, seen = by_name(folder, "plan.jsonl"), by_name(folder, "proof.jsonl")

@@ -57,7 +57,7 @@ class Proof(Plan):
     @contextlib.contextmanager
     def ready(self, world: worlds.World) -> Iterator[None]:
         with self.opened:
-            if world.first:
+            if world.first and self.planner is None:  # it is begun once: not again when the processes have met
                 with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
                     self.planner = self.opened.enter_context(Planner())
             yield
