@@ -578,9 +578,9 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _cuda_rules() -> Iterator[None]:
     """What CUDA's autocast computes in fp32 and a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32), of what our models use; and
-    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one, in half precision for few keys too. Both keep the output and one
-    fp32 number a query, never the scores, also with dropout or a trained bias. Its dropout keeps which ones, a byte each, where a CPU's
-    keeps factors in the input's own dtype (ATen/native/Dropout.cpp).
+    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one; half precision for few keys too. Both
+    keep the output and one fp32 number a query, never the scores, also with dropout or a trained bias. Its dropout keeps which ones, a byte
+    each, where a CPU's keeps factors in the input's own dtype (ATen/native/Dropout.cpp).
 
     Functions are replaced, and no mode is entered: what a backward pass computes again goes by no mode of Python functions.
     """
