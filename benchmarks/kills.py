@@ -31,7 +31,7 @@ from pathlib import Path
 # small, but with dropout (the generators' state matters), accumulation, evaluations, and a checkpoint every third step
 TINY = [
     "model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=64", "model.dropout=0.1", "data.n_train=256", "data.n_valid=32",
-    "schedule.warmup_steps=5", "batch.samples=16", "layout.device=cpu", "layout.threads=1", "layout.timeout=20", "train.steps=30",
+    "schedule.warmup_steps=5", "batch.samples=16", "layout.device=cpu", "layout.threads=1", "layout.timeout=60", "train.steps=30",
     "train.checkpoint_every=3", "evaluate.every=10", "evaluate.batch=16", "evaluate.samples=0", "log.every=1",
 ]  # fmt: skip
 # dropout draws other masks in another layout; and the bias of keys has no gradient but rounding, of which AdamW makes whole steps
@@ -44,7 +44,7 @@ PRELOAD = [
 ]  # fmt: skip
 PATIENCE = 1.0  # seconds that the others have to end by themselves
 TOLERANCE = 1e-5  # in another layout; on one it is bitwise
-LIMIT = 120.0  # seconds after which a run that nobody disturbs is given up
+LIMIT = 600.0  # seconds after which a run that nobody disturbs is given up
 
 
 def _worker(rank: int, n: int, port: int, argv: list[str], log: str) -> None:

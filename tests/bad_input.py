@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-WALL, CPU, MEMORY = 150.0, 60, 6 << 30  # s, s, bytes above what the process had
+WALL, CPU, MEMORY = 400.0, 180, 6 << 30  # s, s, bytes above what the process had
 LINES = 12  # of an error, at most
 CHECKED = "(the report of gradus check)"
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest alone
+    from hypothesis import HealthCheck, settings
+
+    # As its own profile for CI: how long an example takes is a matter of the machine. What that one has beside it (CI=true) stays.
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unhurried")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -45,7 +45,7 @@ def _enter(file: str, name: str, rank: int, n: int, port: int, results, args: tu
     worlds.leave(0 if found[1] else 1)
 
 
-def run(n: int, function, *args, timeout: float = 300.0, environment: dict | None = None) -> list:
+def run(n: int, function, *args, timeout: float = 900.0, environment: dict | None = None) -> list:
     """What `function(world, *args)` returned on each of n processes, in the order of their ranks.
 
     `function` is a plain function of a module's top level. Raises AssertionError with the traceback of the first process that failed.

@@ -378,7 +378,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(tmp_path):
     words = [*COPY, "train.steps=600", "log.every=1", "train.checkpoint_every=20", "evaluate.every=600", "train.keep=2"]
     train = shlex.join([sys.executable, "-m", "gradus", "train", *words])
     script = FULL.format(folder=folder, train=train, python=sys.executable)
-    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, timeout=1200)
     error = Path(f"{folder}.err").read_text()
     assert done.returncode == FAULT, (done, error)
     told = error.strip().splitlines()[-1]

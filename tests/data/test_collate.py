@@ -12,7 +12,7 @@ from gradus.data.collate import pad_sequences, stack
 from gradus.errors import UserError
 
 sequences = st.lists(st.lists(st.integers(0, 99), max_size=12), min_size=1, max_size=8)
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=100)
 
 
 @few

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from gradus.recipe.schema import DataConfig
 sys.path.insert(0, str(Path(__file__).parent))  # workers get this process's path
 from loader_parts import Epochal, MyUserError, Ragged, bad_collate, collate, draw
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 @st.composite
@@ -202,11 +203,18 @@ def test_what_cannot_be_sent_to_workers_is_said():
         list(Loader(Ragged(4), Plan(4, 0, batch_samples=2), lambda samples: collate(samples), loading=DataConfig(workers=1)).steps(0))
 
 
-def test_waiting_is_counted_and_working_is_not():
+def test_waiting_is_counted_and_working_is_not(monkeypatch):
+    clock = [0.0]  # played, so that nothing but what sleeps takes time
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    for module in ("gradus.data.loader", "loader_parts"):
+        monkeypatch.setattr(f"{module}.time", types.SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
     slow = Loader(Ragged(6, seconds=0.02), Plan(6, 0, batch_samples=2), collate)
     for _ in slow.steps(0):
-        time.sleep(0.1)
-    assert 0.12 <= slow.wait_s < 0.3
+        sleep(0.1)
+    assert slow.wait_s == pytest.approx(0.12) and clock[0] == pytest.approx(0.42)
 
 
 SCRIPT = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradus.data.synthetic import CopyDataset
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 @pytest.mark.slow

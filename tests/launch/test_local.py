@@ -38,6 +38,10 @@ if rank == 0:
     print("rank 0 says", *sys.argv[4:])
 else:
     print("rank 1 on standard output")
+up = f"up-{os.environ['MASTER_PORT']}"  # of this attempt
+(folder / f"{up}-{rank}").write_text("")
+while what != "early" and len(list(folder.glob(f"{up}-*"))) < size:  # once one has ended, the launcher gives the others a second only
+    time.sleep(0.01)
 
 if what == "user":
     if mine:
@@ -111,9 +115,9 @@ def case(tmp_path, capfd):
     worker.write_text(WORKER)
     folder.mkdir()
 
-    def run(what: str, who: str, *argv: str, n: int = 2, **more) -> tuple[int, str, str]:
+    def run(what: str, who: str, *argv: str, n: int = 2, grace: float = 1.0, **more) -> tuple[int, str, str]:
         arguments = [str(folder), what, who, *argv]
-        code = local.run(n, arguments, folder=folder, timeout=10, command=(sys.executable, str(worker)), grace=1.0, **more)
+        code = local.run(n, arguments, folder=folder, timeout=10, command=(sys.executable, str(worker)), grace=grace, **more)
         out, error = capfd.readouterr()
         assert not alive(folder)
         return code, out, error
@@ -210,7 +214,7 @@ def test_a_fault_of_the_machine_is_started_again(case, who):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_the_data_is_no_lost_rank(case, tmp_path, rank):
     """Whatever its words. The error that came first is shown, and kept of each start."""
-    code, _, error = case("data", str(rank), max_restarts=1)
+    code, _, error = case("data", str(rank), max_restarts=1, grace=10.0)  # the other notices at once, and writes what it saw
     assert code == 74 and "did not reach" not in error and error.count("Traceback") >= 2
     for start in (0, 1):
         assert f"ConnectionResetError: Connection reset by peer, in start {start}\n" in error

@@ -89,7 +89,7 @@ def test_gloo():
 @needs_mpi
 def test_under_mpirun():
     done = subprocess.run(
-        ["mpirun", "-n", "3", sys.executable, __file__], env=os.environ | AS_ROOT, capture_output=True, text=True, timeout=120
+        ["mpirun", "-n", "3", sys.executable, __file__], env=os.environ | AS_ROOT, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right") == 3

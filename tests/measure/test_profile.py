@@ -121,7 +121,7 @@ def test_all_of_attention_is_attention_also_backwards(tmp_path):
 
 def test_recomputation_is_told_from_the_backward_pass(tmp_path):
     again = shares(tmp_path, "phase", **{"layout.checkpointing": "full"})
-    assert again["recomputation"] > 0.1 and abs(sum(again.values()) - 1) < 1e-6
+    assert again["recomputation"] > 0.03 and abs(sum(again.values()) - 1) < 1e-6
 
 
 def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
 
     def slow(self, *args):
         for step in own(self, *args):
-            time.sleep(0.1)
+            time.sleep(0.4)
             yield step
 
     monkeypatch.setattr(Loader, "steps", slow)

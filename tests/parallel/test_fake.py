@@ -205,7 +205,7 @@ def sent_really(world: World, layouts: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("n", REAL)
 def test_as_in_a_real_world(n):
     """The same parts of parameters, calls and bytes, on the first rank and the last. (Three real steps: DDP makes its buckets anew in the second.)"""
-    told = run(n, sent_really, REAL[n], timeout=300)
+    told = run(n, sent_really, REAL[n])
     for i, layout in enumerate(REAL[n]):
         for rank in (0, n - 1):
             with fake_world(n, rank) as world:

@@ -58,7 +58,7 @@ def curves(world, cases: list[tuple]) -> list:
 
 
 def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
-    told = run(n, curves, cases, timeout=300)
+    told = run(n, curves, cases)
     for i, (family, *case) in enumerate(cases):
         for rank in range(n):
             worst = max(abs(a - b) / abs(b) for pair, right in zip(told[rank][i], reference(family)) for a, b in zip(pair, right))
@@ -76,7 +76,7 @@ def stems(world, layouts: list[dict]) -> list:
 def test_a_convolutional_stem():
     layouts = [{}, {"shard": 2}, {"context": 2}]
     expected = common.reference("vit", 5, patches="stem", patch_size=4)
-    for told in run(2, stems, layouts, timeout=300):
+    for told in run(2, stems, layouts):
         for layout, found in zip(layouts, told, strict=True):
             assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0), layout
 
@@ -95,7 +95,7 @@ def test_four_processes(family):
 
 @pytest.mark.slow
 def test_in_bf16_the_curve_is_near():
-    told = run(2, curves, [("gpt", {}, 1, 20, True), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})], timeout=300)
+    told = run(2, curves, [("gpt", {}, 1, 20, True), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})])
     for curve, tolerance in zip(told[0], (1e-2, 1e-2, 1e-2)):
         assert all(abs(a - b) / b < tolerance for (a, _), (b, _) in zip(curve, reference("gpt")))
         assert any(a != b for (a, _), (b, _) in zip(curve, reference("gpt"))), "bf16 rounds"

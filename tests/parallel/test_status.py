@@ -82,7 +82,7 @@ def test_a_record_costs_microseconds(tmp_path):
             here.at("reading data", step)
         best = min(best, (time.perf_counter() - start) / 100)
     here.close()
-    assert best < 100e-6
+    assert best < 500e-6
 
 
 def test_a_rank_that_died(tmp_path):
@@ -233,7 +233,9 @@ def test_the_connection_itself_failed(tmp_path):
 
 def _meet(world: World, folder: str, who: int):
     """What this rank makes of it when `who` is late for the third all-reduce: (code, text)."""
-    here, group = Status(folder, world), dist.new_group(timeout=datetime.timedelta(seconds=1.5))
+    here = Status(folder, world)
+    dist.all_reduce(torch.zeros(1))  # all are there before the short time begins
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1.5))
     try:
         for step in range(1, 10):
             here.at("reading data", step)
@@ -260,7 +262,7 @@ import torch, torch.distributed as dist
 from gradus.parallel import world as worlds
 from gradus.parallel.status import Status, watched
 here = worlds.find()
-worlds.join(here, timeout=20)
+worlds.join(here, timeout=120)
 status = Status(sys.argv[1], here)
 with watched(sys.argv[1], here):
     for step in range(1, 10):
@@ -282,7 +284,7 @@ def _workers(folder: Path, *argv: str) -> tuple[list[subprocess.Popen], list[str
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, "-c", WORKER, str(folder), *argv]
         processes.append(subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True))
-    return processes, [p.communicate(timeout=120)[1] for p in processes]
+    return processes, [p.communicate(timeout=300)[1] for p in processes]
 
 
 @pytest.mark.slow

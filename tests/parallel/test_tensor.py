@@ -319,17 +319,17 @@ def check(world, *names):
 
 @pytest.mark.slow
 def test_one_curve_on_two_processes():
-    distributed.run(2, check, "families", "variants", "bert_heads", "lengths_and_packing", timeout=300)
+    distributed.run(2, check, "families", "variants", "bert_heads", "lengths_and_packing")
 
 
 @pytest.mark.slow
 def test_other_uses_on_two_processes():
-    distributed.run(2, check, "evaluation", "checkpointing_and_precision", "dropout", timeout=300)
+    distributed.run(2, check, "evaluation", "checkpointing_and_precision", "dropout")
 
 
 @pytest.mark.slow
 def test_one_curve_on_four_processes():
-    distributed.run(4, check, "with_shards", "four_ways", "lengths_and_packing", timeout=300)
+    distributed.run(4, check, "with_shards", "four_ways", "lengths_and_packing")
 
 
 def test_fake_processes():

@@ -177,7 +177,7 @@ bracket = st.lists(piece, min_size=1, max_size=3).map(lambda p: "[" + ",".join(p
 host = st.tuples(word, st.one_of(st.just(""), bracket, st.tuples(bracket, word, bracket).map("".join))).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(host, min_size=1, max_size=3).map(",".join))
 def test_first_host_is_scontrols(tmp_path_factory, nodes):
     if not shutil.which("scontrol"):

@@ -100,7 +100,7 @@ def test_the_power_of_a_device():
 positive = st.floats(1e-3, 1e3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(step=st.tuples(positive, positive, positive).map(sorted), steps=st.floats(1, 1e6), n=st.integers(1, 4096), busy=st.floats(0, 1))
 def test_low_is_never_more_than_expected_and_that_than_high(step, steps, n, busy):
     rows = budget(

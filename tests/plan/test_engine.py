@@ -370,7 +370,7 @@ def cases(draw) -> Case | None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(cases().filter(lambda case: case is not None))
 def test_any_against_the_whole(case):
     failures = wrong(case, compared(case))

@@ -204,7 +204,7 @@ def real_peaks(world, families: list[str]) -> list:
 @pytest.mark.slow
 def test_peak_of_two_processes():
     families = ["gpt"]
-    told = run(2, real_peaks, families, timeout=300)
+    told = run(2, real_peaks, families)
     errors = []
     for rank in range(2):
         i = 0

@@ -253,7 +253,7 @@ def test_what_the_command_line_named_may_be_a_file(planner):
 
 
 def test_a_request_that_was_given_up_is_not_planned(server, planner):
-    planner.slow["layout.tensor=4"] = 0.6
+    planner.slow["layout.tensor=4"] = 2.0
     slow = threading.Thread(target=ask, args=(server,), kwargs={"body": {**PLAN, "overrides": ["layout.tensor=4"]}})
     slow.start()
     while not planner.asked:
@@ -379,7 +379,7 @@ def chromium():
         why = "no Chromium or no playwright package here (Debian: apt-get install chromium; pip install playwright)"
         pytest.fail(why) if os.environ.get("GRADUS_REQUIRE_BROWSER") else pytest.skip(why)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [], timeout=120_000)
         yield browser
         browser.close()
 
@@ -392,7 +392,7 @@ def visit(chromium, server):
     def go(fragment="", wait=True, **more):
         width, height = more.pop("width", 1280), more.pop("height", 900)
         context = chromium.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce", **more)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda e: wrong.append(str(e)))

@@ -16,7 +16,7 @@ from gradus.proof.timing import Timed, Window
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
 
-SHORT = ["--runs", "2", "--seconds", "0.05", "--warmup", "1", "--rounds", "1"]
+SHORT = ["--runs", "2", "--seconds", "0.2", "--warmup", "1", "--rounds", "1"]
 LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, seq_len=40)
 
 
@@ -95,7 +95,8 @@ def test_a_bench_goes_on_where_it_stood(made, monkeypatch, capsys, tmp_path):
     assert main([*command, "--json"]) == 0
     assert taken == [json.loads(lines[-1])["configuration"]]
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {r["name"] for r in found} == {r["name"] for r in rows}
+    names, before = ({r["name"] for r in some if not r["name"].endswith("/undisturbed")} for some in (found, rows))  # only of a round that was long enough to tell
+    assert names == before
     assert all(raw for line in lines for raw in json.loads(line)["ranks"][0]["raw"].values()), "every raw sample is kept"
 
 

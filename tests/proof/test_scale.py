@@ -260,7 +260,7 @@ def failed(here):
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(workers, "GRACE", 1.0)
+    monkeypatch.setattr(workers, "GRACE", 3.0)
     bad = importlib.import_module("bad_workers")
     for function, kind, said in (
         (bad.mistaken, UserError, "^sample 3: no such file$"),

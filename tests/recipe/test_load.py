@@ -616,7 +616,7 @@ paths = words.filter(lambda s: not os.path.exists(os.path.expanduser(s)))  # one
 small = st.floats(min_value=1e-300, max_value=0.999, allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lr=st.floats(min_value=1e-320, max_value=1e12), eps=small, beta=small, name=words.map(schema.right_name), path=st.none() | paths,
     classes=st.lists(words, max_size=3) | st.sampled_from([["null", "no", "~", "1e3", "true"]]), seed=st.integers(0, 2**63 - 1),
@@ -638,7 +638,7 @@ def test_any_recipe_round_trips(tmp_path_factory, lr, eps, beta, name, path, cla
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text(max_size=60)
     | st.recursive(
@@ -687,7 +687,6 @@ def test_names_and_folders_that_are_right(write):
     assert load(write(COPY, "-a\nb.yaml")).name == "a-b", "the nearest right name to the file's"
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_the_nearest_right_name_is_one(text):
     name = schema.right_name(text)

@@ -163,7 +163,7 @@ def test_markdown():
     assert "<ul><li>e</li><li>f</li></ul>" in page.to_html("t", blocks)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=40))
 def test_any_text_is_text(text):
     """In HTML, and in Typst, which has a meaning for #, $, *, _, @ and more."""

@@ -94,7 +94,7 @@ def test_copying_ragged_batches_on_two_and_four(tmp_path):
     ]:  # fmt: skip
         of[n].append(("copy-task", [*COPY, f"log.dir={tmp_path / name}", *more]))
     for n, runs in of.items():
-        assert run(n, many, runs, timeout=300) == [["done"] * len(runs)] * n
+        assert run(n, many, runs) == [["done"] * len(runs)] * n
     for name in ("ddp", "manual", "server", "shard", "zero1", "hsdp", "ddp4"):
         same(tmp_path / "one", tmp_path / name)
     for name in ("fp16-zero1", "fp16-pipeline"):  # the scale is known, and taken out of the norm, where others see the loss or take the step
@@ -121,7 +121,7 @@ def test_a_language_model_in_every_way_to_split_it(tmp_path):
     four = {"2d": ["layout.tensor=2", "layout.shard=2"], "3d": ["layout.tensor=2", "layout.pipeline=2", "layout.micro_batch=4"]}
     run(1, many, [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / 'one'}"])])
     for n, layouts in ((2, two), (4, four)):
-        run(n, many, [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / name}", *more]) for name, more in layouts.items()], timeout=300)
+        run(n, many, [("shakespeare-char-gpt", [*text, f"log.dir={tmp_path / name}", *more]) for name, more in layouts.items()])
     for name in [*two, *four]:
         same(tmp_path / "one", tmp_path / name)
         weights = models.load(tmp_path / name).state_dict()  # the best, in the Hugging Face layout, whatever the layout of the run
@@ -273,7 +273,7 @@ def test_the_batch_of_each_device_is_stored_and_kept(tmp_path):
 def test_a_stop_on_one_process_stops_all_and_a_resume_is_bitwise(tmp_path, layout):
     more = ["model.dropout=0.1", *(["layout.shard=2"] if layout == "shard" else [])]
     whole, cut = (str(tmp_path / name) for name in ("whole", "cut"))
-    found = run(4, many, [("copy-task", [*COPY, *more, f"log.dir={whole}"]), ("copy-task", [*COPY, *more, f"log.dir={cut}"], False, 7)], timeout=300)
+    found = run(4, many, [("copy-task", [*COPY, *more, f"log.dir={whole}"]), ("copy-task", [*COPY, *more, f"log.dir={cut}"], False, 7)])
     assert found == [["done", str(Path(cut) / "checkpoints" / "step-00000007")]] * 4
     run(4, train, cut, more, True)
     same(Path(whole), Path(cut), tolerance=0.0)

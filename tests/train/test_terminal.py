@@ -44,6 +44,11 @@ class Terminal:
         except OSError:  # the other end is closed
             pass
 
+    def wait_for(self, pattern: str) -> None:
+        end = time.monotonic() + 30
+        while not re.search(pattern, b"".join(self.read).decode(errors="replace")) and time.monotonic() < end:
+            time.sleep(0.01)
+
     def close(self) -> str:
         self.out.close()
         self.thread.join()
@@ -102,18 +107,18 @@ def test_a_slow_step_shows_the_seconds_since_the_last(terminal, tmp_path, monkey
     monkeypatch.setattr(logs, "TICK", 0.02)
     monkeypatch.setattr(logs, "SLOW", 0.1)
     screen = terminal(80)
+    first, later = r"step 0/10  last step \d+ s ago", r"step 4/10  last step \d+ s ago  loss 1.0  ETA 0:06"
     log = logs.RunLog(tmp_path, schema.Log(), {})
     log.stepped(0, 10)  # nothing is known yet but that it has begun
-    time.sleep(0.3)
+    screen.wait_for(first)
     log.line("step 4/10  loss 1.0  ETA 0:06", done=0.4)
     log.stepped(4, 10)
     log.line("step 4  valid/loss 2.0")
-    time.sleep(0.3)
+    screen.wait_for(later)
     log.close()
     assert not any(t.name == "live line" for t in threading.enumerate())
     text = screen.close()
-    assert re.search(r"step 0/10  last step \d+ s ago", text)
-    assert re.search(r"step 4/10  last step \d+ s ago  loss 1.0  ETA 0:06", text)
+    assert re.search(first, text) and re.search(later, text)
     assert "step 4  valid/loss 2.0\r\n" in text and text.endswith("\r\n"), "what is printed next begins a line"
 
 
