@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -47,8 +48,8 @@ steps: 3
 warm_up: 1
 rounds: 2
 configurations:
-  slow: {options: {seconds: 0.04}}
-  fast: {options: {seconds: 0.01}}
+  slow: {options: {seconds: 0.1}}
+  fast: {options: {seconds: 0.005}}
 """
 
 
@@ -62,10 +63,11 @@ def own(tmp_path_factory):
 
 def test_a_runner_of_ones_own_is_timed_and_compared(own):
     _, folder, rows = own
-    assert 20 < rows["samples_per_s", "slow"]["value"] < 51 and rows["samples_per_s", "fast"]["value"] < 201
+    assert rows["samples_per_s", "slow"]["value"] < 20.1 and rows["samples_per_s", "fast"]["value"] < 401  # a sleep may be longer, not shorter
     ratio = rows["ratio", "fast"]
     by_round = [f / s for f, s in zip(rows["samples_per_s", "fast"]["samples"], rows["samples_per_s", "slow"]["samples"])]
-    assert ratio["against"] == "slow" and ratio["samples"] == pytest.approx(by_round) and 1.5 < ratio["value"] < 4.5
+    assert ratio["against"] == "slow" and ratio["samples"] == pytest.approx(by_round)
+    assert ratio["value"] == pytest.approx(statistics.median(by_round)) and ratio["value"] > 1
     assert ("ratio", "slow") not in rows and rows["deviation/loss", "fast"]["value"] == 0
     samples = read_rows(folder / "samples.jsonl")
     assert [(s["round"], s["configuration"]) for s in samples] == [(1, "slow"), (1, "fast"), (2, "slow"), (2, "fast")], "rounds alternate"
@@ -138,10 +140,15 @@ def test_seeds_are_whole_trainings(tmp_path):
 
 
 def test_what_a_configuration_fails_of_is_told_in_its_row(tmp_path, capsys):
-    file = written(tmp_path, OWN.replace("rounds: 2", "rounds: 1") + "  broken: {runner: own.py:nothing}\n")
-    assert main(["study", str(file), "--to", str(tmp_path / "out"), "--only", "broken"]) == 0
+    more = "  broken: {runner: own.py:nothing}\n  raising: {}\n"  # the last without its option
+    file = written(tmp_path, OWN.replace("rounds: 2", "rounds: 1") + more)
+    assert main(["study", str(file), "--to", str(tmp_path / "out"), "--only", "broken,raising"]) == 0
     failed = {r["configuration"]: r["value"] for r in read_rows(tmp_path / "out/rows.jsonl") if r["name"] == "failed"}
-    assert failed == {"broken": "runner=own.py:nothing: the file has no nothing."} and "broken: runner=" in capsys.readouterr().out
+    assert failed == {
+        "broken": "runner=own.py:nothing: the file has no nothing.",
+        "raising": "does not run here (KeyError: 'seconds'). The study's workers.log has the traceback.",
+    }
+    assert "broken: runner=" in capsys.readouterr().out and 'options["seconds"]' in (tmp_path / "out/workers.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -179,19 +186,22 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_processes_below_the_study_are_its_own():
     """What a child computes counts as its parent's, and not as another child's; and the processors were busy with it."""
-    burn, idle = (subprocess.Popen([sys.executable, "-c", code]) for code in ("while True: pass", "import time; time.sleep(60)"))
+    codes = ("print(flush=True)\nwhile True: pass", "import time\nprint(flush=True)\ntime.sleep(60)")
+    burn, idle = (subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in codes)
     try:
-        time.sleep(0.5)
-        before = [sum(timing._own(pid)) for pid in (burn.pid, os.getpid(), idle.pid)]
-        busy, end = timing._busy(), time.monotonic() + 30
-        while (done := sum(timing._own(burn.pid)) - before[0]) < 20 and time.monotonic() < end:
+        for p in (burn, idle):
+            p.stdout.readline()  # it has started
+        busy = timing._busy()  # the whole is read before its parts, and after them: what is computed meanwhile is no part's alone
+        before = {pid: sum(timing._own(pid)) for pid in (os.getpid(), burn.pid, idle.pid)}
+        end = time.monotonic() + 30
+        while (done := sum(timing._own(burn.pid)) - before[burn.pid]) < 20 and time.monotonic() < end:
             time.sleep(0.05)
         assert done >= 20 and timing._busy() - busy >= done - 2
-        assert sum(timing._own(os.getpid())) - before[1] >= done and sum(timing._own(idle.pid)) - before[2] <= 2
+        assert sum(timing._own(os.getpid())) - before[os.getpid()] >= done and sum(timing._own(idle.pid)) - before[idle.pid] <= 2
     finally:
         for p in (burn, idle):
             p.kill()
-            p.wait()
+            p.communicate()
 
 
 def test_steps_are_taken_again_where_others_disturb(monkeypatch):

@@ -436,7 +436,7 @@ def evaluate(
     plain = (engine, precision or "fp32") == ("torch", "fp32")
     if place.made and plain:
         engines.open(place)  # says what the folder is for
-    model = session.deferred(values=False).on(session.device)
+    model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, place.path)
     parallel, instead = apply(model, session.recipe.layout), None if plain else Running(place)

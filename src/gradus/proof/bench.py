@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -233,26 +232,8 @@ class Runs:
 
 def cell(recipe: None, options: dict[str, Any]) -> Subject:
     """The runner of study.own_steps."""
-    with clear(options):
-        made = Runs(options)
-
-    def step(given: Any) -> None:
-        with clear(options):
-            made.step(given)
-
-    return Subject(made.inputs, step, lambda: made.seen, made.engine.device, memory=dict, finish=made.finish)
-
-
-@contextlib.contextmanager
-def clear(options: dict[str, Any]) -> Iterator[None]:
-    """Raises UserError for whatever an exporter, a compiler or another's runtime raises: the cell is listed with it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as e:
-        why, what = next(iter(str(e).strip().splitlines()), ""), f"--engine {options['engine']} --precision {options['precision']}"
-        raise UserError(f"{what}: does not run here ({type(e).__name__}{': ' if why else ''}{why[:200]}).") from None
+    made = Runs(options)
+    return Subject(made.inputs, made.step, lambda: made.seen, made.engine.device, memory=dict, finish=made.finish)
 
 
 # ------------------------------------------------------------ rows

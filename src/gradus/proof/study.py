@@ -18,6 +18,7 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ def steady(recipe: Recipe, processes: int) -> Recipe:
 
 
 def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str, Any], window: Window, here: World) -> Timed:
-    """Steps of what FILE.py's FUNCTION(recipe, options) returns, a timing.Subject."""
+    """Steps of what FILE.py's FUNCTION(recipe, options) returns, a timing.Subject. Raises UserError for whatever it raises."""
     torch.set_num_threads((recipe and recipe.layout.threads) or options.get("threads") or 1)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
@@ -221,12 +222,18 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
         if not hasattr(module, function):
             raise UserError(f"runner={Path(file).name}:{function}: the file has no {function}.")
         subject = getattr(module, function)(recipe, options)
+        timed = time_it(subject, window)
+        timed.memory |= peak_of_one_more(subject)
+        subject.finish(timed, window)
+        return timed
+    except (UserError, torch.OutOfMemoryError):
+        raise
     except ModuleNotFoundError as e:
         raise UserError(f"runner={Path(file).name}:{function} needs {e.name}, which is not installed here.") from None
-    timed = time_it(subject, window)
-    timed.memory |= peak_of_one_more(subject)
-    subject.finish(timed, window)
-    return timed
+    except Exception as e:  # whatever a peer, an exporter or a compiler raises
+        traceback.print_exc()
+        why = next(iter(str(e).strip().splitlines()), "")
+        raise UserError(f"does not run here ({type(e).__name__}{': ' if why else ''}{why[:200]}). The study's workers.log has the traceback.") from None
 
 
 def take(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
