@@ -70,7 +70,7 @@ def test_sizes():
         Attention(D_MODEL, HEADS, n_kv_heads=3)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.sampled_from(sorted(KERNELS)), st.integers(0, 99))
 def test_cache_equals_no_cache_for_ragged_rows(lengths, new, name, seed):
     """Prompts padded on the right, then one token a row at a time, against each whole row alone without a cache."""

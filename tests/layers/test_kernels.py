@@ -179,7 +179,7 @@ def test_dropout_keeps_the_mean(name):
     assert many.std(0).min() > 0.01
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     batch=st.integers(1, 3), groups=st.integers(1, 3), per_group=st.integers(1, 3), q_len=st.integers(1, 9), k_len=st.integers(1, 9),
     head_dim=st.integers(1, 5), chunk=st.integers(1, 10), causal=st.booleans(), masked=st.booleans(), seed=st.integers(0, 99),
@@ -241,6 +241,21 @@ def test_chunked_saves_memory(length, share, keywords):
 
     for ours, theirs in zip(peaks(get_kernel("chunked", 256)), peaks(naive), strict=True):
         assert ours <= share * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keywords", [{"dropout": 0.2}, {"bias": True}, {"bias": True, "dropout": 0.2, "mask": padding()}], ids=" ".join)
+def test_sdpa_is_naive_where_pytorch_has_no_kernel(dtype, keywords):
+    q, k, v = tensors(2, dtype=dtype)
+    if "bias" in keywords:
+        keywords = {**keywords, "bias": torch.randn(1, HEADS, SEQ, SEQ, requires_grad=True)}
+    found = []
+    for kernel in (sdpa, naive):
+        torch.manual_seed(1)
+        found.append(kernel(q, k, v, **keywords)[0])
+    assert torch.equal(*found) and backends(**keywords) == set()
+    evaluating = {k: v.detach() if k == "bias" else v for k, v in keywords.items() if k != "dropout"}
+    assert backends(**evaluating) == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
 
 
 def backends(**keywords) -> set[str]:

@@ -81,7 +81,7 @@ def test_scaling_bends_only_long_waves():
     assert len(ratio) and (ratio > 1).all() and (ratio < 8).all() and (ratio.diff() > 0).all()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(shift=st.integers(0, 50), i=st.integers(0, 20), j=st.integers(0, 20), half=st.integers(1, 6), seed=st.integers(0, 99))
 def test_rotary_knows_only_distances(shift, i, j, half, seed):
     torch.manual_seed(seed)
