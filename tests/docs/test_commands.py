@@ -100,7 +100,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"layouts\.yaml", f"layouts.yaml --only offload {TINY['shakespeare-char-gpt']}"),
     (r"road\.yaml", f"road.yaml --only MPI {TINY['cifar10-vit-small']} evaluate.every=2"),
     (r"local_updates\.yaml", f"local_updates.yaml --only SGD {TINY['shakespeare-char-gpt']} train.steps=50 evaluate.every=50"),
-    (r"ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "last rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
+    (r"ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "last rung in fp32" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
     (r"decode\.yaml", 'decode.yaml --rounds 1 --steps 1 --only "llama-15m · 1 thread · gradus torch"'),
     (r"exports\.py", "exports.py torchscript"),
     (r"startup\.py.*", "startup.py --model tiny --step"),

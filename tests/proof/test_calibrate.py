@@ -14,6 +14,7 @@ from gradus.hardware import Device
 from gradus.plan import tables
 from gradus.plan.work import Op
 from gradus.proof import calibrate
+from gradus.proof.room import device_of
 
 SIDES = (16, 64, 256)
 
@@ -152,6 +153,12 @@ def test_calibration_is_read_back_as_this_and_keeps_the_users_entries(calibrated
     assert found.peaks == pytest.approx(device.peaks)
     assert hardware.find("mine", file).peaks == {"fp32": 1e12}
     assert {"date", "torch", "threads", "rounds", "spread"} <= set(found.measured)
+
+
+def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, monkeypatch):
+    device, file = calibrated
+    monkeypatch.setenv("GRADUS_HARDWARE", str(file))
+    assert device_of(torch.device("cpu"), 1).name == device.name and device_of(torch.device("cpu"), 2) is None
 
 
 def test_a_measured_point_is_given_back(calibrated):

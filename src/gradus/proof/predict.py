@@ -102,7 +102,8 @@ def predict(case: Case) -> Predicted:
         rows += step_rows(case, *step)
         found = {row.name: row.value for row in rows}
         line += f"; {size(found['traffic/sent'])} sent a step" if found.get("traffic/sent") else ""
-        line += f"; {duration(found['time/step'])} a step" if "time/step" in found else "; no time (gradus calibrate)"
+        alike = f" --threads {r.layout.threads}" if r.layout.threads else ""
+        line += f"; {duration(found['time/step'])} a step" if "time/step" in found else f"; no time (gradus calibrate{alike})"
     refusal = refuse(case, need) if 0 < room.budget < need else None
     least = sum(memory.held.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)

@@ -76,15 +76,18 @@ def room_of(session: Session, local: int | None = None) -> Room:
     world, kind = session.mesh.world, session.device.type
     local = local or world.local_size
     budget = capacity(session.device) // (local if kind == "cpu" else 1)
-    return Room(budget, world.size, local, kind, device_of(session.device), resident(), session.task)
+    threads = session.recipe.layout.threads or torch.get_num_threads()
+    return Room(budget, world.size, local, kind, device_of(session.device, threads), resident(), session.task)
 
 
-def device_of(device: torch.device) -> Device | None:
-    """This device as the hardware file has it; the CPU where it was calibrated. None: not known, so no time is predicted."""
+def device_of(device: torch.device, threads: int) -> Device | None:
+    """This device as the hardware file has it; the CPU where it was calibrated with as many threads. None: not known, so no time is
+    predicted."""
     if device.type == "cuda":
         return hardware.by_driver(torch.cuda.get_device_name(device))
     with contextlib.suppress(UserError):
-        return hardware.find("this")
+        found = hardware.find("this")
+        return found if found.measured is None or found.measured["threads"] == threads else None
     return None
 
 
