@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradus import cli, hardware
+from gradus.cli import main
 from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.plan import tables
@@ -155,10 +156,15 @@ def test_calibration_is_read_back_as_this_and_keeps_the_users_entries(calibrated
     assert {"date", "torch", "threads", "rounds", "spread"} <= set(found.measured)
 
 
-def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, monkeypatch):
+def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, monkeypatch, capsys):
     device, file = calibrated
     monkeypatch.setenv("GRADUS_HARDWARE", str(file))
     assert device_of(torch.device("cpu"), 1).name == device.name and device_of(torch.device("cpu"), 2) is None
+    for threads in (1, 2):
+        assert main(["plan", "copy-task", "--on", "this", f"layout.threads={threads}"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("measured with --threads 1, not with layout.threads=2: gradus calibrate --threads 2" in out) == (threads == 2)
+        assert "no fitted parameters" not in out and "multiprocessors" not in out
 
 
 def test_a_measured_point_is_given_back(calibrated):

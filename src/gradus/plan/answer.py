@@ -278,6 +278,9 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
     work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
     if cluster and fits is not False:  # of what does not fit there is no time, no price
+        threads, asked = (device.measured or {}).get("threads"), recipe.layout.threads
+        if device.kind == "cpu" and threads and asked and asked != threads:
+            notes.append(f"measured with --threads {threads}, not with layout.threads={asked}: gradus calibrate --threads {asked}")
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, notes)

@@ -99,6 +99,8 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
 def parameters(device: Device, software: str = "gradus", path: Path = FITTED) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters for a device and a software (gradus, megatron, mosaic, ...), and what is to be said about where they come from."""
     found, notes = find_parameters(family(device), software, path)
+    if device.measured is not None:  # its operations come from tables: nothing of the chip is taken from here
+        return found, ()
     if not _units(device.name):
         notes += (f"the number of multiprocessors of {device.name} is not known: {UNITS_ASSUMED} are assumed",)
     return found, notes
