@@ -56,17 +56,14 @@ def sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
     causal: bool = False, scale: float | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked.
-
-    On a CPU that is the flash kernel, which trains slowly in half precision with few keys; without a bias, both passes
-    are in fp32 then (`half_is_slow`). What it has no fused kernel for is computed as in `naive` (`has_no_kernel`).
-    """
+    """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked; where it has none
+    that is fast on a CPU, this is `naive` (`naive_is_faster`)."""
     extra, blind = None, None
     # all that flex_attention can do
     if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
         assert causal, "packed documents look backwards"
         return flex(*autocast(q, k, v), mask, scale), None
-    if has_no_kernel(q, bias, dropout):
+    if naive_is_faster(q, k, v, bias, dropout):
         return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)[0], None
     mask = _dense(mask, causal)
     if mask is not None or bias is not None:
@@ -85,34 +82,22 @@ def sdpa(
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     shares = bool(q.shape[1] != k.shape[1])  # a tensor where torch.jit traces
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shares
-        )
-
-    if half_is_slow(q, k, v) and bias is None:
-        q, k, v = autocast(q, k, v)
-        with no_autocast(q.device):
-            out = attend(*(x.float() for x in (q, k, v))).to(q.dtype)
-    else:
-        out = attend(q, k, v)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shares
+    )
     return out if blind is None else out.masked_fill(blind, 0.0), None
 
 
-def has_no_kernel(q: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """Whether PyTorch would fall back on its plain computation: on a CPU, with dropout or with a bias that is trained.
-    That takes 1.1 times as long as `naive` in fp32, and in half precision 1.7 to 2 times and, with dropout, twice its
-    memory (AMD EPYC with bf16 units, one thread)."""
-    return q.device.type == "cpu" and (dropout > 0 or (bias is not None and bias.requires_grad))
-
-
-def half_is_slow(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this is training in half precision with few keys on a CPU. PyTorch's two passes in bf16 take 7 times as
-    long as in fp32 with 16 keys, 1.8 times with 128, 1.1 times with 256 (AMD EPYC with bf16 units, one thread)."""
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if q.device.type != "cpu" or not trains or k.shape[2] >= 256:
+def naive_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
+    """On a CPU, with dropout or a trained bias PyTorch computes the plain way too: 1.1 times as long as `naive` in
+    fp32, 1.7 to 2 times in half precision, with dropout in twice the memory. Its flash kernel trains in half precision
+    3.5 times as long as `naive` with 128 keys and twice as long with 256; with more, naive's 6 bytes a score are too
+    many. (AMD EPYC with bf16 units, one thread.)"""
+    if q.device.type != "cpu":
         return False
-    return torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)
+    half = torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return dropout > 0 or (bias is not None and bias.requires_grad) or (half and trains and k.shape[2] <= 256)
 
 
 def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:

@@ -603,8 +603,7 @@ def _cuda_rules() -> Iterator[None]:
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
-        for name in ("half_is_slow", "has_no_kernel"):
-            stack.enter_context(replaced(kernels, name, lambda *_: False))
+        stack.enter_context(replaced(kernels, "naive_is_faster", lambda *_: False))
         stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 

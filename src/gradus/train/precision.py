@@ -17,8 +17,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat
 
 class Precision:
     """`fp32`; `bf16` and `fp16` keep fp32 weights and compute matrix products in half precision (autocast; fp16 with
-    loss scaling; attention in fp32 where `layers.kernels.half_is_slow`); `pure_bf16` and `pure_fp16` cast the weights
-    and the optimizer's state too (no master copy, no scaling)."""
+    loss scaling); `pure_bf16` and `pure_fp16` cast the weights and the optimizer's state too (no master copy, no
+    scaling)."""
 
     def __init__(self, name: str, device: torch.device):
         self.name, self.device = name, device
