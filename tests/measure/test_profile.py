@@ -154,8 +154,9 @@ def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
     naive = {"layout.attention": "naive", "model.dropout": 0.0}
     assert keys(every) == ["layout.precision=bf16", "layout.compile=default", "batch.samples=32"], "the largest share first"
     assert "layout.attention=sdpa" in keys(every, **naive)
-    assert "layout.attention=sdpa" in keys(every, **naive, **{"layout.precision": "bf16"})
-    assert "layout.attention=sdpa" not in keys(every, **naive | {"model.dropout": 0.1}), "no fast kernel on a CPU"
+    assert "layout.attention=sdpa" in keys(every, **naive, **{"layout.precision": "bf16", "model.seq_len": 257})
+    for slow in ({"model.dropout": 0.1}, {"layout.precision": "bf16"}):
+        assert "layout.attention=sdpa" not in keys(every, **naive | slow), "no fast kernel on a CPU"
     assert not [key for key in keys(every, **{"layout.precision": "bf16"}) if "precision" in key]
     assert "layout.compile=default" not in keys(every, **{"layout.compile": "default"})
     monkeypatch.setattr(module, "has_compiler", lambda: False)

@@ -91,7 +91,7 @@ def sdpa(
 def naive_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
     """On a CPU, with dropout or a trained bias PyTorch computes the plain way too: 1.1 times as long as `naive` in
     fp32, 1.7 to 2 times in half precision, with dropout in twice the memory. Its flash kernel trains in half precision
-    3.5 times as long as `naive` with 128 keys and twice as long with 256; with more, naive's 6 bytes a score are too
+    3.5 times as long as `naive` with 128 keys and 1.8 to 2.2 times with 256; with more, naive's 6 bytes a score are too
     many. (AMD EPYC with bf16 units, one thread.)"""
     if q.device.type != "cpu":
         return False
