@@ -171,7 +171,7 @@ def operands(pool: Pool, dtype: torch.dtype, e: int, letters: str) -> list[Any]:
         "h": lambda: take(-(-e // 2048), 8, min(e, 2048) // 64 or 1, 8).transpose(1, 2),
         "r": lambda: pool.take(rows, 1),
         "w": lambda: pool.take(row),
-        "m": lambda: pool.ids(rows * row, 2).view(rows, row).bool(),
+        "m": lambda: (torch.arange(row, device=pool.device) < row // 2).expand(rows, row),  # as of padding, for all heads
         "t": lambda: take(words, row),
         "i": lambda: pool.ids(rows, words),
         "l": lambda: pool.take(e // classes, classes),
