@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models.decoding import complete
 from gradus.parallel.apply import use_checkpointing
@@ -239,7 +238,7 @@ def dropout(world):
                 use_checkpointing(model, mode)
                 torch.manual_seed(5)
                 b = common.batch(family, 0)
-                with loss_context(layout), sdpa_kernel(SDPBackend.MATH):
+                with loss_context(layout):
                     if family == "bert":
                         loss = summed_cross_entropy(model(b["ids"], keep=b["keep"]), b["ids"][:, 0] % 3)
                     else:

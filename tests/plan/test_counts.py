@@ -307,6 +307,12 @@ def test_a_cpus_attention_with_dropout_is_not_fused():
     assert plain.hardware == plain.model == fused.model < fused.hardware
 
 
+def test_a_cpus_attention_of_few_tokens_in_bf16_is_not_fused():
+    r = recipe(GPT, "causal_lm", layout={"precision": "bf16"})
+    fused, plain = operations(r, target="cuda"), operations(r, target="cpu")
+    assert plain.hardware == plain.model == fused.model < fused.hardware
+
+
 @pytest.mark.parametrize(("name", "kernel"), [("gpt", "sdpa"), ("gpt", "naive"), ("llama", "sdpa"), ("bert", "sdpa"), ("t5", "sdpa")])
 def test_hardware_operations_are_those_of_a_real_step(name, kernel):
     """On the CPU, every layer, real tensors; with dropout and with a trained bias its attention is not the fused one."""

@@ -156,6 +156,9 @@ def test_attention_forward_is_its_closed_form(family, precision, target):
     r = r.model_copy(update={"model": r.model.model_copy(update={"dropout": 0.0})})  # a CPU's kernel has none
     ops = [op for op in trace_recipe(r, target=target).work.micro if op.kind == "attention"]
     layers = {"gpt": 2, "llama": 2, "bert": 2, "vit": 2, "t5": 6, "seq2seq": 6}[family]  # of a decoder's layer two
+    if target == "cpu" and precision == "bf16":  # written out there for so few tokens
+        assert not ops
+        return
     if target == "cuda" or family != "t5":  # a CPU's has no trained bias either
         assert sum(op.count for op in ops if op.phase == "forward") == layers
     for op in ops:

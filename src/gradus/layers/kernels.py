@@ -90,14 +90,15 @@ def sdpa(
 
 def naive_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
     """On a CPU, with dropout or a trained bias PyTorch computes the plain way too: 1.1 times as long as `naive` in
-    fp32, 1.7 to 2 times in half precision, with dropout in twice the memory. Its flash kernel trains in half precision
-    3.5 times as long as `naive` with 128 keys and 1.8 to 2.2 times with 256; with more, naive's 6 bytes a score are too
-    many. (AMD EPYC with bf16 units, one thread.)"""
-    if q.device.type != "cpu":
+    fp32, 1.7 to 2 times in bf16, with dropout in twice the memory. Its flash kernel trains in bf16 3.5 times as long as
+    `naive` with 128 tokens and 1.8 to 2.2 times with 256; with more, naive needs too much memory, 6 bytes a score.
+    (AMD EPYC with bf16 units, one thread. fp16 could not hold the scores.)"""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+    if q.device.type != "cpu" or dtype == torch.float16:
         return False
-    half = torch.is_autocast_enabled("cpu") or q.dtype in (torch.bfloat16, torch.float16)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return dropout > 0 or (bias is not None and bias.requires_grad) or (half and trains and k.shape[2] <= 256)
+    few = dtype == torch.bfloat16 and trains and max(q.shape[2], k.shape[2]) <= 256
+    return dropout > 0 or (bias is not None and bias.requires_grad) or few
 
 
 def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:

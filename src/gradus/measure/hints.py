@@ -53,7 +53,8 @@ def _data(recipe, cuda, share, free_cores) -> Iterator[Hint]:
 def _attention(recipe, cuda, share, _) -> Iterator[Hint]:
     part, layout = share("attention"), recipe.layout
     # what PyTorch has no fast kernel for on a CPU (layers.kernels.naive_is_faster)
-    few = layout.precision != "fp32" and (getattr(recipe.model, "seq_len", None) or recipe.model.n_tokens) <= 256
+    tokens = getattr(recipe.data, "max_len", None) or getattr(recipe.model, "seq_len", None) or recipe.model.n_tokens
+    few = layout.precision.endswith("bf16") and tokens <= 256
     slow = getattr(recipe.model, "dropout", 0) or recipe.model.family == "t5" or few
     if part >= 0.1 and layout.attention != "sdpa" and (cuda or not slow):
         text = f"attention takes {part:.0%}, {layout.attention}: PyTorch has it as one fused kernel"

@@ -148,7 +148,8 @@ def _policy(ctx, op, *args, **kwargs):
 def use_checkpointing(model: nn.Module, mode: str) -> None:
     """Forget activations in the forward pass and compute them again in the backward pass (Chen et al. 2016).
 
-    `full`: of every block. `selective`: of every block, but keep the results of matrix products and attention.
+    `full`: of every block. `selective`: of every block, but keep the results of matrix products and attention
+    (also the scores, where a kernel writes them out).
     `attention`: of the attention alone, whose scores grow with the square of the length.
     """
     if mode == "none":

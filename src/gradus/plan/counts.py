@@ -118,10 +118,10 @@ class Operations(NamedTuple):
 
 def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
     """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is
-    fused also with dropout and with a trained bias; "cpu", where it is not then (layers/kernels.py). Raises UserError where the model's
-    configuration is not complete."""
+    fused also with dropout, with a trained bias and for few tokens; "cpu", where it is not then (layers/kernels.py). Raises UserError where
+    the model's configuration is not complete."""
     recipe, batch = complete(recipe), sample_of(recipe)
-    own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk")})
+    own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk", "precision")})
     model = inner = causal = hardware = 0.0
     for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda").items():
         model += n * (full := engine.products(kind, name, flops, shape, 2, 4))

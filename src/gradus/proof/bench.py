@@ -26,6 +26,7 @@ from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
 from gradus.plan.serving import BYTES, Use, cache_bytes, passes, serving
 from gradus.proof import results
+from gradus.proof.room import device_of
 from gradus.proof.study import Configuration, Notebook, Sample, Study, run
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig
@@ -308,10 +309,8 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
         found = serving(place.config, batch=o["batch"], seq_len=length, bits=bits, precision=numbers, on=on)
         return {row.name.removeprefix("serving/"): row.value for row in found}
 
-    try:
-        on = hardware.cluster("this")
-    except UserError:
-        on = None
+    device = device_of(pick_device("auto"), o["threads"])
+    on = device and hardware.Cluster(device, 1)
     try:
         prompt = of(o["length"])
         last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt

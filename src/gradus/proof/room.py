@@ -26,7 +26,7 @@ from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.session import Session
 
-# Of a process on a CPU that keeps what it frees (train.machine): by the 26 runs of docs/experiments, of which they miss 9 % in the median, 28 % at most.
+# Of a process on a CPU that keeps what it frees (train.machine): by the 26 runs of docs/experiments, of which they miss 9 % in the median, 29 % at most.
 LIBRARIES, HEAP = 200_000_000, 1.2
 TRACES = 12  # of a search along the line; then by halves
 
@@ -76,7 +76,7 @@ def room_of(session: Session, local: int | None = None) -> Room:
     world, kind = session.mesh.world, session.device.type
     local = local or world.local_size
     budget = capacity(session.device) // (local if kind == "cpu" else 1)
-    threads = session.recipe.layout.threads or torch.get_num_threads()
+    threads = session.recipe.layout.threads or max(1, torch.get_num_threads() * world.local_size // local)
     return Room(budget, world.size, local, kind, device_of(session.device, threads), resident(), session.task)
 
 
@@ -87,7 +87,7 @@ def device_of(device: torch.device, threads: int) -> Device | None:
         return hardware.by_driver(torch.cuda.get_device_name(device))
     with contextlib.suppress(UserError):
         found = hardware.find("this")
-        return found if found.measured is None or found.measured["threads"] == threads else None
+        return found if (found.measured or {}).get("threads", threads) == threads else None
     return None
 
 

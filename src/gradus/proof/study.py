@@ -31,7 +31,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.measure.machine import conditions
 from gradus.measure.workers import ended_with_this, start
-from gradus.parallel import check
+from gradus.parallel import check, status
 from gradus.parallel.mesh import single_process
 from gradus.parallel.world import World
 from gradus.plan.engine import plan_memory, traced_work
@@ -226,11 +226,11 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
         timed.memory |= peak_of_one_more(subject)
         subject.finish(timed, window)
         return timed
-    except (UserError, torch.OutOfMemoryError):
+    except UserError:
         raise
-    except ModuleNotFoundError as e:
-        raise UserError(f"runner={Path(file).name}:{function} needs {e.name}, which is not installed here.") from None
     except Exception as e:  # whatever a peer, an exporter or a compiler raises
+        if status.speaks_of_peers(str(e)) or (recipe and isinstance(e, torch.OutOfMemoryError)):
+            raise  # what `start` has words for
         traceback.print_exc()
         why = next(iter(str(e).strip().splitlines()), "")
         raise UserError(f"does not run here ({type(e).__name__}{': ' if why else ''}{why[:200]}). The study's workers.log has the traceback.") from None
