@@ -321,13 +321,18 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     """2 nodes × 2 processes: a signal in the midst of training ends with the numbers of one undisturbed process. Beside it, another
     job reaches its time limit, and Slurm itself sends the signal."""
     monkeypatch.chdir(tmp_path)
-    steps = 400  # many more than are done until the signal is there
+    steps = 150
     recipe = ["copy-task", *TINY, f"train.steps={steps}"]
-    limited = _submit(capsys, "copy-task", *TINY, "train.steps=1000000", "log.dir=limited", "--time", "20", "--signal", "USR1@115")
+    limited = _submit(capsys, "copy-task", *TINY, "train.steps=1000000", "log.dir=limited", "--time", "10", "--signal", "USR1@115")
     job = _submit(capsys, *recipe, "layout.replicate=ddp", "log.dir=run", "--nodes", "2", "--ntasks-per-node", "2", "--time", "20", "--job-name", "a 'b' #c")
     log = tmp_path / "run" / f"slurm-{job}.out"
     assert "JobName=a 'b' #c" in _ask("scontrol", "show", "job", job)
 
+    other = tmp_path / "limited" / f"slurm-{limited}.out"
+    _until(lambda: other.is_file() and "step 20/" in other.read_text(), 240)
+    hours, minutes, seconds = map(int, slurm.Job(limited).of["RunTime"].split(":"))
+    elapsed = (hours * 60 + minutes) * 60 + seconds
+    _ask("scontrol", "update", f"JobId={limited}", f"TimeLimit={-(-(elapsed + 45) // 60)}")  # so that less than 115 s are left
     _until(lambda: log.is_file() and "step 20/" in log.read_text(), 240)
     _ask("scancel", "--signal=USR1", job)
     _until(lambda: slurm.Job(job).restarts == 1, 120)
@@ -335,11 +340,6 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     assert slurm.Job(job).state in ("PENDING", "RUNNING")
     time.sleep(5)  # the nodes put away what the first start left; Slurm would wait for two minutes
     _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    other = tmp_path / "limited" / f"slurm-{limited}.out"
-    _until(lambda: other.is_file() and "step 20/" in other.read_text(), 240)
-    hours, minutes, seconds = map(int, slurm.Job(limited).of["RunTime"].split(":"))
-    elapsed = (hours * 60 + minutes) * 60 + seconds
-    _ask("scontrol", "update", f"JobId={limited}", f"TimeLimit={-(-(elapsed + 45) // 60)}")  # so that less than 115 s are left
     assert main(["launch", "slurm", "--status", job, "--follow"]) == 0
     followed = capsys.readouterr().out
     assert f"job {job}: COMPLETED" in followed and "restarts 1, exit code 0" in followed
