@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import checksums
@@ -126,6 +127,17 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(undisturbed, tmp_path)
     shutil.copytree(copy / "step-00000040", aside)
     (aside / "model.safetensors").write_bytes((aside / "model.safetensors").read_bytes()[:100])
     assert Checkpoints(copy, keep=2).latest().name == "step-00000040"
+
+
+def test_checkpoints_come_in_the_order_of_their_steps_also_past_eight_digits(undisturbed, tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("step-99999999", "step-100000000", "step-99999999.bak"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(undisturbed / "checkpoints" / "step-00000040" / "config.json", folder / "step-100000000")
+    assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-99999999", "step-100000000"]
+    assert models.locate(tmp_path).name == "step-100000000"
+    Checkpoints(folder, keep=1)._remove_old()
+    assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-100000000"]
 
 
 def test_resume_refuses_another_mathematics(undisturbed):
