@@ -265,9 +265,6 @@ class Checkpoints:
                 f"{path}: {n} workers with local updates wrote it, each with its own optimizer. "
                 f"Resume with {n} and the same layout."
             )
-        if mesh.world.first:  # what a kill left half written or half removed
-            for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
-                shutil.rmtree(left, ignore_errors=True)
         parameters = {h.name: h.parameter for h in parallel.local_parameters}
         sharded.load(path, {f"model.{name}": p for name, p in parameters.items()})
         stored, rank = sharded.read(path), mesh.world.rank

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradus import models
+from gradus import files, models
 from gradus import recipe as recipes
 from gradus.errors import UserError, colour
 from gradus.models.weights import LoadReport
@@ -150,6 +150,9 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
                 folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
             except UserError as e:
                 problem = str(e)
+        if world.first and folder and not problem:
+            for place in (Path(folder), Path(folder) / "checkpoints"):
+                files.sweep(place, locked=True)
         if world.size > 1:
             folder, problem = worlds.from_first((folder, problem))
         if problem:
