@@ -259,7 +259,7 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
     for part in batches(texts):
         encoded = encode(place, tokenizers, part)
         room = [min(place.config.seq_len, asked or 2 * len(source) + 10) for source in encoded.sources]
-        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
+        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.ends)
         spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
         for text, row in zip(part, new):
             yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
