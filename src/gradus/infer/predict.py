@@ -258,8 +258,8 @@ def answers(place: Place, texts: list[str]) -> Iterator[Record]:
     asked = place.recipe.evaluate.max_new if place.recipe is not None else None
     for part in batches(texts):
         encoded = encode(place, tokenizers, part)
-        room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
-        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
+        room = [min(place.config.seq_len, asked or 2 * len(source) + 10) for source in encoded.sources]
+        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.ends)
         spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
         for text, row in zip(part, new):
             yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}

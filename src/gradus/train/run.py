@@ -16,7 +16,7 @@ import torch
 
 from gradus import files, models
 from gradus import recipe as recipes
-from gradus.errors import UserError, coloured
+from gradus.errors import UserError, colour
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -273,5 +273,5 @@ def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None
     print("", *(f"{name:26} {text}" for name, text in told.items()), sep="\n")
     if best := s["best"]:
         text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
-        print(coloured(text, "green", sys.stdout))
+        print(colour(text, "green"))
     print(*lines, f"run folder: {trainer.folder}", sep="\n", flush=True)
