@@ -26,6 +26,7 @@ from gradus.rows import read_rows
 from gradus.train import checkpoint, evaluation, log, loop, metrics
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.run import train
+from gradus.train.schedule import too_high
 
 # dropout is on: the generator's state must be part of what is saved
 TINY = [
@@ -143,6 +144,22 @@ def test_checkpoints_come_in_the_order_of_their_steps_also_past_eight_digits(und
 def test_resume_refuses_another_mathematics(undisturbed):
     with pytest.raises(UserError, match=r"optimizer\.lr was .* another run"):
         train(recipes.load(undisturbed, ["optimizer.lr=0.123"]), resume=undisturbed)
+
+
+def test_a_warm_up_longer_than_the_run_and_a_rate_too_high_for_trained_weights_are_told_before_the_first_step(undisturbed, tmp_path, capsys):
+    words = [word for word in TINY if not word.startswith(("train.steps", "schedule."))]
+    words += ["train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
+    train(recipes.load("copy-task", words))
+    told = capsys.readouterr()
+    assert told.err.startswith("note: schedule.warmup_steps=1 instead of 500, to fit a run of 16 steps\n")
+    warning = next(line for line in told.out.partition("step 1/16")[0].splitlines() if line.startswith("note:"))
+    assert warning.startswith("note: a learning rate of 2.0e-02 is for training from scratch; the weights of model.init=")
+    assert warning.endswith(" may lose what they have learned. Set optimizer.lr=6e-04, say.")
+    assert recipes.load(tmp_path / "run").schedule.warmup_steps == 1
+    usual = recipes.load("copy-task", [*words, "optimizer.lr=1e-3"])
+    noam = recipes.load("copy-task", [*words, "optimizer.lr=1", "schedule.name=noam", "schedule.warmup_steps=4"])
+    assert too_high(usual, 16) is None and "optimizer.lr=6e-04 schedule.name=linear" in too_high(noam, 16)
+    assert too_high(recipes.load("copy-task", ["optimizer.lr=0.02"]), 16) is None, "new weights"
 
 
 def test_a_run_folder_is_not_overwritten(undisturbed):
