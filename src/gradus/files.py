@@ -79,6 +79,12 @@ def is_running(pid: int) -> bool:
         return not isinstance(e, ProcessLookupError)
 
 
+def numbered(folder: Path, prefix: str) -> list[Path]:
+    """What is called PREFIX and a number in a folder, by the number."""
+    found = (p for p in folder.glob(f"{prefix}*") if p.name.removeprefix(prefix).isdecimal())
+    return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)))
+
+
 def appear(path: Path, target: Path) -> None:
     """Force a file or a folder onto the disk and rename it. Raises OSError; a folder does not replace one with files in
     it."""

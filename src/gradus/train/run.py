@@ -34,6 +34,7 @@ from gradus.train.precision import pick_device
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
+from gradus.train.schedule import too_high
 from gradus.train.session import Session, derive, describe, open_session
 from gradus.train.signals import Stopped
 
@@ -91,7 +92,8 @@ def train(
         extended = extend(start.before, session, start.step, longer) if start.before else None
         derived = derive(session)
         if world.first:
-            print("\n".join(filter(None, (describe(derived), extended))), flush=True)
+            warning = None if resume else too_high(session.recipe, derived["steps"])
+            print("\n".join(filter(None, (describe(derived), extended, warning))), flush=True)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
