@@ -14,8 +14,8 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.data import tokenizer_files
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError
-from gradus.limits import CONFIG_FILE, read_json
+from gradus.errors import InputError, UserError
+from gradus.limits import CONFIG_FILE, TOKEN, read_json
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
@@ -157,15 +157,16 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
     none: its texts get no begin token, and an empty one starts with the token that preceded texts in training: the end
     token after documents, else a line end. An encoder-decoder's sources end with the end token.
-    Raises UserError for an empty text where there is nothing to start with, and for one longer than the model.
+    Raises InputError for an empty text where there is nothing to start with, and for one longer than the model.
     """
     tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
     target = tokenizers.get("target", tokenizer)
+    readable(texts, config.longest if fit else None)
     rows = tokenizer.encode_batch(texts)
     ends = end_tokens(place, target)
     if family.attention == "cross":
         if not all(rows):
-            raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
+            raise InputError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
         fits(texts, sources, config.longest)
@@ -183,15 +184,25 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
-            raise UserError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
+            raise InputError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
         rows = [row or begin[-1:] for row in rows]
     if fit:
         fits(texts, rows, config.longest)
     return Encoded(rows, None, ends)
 
 
+def readable(texts: list[str], longest: int | None) -> None:
+    """Raises InputError for a text that is too long before it is encoded, which takes time and 150 bytes per character.
+    longest: tokens (None: 65,536)."""
+    longest = longest or 1 << 16
+    for number, text in enumerate(texts, 1):
+        if len(text) > TOKEN * longest:
+            what = f"{len(text):,} characters, more than {longest:,} tokens hold ({TOKEN} each at most)"
+            raise InputError(f"text {number} ({text[:30] + '…'!r}) has {what}. Give a shorter one.")
+
+
 def fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
     for number, (text, row) in enumerate(zip(texts, rows), 1):
         if longest is not None and len(row) > longest:
             start = f"text {number} ({text if len(text) <= 30 else text[:30] + '…'!r})"
-            raise UserError(f"{start} has {len(row):,} tokens, more than the {longest:,} that the model can read.")
+            raise InputError(f"{start} has {len(row):,} tokens, more than the {longest:,} that the model can read.")
