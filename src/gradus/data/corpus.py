@@ -146,14 +146,17 @@ def _blocks(path: Path) -> Iterator[str]:
     case: at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the
     token there.)"""
     with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
-        text = ""
+        text, searched = "", 0  # of text, so many characters hold no border
         while more := file.read(BLOCK):
             text += more
-            for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
-                if cut := max((m.end() for m in re.finditer(border, text)), default=0):
-                    yield text[:cut]
-                    text = text[cut:]
+            for border in (re.compile(r"\S\n(?=\S)|\n(?= \S)"), re.compile(r"\S(?= \S)")):
+                if cut := max((m.end() for m in border.finditer(text, searched)), default=0):
                     break
+            else:
+                cut = 16 * BLOCK if len(text) >= 16 * BLOCK else 0
+            if cut:
+                yield text[:cut]
+            text, searched = text[cut:], 0 if cut else max(0, len(text) - 2)
         if text:
             yield text
 
