@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Container, Sequence
 from typing import Any
@@ -10,11 +12,29 @@ from gradus.hardware import files
 from gradus.hardware.kinds import NUMBERS, Device, Link, plain
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None) -> list[str]:
-    """Aligned columns; right: those aligned to the right, by default all."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    sides = [">" if right is None or i in right else "<" for i in range(len(header))]
-    return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in [header, *rows]]
+def visible(text: str) -> int:
+    """Its columns on a terminal, without the marks of a colour."""
+    return len(re.sub("\x1b\\[[0-9;]*m", "", text))
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None, width: float = math.inf
+) -> list[str]:
+    """Aligned columns; right: those aligned to the right, by default all. Where that is wider than `width`, several
+    tables one below the other, each with the first column."""
+    widths = [max(visible(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def padded(text: str, i: int) -> str:
+        space = " " * (widths[i] - visible(text))
+        return space + text if right is None or i in right else text + space
+
+    blocks: list[list[int]] = [[]]
+    for i in range(1, len(header)):
+        if blocks[-1] and widths[0] + sum(2 + widths[j] for j in (*blocks[-1], i)) > width:
+            blocks.append([])
+        blocks[-1].append(i)
+    parts = (["  ".join(padded(row[i], i) for i in (0, *b)).rstrip() for row in [header, *rows]] for b in blocks)
+    return [line for n, part in enumerate(parts) for line in ([""] * (n > 0) + part)]
 
 
 def cell(value: float | str | None, shape: str = "{}", unit: float = 1) -> str:
