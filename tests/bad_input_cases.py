@@ -953,14 +953,15 @@ def table(world: Path, seed: int = 0, n: int = 1000) -> list[Case]:
     pick = random.Random(seed)
     few = {"line": list(line_cases()), "stdin": list(stdin_cases()), "process": list(process_cases())}
     found: dict[str, Case] = {}
+    made: dict[str, Callable[[int], Any]] = {
+        "world": lambda k: world_cases(world, pick, k), "written": lambda k: written_cases(world, pick, k),
+        "override": lambda k: override_cases(world, pick, k), "option": lambda k: option_cases(pick, k),
+        "api": lambda k: api_cases(pick, k), "page": lambda k: page_cases(pick, k),
+        **{kind: lambda k, cases=cases: pick.sample(cases, min(k, len(cases))) for kind, cases in few.items()},
+    }  # fmt: skip
     for kind, share in SHARES.items():
-        wanted, before = round(n * share), len(found)
+        fewer = len(found)
         for _ in range(20):
-            more = {
-                "world": lambda k: world_cases(world, pick, k), "written": lambda k: written_cases(world, pick, k), "override": lambda k: override_cases(world, pick, k), "option": lambda k: option_cases(pick, k),
-                "api": lambda k: api_cases(pick, k), "page": lambda k: page_cases(pick, k),
-            }.get(kind, lambda k, kind=kind: pick.sample(few[kind], min(k, len(few[kind]))))  # fmt: skip
-            for case in more(wanted):
-                if len(found) - before < wanted:
-                    found.setdefault(case.name, case)
-    return list(found.values())
+            missing = round(n * share) - (len(found) - fewer)
+            found |= {case.name: case for case in (made[kind](missing) if missing > 0 else ())}
+    return list(found.values())[:n]
