@@ -385,7 +385,7 @@ def plan(args) -> int | Iterable[str]:
     mode = modes[0] if modes else "plan"
     _only_with(args, mode)
     if mode == "accuracy":
-        return room("plan.published").lines(args.accuracy or None)
+        return room("plan.show").printed(room("plan.published").lines(args.accuracy or None))
     request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
         port = 8000 if args.port is None else args.port
@@ -393,7 +393,7 @@ def plan(args) -> int | Iterable[str]:
     if args.recipe is None:
         raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
     from gradus.plan import answer
-    from gradus.plan.show import components, explain, first_screen, named, screen
+    from gradus.plan.show import components, explain, first_screen, named, printed, screen
 
     if mode == "serve":
         lines, rows = answer.serve(request, batch=args.batch or 1, length=args.length, bits=args.bits)
@@ -403,7 +403,9 @@ def plan(args) -> int | Iterable[str]:
             head = [line for line in lines if line and not line.startswith("note: ")]
             notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
             lines = first_screen(head, notes, ["--all for components, --json for rows"])
-    elif mode in ("devices", "search", "optimal"):
+    elif mode == "devices":
+        lines, rows = answer.devices(request, args.all)
+    elif mode in ("search", "optimal"):
         lines, rows = getattr(answer, mode)(request)
     else:
         made = answer.answer(request)
@@ -412,13 +414,13 @@ def plan(args) -> int | Iterable[str]:
             print("".join(f"note: {note}\n" for note in made.notes), end="", file=sys.stderr)
         else:
             lines = explain(made.rows, args.explain) if mode == "explain" else screen(made, args.all)
-    return (row.json() for row in rows) if args.json else lines
+    return (row.json() for row in rows) if args.json else printed(lines)
 
 
 OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
-    "all": {"plan", "serve"}, "json": OF_A_RECIPE - {"web"},
+    "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 

@@ -28,6 +28,10 @@ class UserError(Exception):
     text says what is wrong, where, the nearest right thing, and what to do."""
 
 
+class InputError(UserError):
+    """One of several inputs that a model cannot read. The others are not affected."""
+
+
 class DataError(UserError):
     """Data, or a tokenizer, that are not at hand here: a plan does without them, a run cannot."""
 

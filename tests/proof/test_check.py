@@ -64,7 +64,7 @@ def test_a_line_is_coloured_and_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     line = str(checking.Line("start", False, "a loss that is far away from what even odds would give it", "Look at the initialisation first."))
-    assert line.splitlines() == ["\x1b[31mFAIL\x1b[0m  start        a loss that is far away from what even", " " * 21 + "odds would give it", " " * 19 + "Look at the initialisation first."]
+    assert line.splitlines() == ["\x1b[31mFAIL\x1b[0m  start        a loss that is far away from what even", " " * 19 + "odds would give it", " " * 19 + "Look at the initialisation first."]
     assert str(checking.Line("start", True, "fine")) == "\x1b[32mpass\x1b[0m  start        fine"
     monkeypatch.setenv("NO_COLOR", "1")
     assert str(checking.Line("start", True, "fine")) == "pass  start        fine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 from gradus import cli
 from gradus.errors import UserError
 from gradus.report import page, plots
-from gradus.report.blocks import Code, Heading, Table, Text, from_markdown
+from gradus.report.blocks import Code, Figure, Heading, Key, Table, Text, from_markdown
 from gradus.report.report import compared, content, report
-from gradus.report.runs import read
+from gradus.report.runs import by_recipe, read
 
 pytest.importorskip("matplotlib")
 TINY = "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_train=64 data.n_valid=16 batch.samples=16 evaluate.samples=0"
@@ -27,11 +26,13 @@ TINY = "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_t
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two finished runs and one that has not come to its end."""
+    """Three finished runs and one that is not finished."""
     folder = tmp_path_factory.mktemp("report")
     for name, more in (("short", "train.steps=4"), ("long", "train.steps=8 layout.precision=bf16")):
         words = ["copy-task", *TINY.split(), *more.split(), "schedule.warmup_steps=2", "log.every=2", "evaluate.every=4"]
         assert cli.run(["train", *words, f"log.dir={folder / name}"]) == 0
+    words = ["copy-task", *TINY.split(), "train.steps=8", "schedule.warmup_steps=2", "log.every=2", "evaluate.every=3"]
+    assert cli.run(["train", *words, f"log.dir={folder / 'between'}"]) == 0
     shutil.copytree(folder / "long", folder / "stopped")
     (folder / "stopped" / "summary.json").unlink()
     (folder / "short" / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --time=1\n")
@@ -72,7 +73,7 @@ def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
 
 
 def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "drawn", lambda runs: [])
+    monkeypatch.setattr(plots, "drawn", lambda made: [])
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair" / "study.json").write_text("{}")
     rows = [{"name": "samples_per_s", "value": 3.0, "kind": "measured", "configuration": c} for c in "ab"]
@@ -81,26 +82,35 @@ def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
     said = list(report([str(tmp_path / "pair"), str(folders / "short")], str(tmp_path / "out"), str(tmp_path / "notes.md")))
     text = (tmp_path / "out" / "report.html").read_text()
     assert said[0].endswith("1 run, 1 study; it needs no other file") and not Tags(text).open and not Tags(text).loads
-    assert text.index("<h2>Results</h2>") < text.index("<h2>Study: pair</h2>") < text.index("My words.") < text.index("<h2>How it was done</h2>")
+    order = ("<h2>Recipe: copy-task</h2>", "<h2>Study: pair</h2>", "My words.", "<h2>Appendix: machine, recipe, code</h2>", "n_train: 64")
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
 
 
 def test_the_table_is_what_the_summaries_say(folders):
-    found = read([str(folders / "short"), str(folders / "long")])
+    (found,) = by_recipe(read([str(folders / "short"), str(folders / "long")]))
     speed, quality = compared(found)
     summaries = [json.loads((folders / name / "summary.json").read_text()) for name in ("short", "long")]
     assert [row[0] for row in speed.rows] == ["short", "long"] and [row[4] for row in speed.rows] == ["4", "8"]
     assert [row[2] for row in speed.rows] == ["fp32", "bf16"]
     ratio = summaries[1]["train_samples_per_second"] / summaries[0]["train_samples_per_second"]
     assert float(speed.rows[1][7]) == pytest.approx(ratio, rel=1e-3) and speed.rows[0][7:] == ["1", "1"]
-    assert [float(row[3]) for row in quality.rows] == pytest.approx([s["train_loss"] for s in summaries], rel=1e-3)
-    assert quality.head[4:] == list(summaries[0]["metrics"])
+    assert [float(row[4]) for row in quality.rows] == pytest.approx([s["train_loss"] for s in summaries], rel=1e-3)
+    assert quality.head[6:] == [name.replace("valid/", "validation ").replace("_", " ") for name in summaries[0]["metrics"]]
+    assert [float(value) for value in quality.rows[0][6:]] == pytest.approx(list(summaries[0]["metrics"].values()), rel=1e-3)
 
 
-def test_what_has_not_come_to_its_end_says_so(folders):
-    blocks = list(content("t", read([str(folders / "stopped"), str(folders / "short")]), ""))
-    table = next(block for block in blocks if isinstance(block, Table))
-    assert table.rows[0][:6] == ["stopped", "not finished", "bf16", "1", "–", "–"] and "against short" in table.caption
-    assert any(isinstance(block, Text) and "not come to its end" in block.parts[0][1] for block in blocks)
+def test_an_unfinished_run_shows_where_it_stands_under_its_recipe(folders):
+    """Its last step, loss and metrics are those of its last rows; it has no speed-up."""
+    found = read([str(folders / "stopped"), str(folders / "short"), str(folders / "long")])
+    speed, quality = compared(by_recipe(found)[0])
+    rows = {(r["name"], r["step"]): r["value"] for r in map(json.loads, (folders / "stopped/metrics.jsonl").read_text().splitlines())}
+    stopped, _, finished = quality.rows
+    assert stopped[1] == "not finished: at step 8 of 8" and finished[1] == "finished" and stopped[3] == "128"
+    assert float(stopped[5]) == pytest.approx(rows["train/loss", 8], rel=1e-3) and stopped[4] == "–"
+    assert stopped[6:] == finished[6:] and float(stopped[quality.head.index("validation loss")]) == pytest.approx(rows["valid/loss", 8], rel=1e-3)
+    assert speed.rows[0][4] == "8" and speed.rows[0][5] != "–" and speed.rows[0][6:] == ["–"] * 3 and "against short" in speed.caption
+    headings = [block.text for block in content("t", found, "") if isinstance(block, Heading)]
+    assert headings[:2] == ["t", "Results"]
 
 
 def test_equal_rows_give_equal_bytes(folders, tmp_path):
@@ -118,19 +128,20 @@ def test_without_typst_the_page_is_there(folders, tmp_path, monkeypatch):
     assert said[1].startswith("note: no PDF: a PDF needs the package typst") and (tmp_path / "report.html").is_file()
 
 
-def test_seconds_of_training_follow_from_what_was_logged(folders):
-    run = read([str(folders / "long")])[0]
-    speeds, samples = dict(run.series("train/samples_per_s")), dict(run.series("train/samples"))
-    steps, seconds = sorted(samples), run.axes["seconds of training"]
-    expected = samples[steps[0]] / speeds[steps[0]]
-    for before, step in itertools.pairwise(steps):
-        expected += (samples[step] - samples[before]) / speeds[step]
-    assert seconds[steps[-1]] == pytest.approx(expected) and list(seconds.values()) == sorted(seconds.values())
+@pytest.mark.parametrize("x", ["tokens", "seconds"])
+def test_every_evaluation_has_its_tokens_and_seconds(folders, x):
+    """Also those between two logged steps: evaluations come every 3 steps there, log lines every 2."""
+    run = read([str(folders / "between")])[0]
+    assert [at for at, _ in run.points("valid/loss", "step")] == [3, 6, 8] and [at for at, _ in run.points("train/loss", "step")] == [2, 4, 6, 8]
+    evaluated, logged = [at for at, _ in run.points("valid/loss", x)], [at for at, _ in run.points("train/loss", x)]
+    assert 0 < logged[0] < evaluated[0] < logged[1] < logged[2] == evaluated[1] < logged[3] == evaluated[2]
+    if x == "tokens":
+        assert evaluated == [step * run.last("train/tokens") / 8 for step in (3, 6, 8)]
 
 
 @pytest.mark.parametrize(
     "runs, wrong",
-    [(["nowhere"], "nowhere: holds neither a run"), (["short", "short"], "is given twice"), (["broken"], r"summary\.json: is no JSON")],
+    [(["nowhere"], "nowhere: holds neither a run"), (["short", "short"], "is given twice"), (["broken"], r"summary\.json: line 1, column 2: not valid JSON")],
 )
 def test_wrong_folders(folders, tmp_path, monkeypatch, runs, wrong):
     monkeypatch.chdir(folders)
@@ -172,8 +183,10 @@ def test_any_text_is_text(text):
     assert not tags.open and not tags.loads
 
 
-def test_typst_reads_what_it_has_a_meaning_for(tmp_path):
+def test_typst_reads_what_it_has_a_meaning_for():
     pytest.importorskip("typst")
     text = '#let $x$ *a* _b_ @c <d> "e" \\f \x00 \u2028 // g /* h */ `i` [j] {k}'
-    page.to_pdf(text, [Heading(1, text), Text([("plain", text), ("code", text)], item=True), Table([text], [[text]], text), Code(text, text)], tmp_path / "a.pdf")
-    assert re.match(rb"%PDF-1\.\d", (tmp_path / "a.pdf").read_bytes())
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt"/>'
+    figure = Figure([svg], text, [Key("#0072b2ff", "━", text), Key("#111111ff", "■", text)])
+    blocks = [Heading(1, text), Text([("plain", text), ("code", text)], item=True), Table([text], [[text]], text), figure, Code(text, text)]
+    assert re.match(rb"%PDF-1\.\d", page.to_pdf(text, blocks))

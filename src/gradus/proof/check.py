@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
+from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
@@ -32,7 +33,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
 from gradus.proof.predict import case_of, predict
-from gradus.proof.results import fitted
+from gradus.proof.results import width
 from gradus.proof.room import changed, fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -75,7 +76,7 @@ class Line:
     def __str__(self) -> str:
         word = {None: "skip", True: colour("pass", "green"), False: colour("FAIL", "red")}[self.ok]
         head = f"      {'':12} "
-        lines = [line for text in (self.text, self.hint) if text for line in fitted(text.replace("\n", " "), len(head))]
+        lines = [line for text in (self.text, self.hint) if text for line in fold(text.replace("\n", " "), 0, width() - len(head))]
         return f"{word}  {self.name:12} " + f"\n{head}".join(lines)
 
 

@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from gradus.hardware.tables import fold
 from gradus.hardware.tables import table as columns
-from gradus.hardware.tables import visible
 from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 
@@ -37,18 +37,10 @@ def width() -> float:
     return shutil.get_terminal_size((0, 0)).columns or math.inf
 
 
-def fitted(line: str, margin: int = 0) -> list[str]:
-    """The line as a terminal holds it, broken between words."""
-    room = width() - margin
-    if visible(line) <= room:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, max(20, int(room)), initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False)
-
-
 def pasted(command: Sequence[str]) -> Iterator[str]:
     """A command that stays whole when it is pasted: each line but the last ends with a backslash."""
-    whole = fitted(" ".join(shlex.quote(word).replace(" ", "\0") for word in command), 2)  # a word in quotes is not broken
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # a word in quotes is not broken
+    whole = textwrap.wrap(text, width() - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     *before, last = (line.replace("\0", " ") for line in whole)
     yield from (f"{line} \\" for line in before)
     yield last
@@ -56,7 +48,7 @@ def pasted(command: Sequence[str]) -> Iterator[str]:
 
 def say(text: str) -> None:
     for line in text.split("\n"):
-        print(*fitted(line), sep="\n", flush=True)
+        print(*fold(line, width=width()), sep="\n", flush=True)
 
 
 def quiet(text: str) -> None:

@@ -13,8 +13,11 @@ Inline = list[tuple[str, str]]  # (plain, strong, emphasis or code; text)
 
 @dataclasses.dataclass
 class Heading:
+    """new_page: in the PDF."""
+
     level: int
     text: str
+    new_page: bool = False
 
 
 @dataclasses.dataclass
@@ -34,9 +37,22 @@ class Table:
 
 
 @dataclasses.dataclass
+class Key:
+    """What a colour of a figure stands for. colour: #rrggbbaa. mark: one or two characters that look like the line, the
+    bar or the marker."""
+
+    colour: str
+    mark: str
+    text: str
+
+
+@dataclasses.dataclass
 class Figure:
-    svg: str
+    """Panels (SVG), side by side where there is room, and the legend that they share."""
+
+    panels: list[str]
     caption: str
+    legend: list[Key] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -46,6 +62,14 @@ class Code:
 
 
 Block = Heading | Text | Table | Figure | Code
+
+
+def narrow(table: Table) -> Table:
+    """The same table, lying or standing: whichever has fewer characters in a line."""
+    lying = [table.head, *table.rows]
+    standing = [list(column) for column in zip(*lying)]
+    widths = [sum(max(map(len, column)) for column in zip(*rows)) for rows in (lying, standing)]
+    return table if widths[0] <= widths[1] else dataclasses.replace(table, head=standing[0], rows=standing[1:])
 
 
 def plain(text: str) -> Text:

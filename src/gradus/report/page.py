@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from gradus.errors import need
-from gradus.report.blocks import Block, Code, Figure, Heading, Inline, Text
+from gradus.report.blocks import Block, Code, Figure, Heading, Inline, Key, Text
 from gradus.report.plots import INK
 
+ROWS = 40  # of a table that stays on one sheet
+SHORT = 12  # characters of a cell that stays on one line: a number with its unit
+BREAK, TOGETHER = "\N{ZERO WIDTH SPACE}", "\N{NO-BREAK SPACE}"
 STYLE = """
 :root { color-scheme: light dark; --ink: #111; --paper: #fff; --line: #ccc; --quiet: #666; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181b; --line: #444; --quiet: #9a9a9a; } }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181b; --line: #444; --quiet: #9a9a9a; }
+  .panels, .key { filter: brightness(1.35); }
+}
 body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.2; margin: 2rem 0 .6rem; }
-.wide { overflow-x: auto; margin: 1rem 0; }
+h2 { border-top: 1px solid var(--line); padding-top: 1rem; }
+.wide { overflow-x: auto; margin: 1rem 0 0; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; }
-td { white-space: nowrap; }
-.words td { white-space: normal; }
-caption, figcaption { text-align: left; color: var(--quiet); font-size: .9rem; padding: .3rem 0; caption-side: bottom; }
+.caption, figcaption { color: var(--quiet); font-size: .9rem; margin: .3rem 0 0; max-width: 44rem; }
 figure { margin: 1.5rem 0; color: var(--ink); }
-figure svg { width: 100%; height: auto; }
+.short { white-space: nowrap; }
+.panels { display: flex; flex-wrap: wrap; gap: .5rem; }
+.panels svg { flex: 1 1 auto; width: 18rem; max-width: 24rem; height: auto; }
+.panels svg:only-child { width: auto; max-width: 100%; flex: none; }
+.key { margin-right: 1.2em; font-size: .85rem; }
+@media (max-width: 40rem) { table { font-size: .8rem; } th, td { padding: .3rem; } }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .7rem; font-size: .8rem; }
 summary { cursor: pointer; font-weight: 600; }
 @media print {
   :root { --ink: #000; --paper: #fff; --line: #bbb; --quiet: #444; }
+  .panels, .key { filter: none; }
   body { font-size: 10pt; max-width: none; margin: 0; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-  td { white-space: normal; }
   figure, tr { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
 }
@@ -68,24 +78,45 @@ def _html(block: Block) -> str:
         return f"<p>{_inline(block.parts)}</p>"
     if isinstance(block, Figure):
         text = html.escape(block.caption)
-        drawing = block.svg.replace(INK, "currentColor").replace("<svg", f'<svg role="img" aria-label="{text}"', 1)
-        return f"<figure>{drawing}<figcaption>{text}</figcaption></figure>"
+        label = f'<svg role="img" aria-label="{text}"'
+        drawn = "".join(svg.replace(INK, "currentColor").replace("<svg", label, 1) for svg in block.panels)
+        keys = "".join(_key(key) for key in block.legend)
+        return f'<figure><div class="panels">{drawn}</div>{keys}<figcaption>{text}</figcaption></figure>'
     if isinstance(block, Code):
         title = html.escape(block.title or "code")
         return f"<details><summary>{title}</summary><pre>{html.escape(block.text)}</pre></details>"
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        return "<tr>" + "".join(_cell(tag, text) for text in row) + "</tr>"
 
     rows = "".join(cells("td", row) for row in block.rows)
-    caption = f"<caption>{html.escape(block.caption)}</caption>" * bool(block.caption)
+    caption = f'<p class="caption">{html.escape(block.caption)}</p>' * bool(block.caption)
     kind = ' class="words"' * block.words
     head = f"<thead>{cells('th', block.head)}</thead>"
-    return f'<div class="wide"><table{kind}>{caption}{head}<tbody>{rows}</tbody></table></div>'
+    return f'<div class="wide"><table{kind}>{head}<tbody>{rows}</tbody></table></div>{caption}'
+
+
+def _key(key: Key) -> str:
+    colour = "currentColor" if key.colour.startswith(INK) else key.colour
+    mark = f'<span style="color:{colour}">{key.mark}</span>'
+    return f'<span class="key">{mark} {html.escape(key.text)}</span>'
+
+
+def _cell(tag: str, text: str) -> str:
+    one_line = ' class="short"' * (len(text) <= SHORT and " " in text)
+    return f"<{tag}{one_line}>{html.escape(_breakable(text)).replace(BREAK, '<wbr>')}</{tag}>"
+
+
+def _breakable(cell: str) -> str:
+    """Marks where long words may break."""
+    words = re.split(r"(\s+)", cell)
+    places = r"[/._=:,-]+(?=\w)|\w{24}(?=\w)"
+    return "".join(re.sub(places, rf"\g<0>{BREAK}", word) if len(word) > SHORT else word for word in words)
 
 
 # ---------------------------------------------------------------- paper
 
+MONO = "DejaVu Sans Mono"  # Typst brings it; it has the marks of a legend
 SHEET = """
 #set page(paper: "a4", margin: 18mm, numbering: "1")
 #set text(size: 9.5pt)
@@ -93,35 +124,51 @@ SHEET = """
 #set heading(numbering: none)
 #show raw.where(block: true): set text(size: 7pt)
 #show table: set text(size: 8pt)
-#show figure: set block(breakable: true)
+#show figure: set block(breakable: false)
 """
 
 
-def to_pdf(title: str, blocks: Sequence[Block], file: Path) -> None:
+def to_pdf(title: str, blocks: Sequence[Block]) -> bytes:
     """Raises UserError without typst."""
     typst = need("typst", "report", "a PDF")
     lines = [f"#set document(title: {_quoted(title)}, date: none)", SHEET, *map(_typst, blocks)]
-    file.write_bytes(typst.compile("\n\n".join(lines).encode(), ignore_system_fonts=True, timestamp=0))
+    return typst.compile("\n\n".join(lines).encode(), ignore_system_fonts=True, timestamp=0)
 
 
 def _quoted(text: str) -> str:
     """As a string of Typst's, without control characters that it cannot hold."""
-    return json.dumps("".join(c for c in text if c.isprintable() or c in "\n\t"), ensure_ascii=False)
+    return json.dumps("".join(c for c in text if c.isprintable() or c in f"\n\t{BREAK}{TOGETHER}"), ensure_ascii=False)
 
 
 def _typst(block: Block) -> str:
     if isinstance(block, Figure):
-        image = f'image(bytes({_quoted(block.svg)}), format: "svg", width: 100%)'
-        return f"#figure({image}, caption: text({_quoted(block.caption)}), numbering: none)"
+        return _typst_figure(block)
     if isinstance(block, Heading):
-        return f"#heading(level: {block.level}, text({_quoted(block.text)}))"
+        start = "#pagebreak(weak: true)\n" * block.new_page
+        return f"{start}#heading(level: {block.level}, text({_quoted(block.text)}))"
     if isinstance(block, Text):
         ways = {"strong": "strong", "emphasis": "emph", "code": "raw", "plain": "text"}
         text = "".join(f"#{ways[kind]}({_quoted(text)})" for kind, text in block.parts)
         return f"- {text}" if block.item else text
     if isinstance(block, Code):
         return f"#strong({_quoted(block.title or 'code')})\n\n#raw({_quoted(block.text)}, block: true)"
-    cells = ", ".join(f"text({_quoted(cell)})" for row in (block.head, *block.rows) for cell in row)
+    head, *rows = (
+        ", ".join(f"text({_quoted(_breakable(c.replace(' ', TOGETHER) if len(c) <= SHORT else c))})" for c in row)
+        for row in (block.head, *block.rows)
+    )
     align = "left" if block.words else "(x, _) => if x == 0 { left } else { right }"
+    cells = ", ".join([f"table.header({head})", *rows])
     table = f"#table(columns: {len(block.head)}, stroke: (_, _) => (bottom: 0.4pt + gray), align: {align}, {cells})"
-    return f"{table}\n\n#text(size: 8pt, fill: gray.darken(30%), {_quoted(block.caption)})" if block.caption else table
+    if block.caption:
+        table += f"\n\n#text(size: 8pt, fill: gray.darken(30%), {_quoted(block.caption)})"
+    return table if len(rows) > ROWS else f"#block(breakable: false)[{table}]"
+
+
+def _typst_figure(block: Figure) -> str:
+    width = ", width: 100%" if len(block.panels) > 1 else ""
+    images = ", ".join(f'image(bytes({_quoted(svg)}), format: "svg"{width})' for svg in block.panels)
+    marks = [f"fill: rgb({_quoted(key.colour)}), font: {_quoted(MONO)}, {_quoted(key.mark)}" for key in block.legend]
+    keys = " #h(1em) ".join(f"#text({mark}) #text({_quoted(key.text)})" for mark, key in zip(marks, block.legend))
+    body = f"grid(columns: {len(block.panels)}, gutter: 6pt, {images})"
+    body = f"stack(spacing: 6pt, {body}, text(size: 8pt)[{keys}])" if keys else body
+    return f"#figure({body}, caption: text({_quoted(block.caption)}), numbering: none)"

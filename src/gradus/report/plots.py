@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gradus.errors import need
-from gradus.report.runs import Run
+from gradus.errors import either, need
+from gradus.proof.pairs import LABELS
+from gradus.report.blocks import Figure, Key
+from gradus.report.runs import X_AXES, Run, words
 
 INK = "#111111"  # of all text and axes: a page replaces it by its own
 # of Okabe and Ito: distinct to all eyes
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-PLAIN = ("axes.spines.top", "axes.spines.right", "legend.frameon")
+PLAIN = ("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset")
 STYLE = {
     "svg.hashsalt": "gradus",
     "svg.fonttype": "path",
@@ -22,105 +25,220 @@ STYLE = {
     **dict.fromkeys(PLAIN, False),
     **dict.fromkeys(INKED, INK),
 }
+SHAPES = dict(zip("os^DvP*X", "●■▲◆▼✚★✖"))  # markers, and the characters that look like them
+CURVES = len(COLOURS)  # runs in one plot at most
+METRICS = 24  # that are drawn at most; the table has all
+BARS, LONG = 6.6, 40  # inches of a plot of bars, characters of their names
+DOTS = 60  # evaluations that are still marked one by one
+Plot = tuple[str, list[Any]]  # caption, axes of its panels
 
 
-def svg(figure: Any) -> str:
+def panels(n: int, height: float = 2.4, width: float | None = None) -> list[Any]:
+    """Axes, each of a figure of its own. height, width: in inches."""
+    figure = need("matplotlib.figure", "report", "a report's plots").Figure
+    size = width or (3.0 if n > 2 else 3.6), height
+    return [figure(figsize=size, layout="constrained").subplots() for _ in range(n)]
+
+
+def bars(names: Sequence[str], height: float, width: float = BARS) -> Any:
+    """Axes for lying bars: their names from top to bottom, at 0, 1, ... height: of one, in inches."""
+    (axes,) = panels(1, 0.8 + height * len(names), width)
+    axes.set_yticks(range(len(names)), [name if len(name) <= LONG else f"{name[:LONG]}…" for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def drawn(plots: Iterable[Plot]) -> list[Figure]:
+    """Plots that are made as they are asked for. Raises UserError without matplotlib."""
+    matplotlib = need("matplotlib", "report", "a report's plots")
+    with matplotlib.rc_context(STYLE):
+        return [Figure([_svg(axes) for axes in own], caption, _legend(own)) for caption, own in plots]
+
+
+def _svg(axes: Any) -> str:
+    axes.figure.draw_without_rendering()
+    _spread_ticks(axes.xaxis, "x0", "x1")
+    _spread_ticks(axes.yaxis, "y0", "y1")
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    axes.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def drawn(figures: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """(caption, SVG) of figures that are made as they are asked for. Raises UserError without matplotlib."""
-    matplotlib = need("matplotlib", "report", "a report's plots")
-    with matplotlib.rc_context(STYLE):
-        return [(caption, svg(figure)) for caption, figure in figures]
+def _spread_ticks(axis: Any, start: str, end: str) -> None:
+    """Leave out labels that would run into the one before."""
+    kept, edge = [], -math.inf
+    low, high = sorted(axis.get_view_interval())
+    labels = [(at, label) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels()) if low <= at <= high]
+    shown = [(label.get_window_extent(), at, label.get_text()) for at, label in labels if label.get_text()]
+    for box, at, text in sorted(shown, key=lambda entry: getattr(entry[0], start)):
+        if getattr(box, start) >= edge + 3:
+            kept.append((at, text))
+            edge = getattr(box, end)
+    if len(kept) < len(shown):
+        axis.set_ticks(*zip(*kept))
 
 
-def of_runs(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
-    """(caption, figure) of what the runs have rows for."""
-    yield from _curves(runs)
-    yield from _by_step(runs, "Learning rate and norm of the gradient", {"lr": "learning rate", "grad_norm": "norm"})
-    yield from _by_step(runs, "Throughput", {"samples_per_s": "samples/s", "mfu": "MFU"})
-    bars = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/")]
-    if bars := [bar for bar in bars if bar[1] != "memory/process"]:  # which is much more than its tensors
-        yield "Memory of tensors by component.", _memory(bars, several=len(runs) > 1)
-    if len(done := [run for run in runs if run.speed]) > 1:
-        caption = f"Speed-up against {done[0].name}; dashed: as many times as there are processes."
-        yield caption, _speed_up(done)
+def _legend(panels: Sequence[Any]) -> list[Key]:
+    """What the panels' colours and lines stand for; nothing of one alone."""
+    handles = {}
+    for axes in panels:
+        handles.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels())})
+    return [Key(*_looks(handle), label) for label, handle in handles.items()] if len(handles) > 1 else []
 
 
-def sheet(n: int, height: float = 2.7) -> tuple[Any, list[Any]]:
-    figure = need("matplotlib.figure", "report", "a report's plots").Figure(figsize=(9.2, height), layout="constrained")
-    return figure, list(figure.subplots(1, n, squeeze=False)[0])
+def _looks(handle: Any) -> tuple[str, str]:
+    """(colour, mark) of what a legend would show."""
+    from matplotlib.colors import to_hex, to_rgba
+    from matplotlib.lines import Line2D
+
+    artist = handle[0] if isinstance(handle, tuple) else handle
+    if isinstance(artist, Line2D):
+        colour, dashes = artist.get_color(), {"-": "━━━", "--": "━ ━"}
+        mark = dashes.get(artist.get_linestyle()) or SHAPES.get(artist.get_marker(), "●")
+    else:
+        colour, mark = artist.get_facecolor(), "■"
+    alpha = artist.get_alpha()
+    colour = colour if isinstance(colour, str) else tuple(getattr(colour, "flat", colour))[:4]
+    return to_hex(to_rgba(colour, alpha), keep_alpha=True), mark
 
 
-def legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+def numbered(axis: Any) -> None:
+    """Short numbers at the ticks: 20k for 20,000."""
+    axis.set_major_formatter(lambda value, _: _short(value))
+    axis.set_major_locator(need("matplotlib.ticker", "report", "a report's plots").MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
-def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
-    """Losses, then each other metric, by step, by tokens and by seconds."""
-    names = dict.fromkeys(name for run in runs for name in run.names if name.startswith("valid/"))
-    lines = {"train": {"ls": "-", "lw": 1.0}, "valid": {"ls": "--", "lw": 1.2, "marker": "o", "ms": 3}}
-    for name in ("loss", *(name.removeprefix("valid/") for name in names if name != "valid/loss")):
-        own = [(kind, run) for run in runs for kind in lines if run.series(f"{kind}/{name}")]
-        if not own:
-            continue
-        figure, panels = sheet(3)
-        for axes, x in zip(panels, ("step", "tokens", "seconds of training")):
-            for kind, run in own:
-                points = run.series(f"{kind}/{name}")
-                if x != "step":
-                    points = [(run.axes[x][step], value) for step, value in points if step in run.axes[x]]
-                label, colour = f"{run.name}: " * (len(runs) > 1) + kind, COLOURS[runs.index(run) % len(COLOURS)]
-                axes.plot(*(zip(*points) if points else ([], [])), color=colour, label=label, **lines[kind])
-            axes.set_xlabel(x)
-            axes.grid(alpha=0.25)
-        unit = next(run.unit(f"{kind}/{name}") for kind, run in own)
-        panels[0].set_ylabel(f"{name}, {unit}" if unit else name)
-        legend(figure, panels[0])
-        yield f"{name.capitalize()} by step, by tokens and by seconds of training.", figure
+def _short(value: float) -> str:
+    one, name = next(((n, name) for n, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= 10 * n), (1, ""))
+    return f"{value / one:.6g}{name}"
 
 
-def _by_step(runs: Sequence[Run], caption: str, wanted: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    known = {name: label for name, label in wanted.items() if any(run.series(f"train/{name}") for run in runs)}
-    if not known:
-        return
-    figure, panels = sheet(len(known))
-    for axes, (name, label) in zip(panels, known.items()):
-        for i, run in enumerate(runs):
-            if points := run.series(f"train/{name}"):
-                axes.plot(*zip(*points), color=COLOURS[i % len(COLOURS)], lw=1.0, label=run.name)
-        axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.25)
-    legend(figure, panels[0])
-    yield f"{caption}, by step.", figure
+# ---------------------------------------------------------------- runs of one recipe
 
 
-def _memory(bars: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    figure, (axes,) = sheet(1, 0.8 + 0.28 * len(bars))
-    places = range(len(bars), 0, -1)
-    for label, i, alpha, shift in (("planned", 2, 0.4, 0.18), ("measured", 3, 1.0, -0.18)):
-        widths = [bar[i] / 1e6 for bar in bars]
-        axes.barh([place + shift for place in places], widths, 0.34, color=COLOURS[0], alpha=alpha, label=label)
-    axes.set_yticks(list(places), [f"{run.name}: " * several + name.removeprefix("memory/") for run, name, *_ in bars])
-    axes.set_xlabel("MB")
-    axes.grid(axis="x", alpha=0.25)
-    legend(figure, axes)
-    return figure
+def not_drawn(runs: Sequence[Run]) -> str:
+    """One sentence on metrics that have no plot, if any."""
+    names = metrics(runs)
+    once = [name for name in names if not _several(runs, name)]
+    over = [name for name in names if name not in once][METRICS:]
+    said = (
+        [f"no plot of {', '.join(map(words, once[:6]))}{' and more' * (len(once) > 6)}, measured once only"]
+        if once
+        else []
+    )
+    said += [f"plots of the first {METRICS} metrics only, {len(over)} more are in the table"] if over else []
+    said += [f"the curves of the first {CURVES} runs only, of {len(runs)}"] if len(runs) > CURVES else []
+    return f"The report has {'; '.join(said)}." if said else ""
+
+
+def metrics(runs: Sequence[Run]) -> list[str]:
+    """What is evaluated, the loss first."""
+    names = [name.removeprefix("valid/") for run in runs for name in run.names if name.startswith("valid/")]
+    return list(dict.fromkeys(["loss", *names]))
+
+
+def _several(runs: Sequence[Run], name: str) -> bool:
+    return any(len(run.points(f"{kind}/{name}", "step")) > 1 for run in runs for kind in ("train", "valid"))
+
+
+def of_runs(runs: Sequence[Run]) -> Iterator[Plot]:
+    """What the runs of one recipe have rows for."""
+    curves = runs[:CURVES]
+    for name in [name for name in metrics(runs) if _several(curves, name)][:METRICS]:
+        yield _curves(curves, name)
+    rates = {"lr": "learning rate", "grad_norm": "norm of the gradient"}
+    yield from _by_step(curves, "The panels show the learning rate and the norm of the gradient by step.", rates)
+    speeds = {"samples_per_s": "samples/s", "mfu": "MFU"}
+    caption = "The plot shows the speed of training by step, each point the mean since the point before."
+    yield from _by_step(curves, caption, speeds)
+    memory = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/")]
+    if memory := [bar for bar in memory if bar[1] != "memory/process"]:  # which is much more than its tensors
+        caption = "Bars show the memory of tensors by component: planned before the first step, and measured."
+        yield caption, [_memory(memory, len(runs) > 1)]
+    compared = [run for run in runs if run.speed_up]
+    if len(compared) > 1:
+        caption = f"Bars show the speed-up against {compared[0].name}; dashed lines show the ideal, the ratio of "
+        yield f"{caption}the numbers of processes.", [_speed_up(compared)]
+
+
+def _curves(runs: Sequence[Run], name: str) -> Plot:
+    """A metric by all that a run went through."""
+    series = [(kind, i, run) for i, run in enumerate(runs) for kind in ("train", "valid")]
+    series = [(kind, i, run) for kind, i, run in series if run.points(f"{kind}/{name}", "step")]
+    shown = [x for x in X_AXES if any(len(run.points(f"{kind}/{name}", x)) > 1 for kind, _, run in series)]
+    made = panels(len(shown))
+    for axes, x in zip(made, shown):
+        for kind, i, run in series:
+            points = run.points(f"{kind}/{name}", x)
+            line = {"ls": "-", "lw": 1.0} if kind == "train" else {"ls": "--", "lw": 1.2, "ms": 3}
+            line |= {"marker": "o"} if kind == "valid" and len(points) <= DOTS else {}
+            label = f"{run.name}: " * (len(runs) > 1) + words(kind)
+            if points:
+                axes.plot(*zip(*points), color=COLOURS[i], label=label, **line)
+        axes.set_xlabel(X_AXES[x])
+        _lay_out(axes)
+    unit = next(run.unit(f"{kind}/{name}") for kind, _, run in series)
+    for axes in made:
+        axes.set_ylabel(
+            f"{words(name)}, {unit}" if unit not in ("", words(name).replace(" per ", "/")) else words(name)
+        )
+    kinds = {kind for kind, *_ in series}
+    what = {"train": "training", "valid": "validation"}
+    lines = "solid lines are training, dashed lines validation" if len(kinds) > 1 else f"all of {what[kinds.pop()]}"
+    by = either((f"by {X_AXES[x]}" for x in shown), "and")
+    return f"The {'panels show' if len(shown) > 1 else 'plot shows'} the {words(name)} {by}; {lines}.", made
+
+
+def _lay_out(axes: Any) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        numbered(axis)
+    axes.grid(alpha=0.25)
+
+
+def _by_step(runs: Sequence[Run], caption: str, wanted: dict[str, str]) -> Iterator[Plot]:
+    points = {name: [run.points(f"train/{name}", "step") for run in runs] for name in wanted}
+    known = [name for name, found in points.items() if any(len(of_run) > 1 for of_run in found)]
+    made = panels(len(known))
+    for axes, name in zip(made, known):
+        for run, colour, of_run in zip(runs, COLOURS, points[name]):
+            if of_run:
+                axes.plot(*zip(*of_run), color=colour, lw=1.0, label=run.name)
+        axes.set(xlabel="step", ylabel=wanted[name])
+        _lay_out(axes)
+    if known:
+        yield caption, made
+
+
+def bytes_in(most: float) -> tuple[float, str]:
+    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
+
+
+def _memory(found: list[tuple[Run, str, float, float]], several: bool) -> Any:
+    axes = bars([f"{run.name}: " * several + figure_name(component) for run, component, *_ in found], 0.28)
+    unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in found))
+    for label, side, alpha, shift in (("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)):
+        widths = [bar[side] / unit for bar in found]
+        axes.barh([i + shift for i in range(len(found))], widths, 0.34, color=COLOURS[0], alpha=alpha, label=label)
+    axes.set_xlabel(name)
+    numbered(axes.xaxis)
+    return axes
+
+
+def figure_name(name: str) -> str:
+    """Of what is planned and measured."""
+    return LABELS.get(name, name.replace("/", ": ").replace("_", " "))
 
 
 def _speed_up(runs: Sequence[Run]) -> Any:
-    figure, (axes,) = sheet(1)
-    base, places = runs[0], range(len(runs))
-    axes.bar(places, [run.speed / base.speed for run in runs], 0.6, color=COLOURS[0])
+    names, base = [f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}" for run in runs], runs[0]
+    axes = bars(names, 0.35)
     for i, run in enumerate(runs):
-        axes.hlines(run.processes / base.processes, i - 0.38, i + 0.38, colors=INK, linestyles="dashed")
-        axes.text(i, run.speed / base.speed, f"{run.speed / base.speed:.2f}", ha="center", va="bottom")
-    axes.set_xticks(list(places), [f"{run.name}\n{run.processes} process{'es' * (run.processes > 1)}" for run in runs])
-    axes.set_ylabel("times as many samples/s")
-    axes.grid(axis="y", alpha=0.25)
-    return figure
+        axes.barh(i, run.speed_up, 0.6, color=COLOURS[0])
+        axes.vlines(run.processes / base.processes, i - 0.38, i + 0.38, colors=INK, linestyles="dashed")
+        axes.annotate(f"{run.speed_up:.2f}", (run.speed_up, i), (4, 0), textcoords="offset points", va="center")
+    axes.margins(x=0.12)
+    axes.set_xlabel("times as many samples/s")
+    numbered(axes.xaxis)
+    return axes

@@ -10,7 +10,7 @@ from gradus import files
 from gradus.errors import UserError
 from gradus.plan.show import size
 from gradus.report import plots
-from gradus.report.blocks import Block, Code, Figure, Heading, Inline, Table, Text, plain
+from gradus.report.blocks import Block, Code, Heading, Inline, Table, Text, plain
 from gradus.report.page import to_html
 from gradus.report.report import told
 from gradus.rows import read_rows
@@ -53,7 +53,7 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     yield from (Text(_hint(name, row), item=True) for name, row in hints)
     if not hints:
         yield plain("No setting of the layout stands out.")
-    (times, memory) = (Figure(svg, caption) for caption, svg in plots.drawn(_figures(rows)))
+    times, memory = plots.drawn(_figures(rows))
     yield Heading(2, "Where the step's time goes")
     yield times
     yield from tables(rows)
@@ -120,20 +120,19 @@ def memory_tables(rows: Sequence[Row]) -> Iterator[Block]:
 # ---------------------------------------------------------------- plots
 
 
-def _figures(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
-    figure, panels = plots.sheet(2, 3.4)
-    for axes, kind in zip(panels, ("phase", "category")):
+def _figures(rows: Sequence[Row]) -> Iterator[plots.Plot]:
+    found = []
+    for kind in ("phase", "category"):
         own = [(name, row) for name, row in below(rows, f"time/{kind}") if row["share"] >= 0.0005]
-        places = range(len(own), 0, -1)
-        axes.barh(places, [row["value"] * 1e3 for _, row in own], 0.7, color=plots.COLOURS[0])
-        for place, (_, row) in zip(places, own):
+        axes = plots.bars([name for name, _ in own], 0.25, plots.BARS / 1.5)
+        axes.barh(range(len(own)), [row["value"] * 1e3 for _, row in own], 0.7, color=plots.COLOURS[0])
+        for place, (_, row) in enumerate(own):
             axes.text(row["value"] * 1e3, place, f" {row['share']:.1%}", va="center")
-        axes.set_yticks(list(places), [name for name, _ in own])
-        axes.set(xlabel="ms a step", title=f"by {kind}")
+        axes.set(xlabel="ms per step", title=f"by {kind}")
         axes.margins(x=0.18)
-        axes.grid(axis="x", alpha=0.25)
-    yield "Time of a recorded step, by phase and by category of operations; each sums to the whole step.", figure
-    figure, (axes,) = plots.sheet(1, 3.0)
+        found.append(axes)
+    yield "Bars show the time of a recorded step by phase and by category of operations; each sums to the step.", found
+    (axes,) = plots.panels(1, 2.8, plots.BARS)
     levels: dict[str, list[tuple[float, float]]] = {}
     for name, row in below(rows, "memory/timeline"):
         levels.setdefault(name, []).append((row["ms"], row["value"] / 1e6))
@@ -142,5 +141,4 @@ def _figures(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
     axes.stackplot(times, heights, labels=list(levels), colors=plots.COLOURS, step="mid", lw=0)
     axes.set(xlabel="ms of the step", ylabel="MB", xlim=(times[0], times[-1]))
     axes.grid(alpha=0.25)
-    plots.legend(figure, axes, len(levels))
-    yield "Memory of tensors within the last recorded step, by component.", figure
+    yield "Areas show the memory of tensors within the last recorded step, by component.", [axes]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradus import files
-from gradus.errors import UserError
+from gradus.errors import UserError, writing
 from gradus.limits import read_text
 from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 from gradus.report import plots, runs, studies, study_plots
-from gradus.report.blocks import Block, Code, Figure, Heading, Table, from_markdown, plain
+from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, plain
 from gradus.report.page import to_html, to_pdf
-from gradus.report.runs import Run
+from gradus.report.runs import Run, words
 from gradus.report.studies import Study
 
 NOTES = 2**20  # bytes of notes at most
@@ -29,75 +30,101 @@ def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterato
     """Write report.html and, with typst, report.pdf into the folder `to`; yields what is printed.
 
     notes: a Markdown file with one's own discussion, which comes after the tables. Equal rows give equal bytes. Raises
-    UserError for folders that hold no run and no study, and where matplotlib is not installed.
+    UserError for folders that hold no run and no study, and where matplotlib is not installed; EnvironmentFault for a
+    full disk, and then nothing is written.
     """
     of_studies = [given for given in folders if studies.is_study(Path(given))]
     found, studied = runs.read(given for given in folders if given not in of_studies), studies.read(of_studies)
     text = read_text(Path(notes), NOTES) if notes else ""
     title = ", ".join(dict.fromkeys([*(run.config.name for run in found), *(study.name for study in studied)]))
     blocks = list(content(title, found, text, studied))
-    folder = Path(to)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_text(folder / "report.html", to_html(title, blocks))
+    made, missing = {"report.html": to_html(title, blocks).encode()}, ""
+    try:
+        made["report.pdf"] = to_pdf(title, blocks)
+    except UserError as e:
+        missing = f"note: no PDF: {e} The HTML prints as well."
+    _write(Path(to), made)
     counts = [(len(found), "run", "runs"), (len(studied), "study", "studies")]
     of = ", ".join(f"{n} {many if n > 1 else one}" for n, one, many in counts if n)
-    yield f"{folder / 'report.html'}: {of}; it needs no other file"
+    yield f"{Path(to) / 'report.html'}: {of}; it needs no other file"
+    yield missing or f"{Path(to) / 'report.pdf'}"
+
+
+def _write(folder: Path, made: dict[str, bytes]) -> None:
+    """All files, or none."""
+    new = not folder.exists()
     try:
-        to_pdf(title, blocks, folder / "report.pdf")
-        yield f"{folder / 'report.pdf'}"
-    except UserError as e:
-        yield f"note: no PDF: {e} The HTML prints as well."
+        with writing(folder, "nothing was written. Free some space, or give another --to."):
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as stack:
+                for name, content in made.items():
+                    stack.enter_context(files.aside(folder / name)).write_bytes(content)
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
+    """A section for the runs of each recipe and for each study, then the notes, then how it was done."""
     yield Heading(1, title)
-    if found:
-        yield Heading(2, "Results")
-        yield from compared(found)
-        yield from planned(found)
+    groups = runs.by_recipe(found)
+    several = len(groups) + len(studied) > 1
+    for group in groups:
+        yield Heading(2, f"Recipe: {group[0].config.name}" if several else "Results")
+        yield from map(narrow, compared(group))
+        yield from planned(group)
+        yield from plots.drawn(plots.of_runs(group))
+        if text := plots.not_drawn(group):
+            yield plain(text)
     for study in studied:
         yield Heading(2, f"Study: {study.name}")
         yield from studies.tables(study)
-        yield from (Figure(svg, caption) for caption, svg in plots.drawn(study_plots.of_study(study)))
+        yield from plots.drawn(study_plots.of_study(study))
     if notes:
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)
-    if found:
-        yield Heading(2, "Plots")
-        yield from (Figure(svg, caption) for caption, svg in plots.drawn(plots.of_runs(found)))
-    yield Heading(2, "How it was done")
+    yield Heading(2, "Appendix: machine, recipe, code", new_page=True)
+    yield from machines([(run.name, run.environment) for run in found] + [(s.name, s.machine) for s in studied])
     for run in found:
         yield from appendix(run)
     for study in studied:
         yield Heading(3, study.name)
-        yield machine(study.machine)
         yield from studies.appendix(study)
     for family, run in {run.config.model.family: run for run in found}.items():
         yield Code(f"The model: {family}", run.model_code)
 
 
-def compared(found: Sequence[Run]) -> Iterator[Table]:
-    """Speed, then quality: a line a run. Speed-up and efficiency are against the first that came to its end."""
-    base = next((run for run in found if run.speed), None)
+def compared(group: Sequence[Run]) -> Iterator[Table]:
+    """Of runs of one recipe: speed, then quality; a line a run. Speed-up and efficiency are against the first that is
+    finished."""
+    base = next((run for run in group if run.speed_up), None)
     speed, quality = [], []
-    metrics = dict.fromkeys(name for run in found for name in run.summary.get("metrics", {}))
-    for run in found:
-        s, layout = run.summary, run.config.layout
-        ratio = run.speed / base.speed if run.speed else None
-        cells = [s and duration(s["train_runtime"]), run.speed, ratio, ratio and ratio * base.processes / run.processes]
-        how = s.get("layout", "not finished")
-        speed.append([run.name, how, layout.precision, cell(run.processes), cell(s.get("steps")), *map(cell, cells)])
-        losses = [s.get("train_loss"), *(s.get("metrics", {}).get(name) for name in metrics)]
-        quality.append([run.name, cell(s.get("epoch")), cell(s.get("samples")), *map(cell, losses)])
-    caption = "Time and samples/s are those of training, from the first step on, without evaluation and checkpoints"
-    caption += f"; speed-up and efficiency are against {base.name}." if base and len(found) > 1 else "."
-    head = ["run", "layout", "precision", "processes", "steps", "time", "samples/s", "speed-up", "efficiency"]
+    metrics = dict.fromkeys(name for run in group for name in run.summary.metrics)
+    for run in group:
+        s, ratio = run.summary, run.speed_up
+        time = None if s.train_runtime is None else duration(s.train_runtime)
+        cells = [s.steps, time, run.speed, *([ratio, ratio and ratio * base.processes / run.processes] if base else [])]
+        speed.append([run.name, s.layout or "–", run.config.layout.precision, cell(run.processes), *map(cell, cells)])
+        losses = [s.train_loss, run.last("train/loss"), *(s.metrics.get(name) for name in metrics)]
+        quality.append([run.name, state(run), cell(s.epoch), cell(s.samples), *map(cell, losses)])
+    head = ["run", "layout", "precision", "processes", "steps", "time", "samples/s"]
+    caption = "Time and samples/s are of training and waiting for data, without evaluations and checkpoints."
+    if base:
+        head += ["speed-up", "efficiency"]
+        caption += f" Speed-up and efficiency are against {base.name}"
+        caption += "; a run of another model, or not finished, has none." if not all(r.speed_up for r in group) else "."
     yield Table(head, speed, caption)
-    yield Table(
-        ["run", "epochs", "samples", "training loss", *metrics],
-        quality,
-        "The metrics are those of the run's last evaluation.",
-    )
+    head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
+    yield Table(head, quality, "The metrics are those of the last evaluation.")
+
+
+def state(run: Run) -> str:
+    """Whether a run has come to its end, or where it stands."""
+    steps = run.config.train.steps
+    of = f" of {steps:,}" if steps else ""
+    return "finished" if run.finished else f"not finished: at step {run.summary.steps or 0:,}{of}"
 
 
 def cell(value: Any) -> str:
@@ -108,40 +135,42 @@ def cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def planned(found: Sequence[Run]) -> Iterator[Table]:
-    rows = []
-    for run in found:
+def planned(group: Sequence[Run]) -> Iterator[Table]:
+    rows, several = [], len(group) > 1
+    for run in group:
         for name, before, after in run.proved:
-            shown = size if name.startswith("memory/") else cell
-            rows.append([run.name, name.replace("/", ": "), shown(before), shown(after), signed(before / after - 1)])
+            kind = name.partition("/")[0]
+            shown = {"memory": size, "traffic": size, "time": duration}.get(kind, cell)
+            figures = [shown(before), shown(after), signed(before / after - 1)]
+            rows.append([*[run.name] * several, plots.figure_name(name), *figures])
     if rows:
-        yield Table(
-            ["run", "figure", "planned", "measured", "error"],
-            rows,
-            "Planned before the first step, measured in the run.",
-        )
+        head = [*["run"] * several, "figure", "planned", "measured", "error"]
+        yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
 
 
-def machine(found: dict[str, Any]) -> Table:
-    keys = [key for key in KEPT if found.get(key)]
-    body = [[key.removesuffix("_bytes").replace("_", " "), told(key, found[key])] for key in keys]
-    return Table(["machine", ""], body, words=True)
+def machines(found: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
+    """A table for each machine."""
+    names: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, facts in found:
+        keys = [key for key in KEPT if facts.get(key)]
+        body = ((key.removesuffix("_bytes").replace("_", " "), told(key, facts[key])) for key in keys)
+        names.setdefault(tuple(body), []).append(name)
+    for body, of in names.items():
+        if body:
+            yield Table(["machine", "" if len(names) == 1 else ", ".join(of)], list(map(list, body)), words=True)
 
 
 def appendix(run: Run) -> Iterator[Block]:
     yield Heading(3, run.name)
-    yield machine(run.environment)
     if command := run.environment.get("command"):
         yield Code(f"{run.name}: command", command)
     yield Code(f"{run.name}: recipe", run.recipe)
     yield from itertools.starmap(Code, ((f"{run.name}: {name}", text) for name, text in run.scripts.items()))
-    if not run.summary:
-        yield plain("This run has not come to its end.")
 
 
 def told(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {told(name, v)}" for name, v in value.items())
-    if key.endswith("_bytes"):
+    if key.endswith("_bytes") and runs.is_number(value):
         return size(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

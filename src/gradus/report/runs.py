@@ -5,44 +5,132 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from gradus import models
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradus import limits, models
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.limits import CONFIG_FILE, RECIPE_FILE
 from gradus.rows import read_rows
+
+# what a loss and a metric can stand above: its key in their rows → in words
+X_AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+LARGEST = 1e39  # what fp32 holds is below
+WORDS = {"train": "training", "valid": "validation", "lr": "learning rate", "grad_norm": "norm of the gradient"}
+Amount = Annotated[float, Field(ge=0)]
+
+
+class Content(BaseModel):
+    """What a report takes of a JSON file; the file may hold more."""
+
+    model_config = ConfigDict(allow_inf_nan=False, strict=True)
+
+
+class Pair(Content):
+    """A figure, planned and measured."""
+
+    predicted: Amount | None = None
+    measured: Amount | None = None
+
+
+class Summary(Content):
+    """summary.json, as train.run writes it."""
+
+    layout: str = ""
+    processes: Annotated[int, Field(ge=1)] = 1
+    steps: int | None = None
+    epoch: float | None = None
+    samples: int | None = None
+    train_runtime: Amount | None = None
+    train_samples_per_second: Amount | None = None
+    train_loss: float | None = None
+    metrics: dict[str, float | str] = {}
+    proof: dict[str, Pair] = {}
+
+
+class Environment(Content):
+    """environment.json; of what is not named here, anything."""
+
+    model_config = ConfigDict(extra="allow")
+
+    command: str = ""
+
+
+T = TypeVar("T", bound=Content)
+
+
+def read_json(path: Path, kind: type[T], instead: str) -> T | None:
+    """None where there is no such file. instead: what to do where it is damaged. Raises UserError."""
+    if not path.is_file():
+        return None
+    try:
+        content = limits.read_json(path, CONFIG_FILE)
+    except UserError as e:
+        raise UserError(f"{e} {instead}") from None
+    return checked(content, kind, str(path), instead)
+
+
+def checked(content: Any, kind: type[T], where: str, instead: str) -> T:
+    """Raises UserError where the content is not of this kind."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as e:
+        first = e.errors()[0]
+        place = "".join(f"{key}: " for key in [".".join(map(str, first["loc"]))] if key)
+        raise UserError(f"{where}: {place}{first['msg'][:1].lower()}{first['msg'][1:]}. {instead}") from None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a plot can hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def words(name: str) -> str:
+    """A metric's name as a reader says it: valid/bits_per_byte → validation bits per byte."""
+    return " ".join(WORDS.get(part, part.replace("_", " ")) for part in name.split("/"))
 
 
 @dataclasses.dataclass
 class Run:
-    """`name` tells it from the others of the report."""
+    """`name` tells it from the others of the report. speed_up: against the first finished run of its recipe and model,
+    where there are several."""
 
     name: str
     folder: Path
-
-    def _json(self, file: str) -> dict[str, Any]:
-        return read_json(self.folder / file, "Take the file out, or train again.")
-
-    def _rows(self, file: str) -> list[dict[str, Any]]:
-        path = self.folder / file
-        return read_rows(path) if path.is_file() else []
+    speed_up: float | None = None
 
     @functools.cached_property
-    def summary(self) -> dict[str, Any]:
-        """Empty before the run's end."""
-        return self._json("summary.json")
+    def finished(self) -> bool:
+        return (self.folder / "summary.json").is_file()
+
+    @functools.cached_property
+    def summary(self) -> Summary:
+        """Before the run's end, what follows from its last rows."""
+        found = read_json(self.folder / "summary.json", Summary, "Delete the file, or train again.")
+        if found:
+            return found
+        names = [name for name in self.names if name.startswith(("valid/", "test/"))]
+        samples, seconds = self.last("train/samples"), [*self.points("train/loss", "seconds")]
+        return Summary(
+            steps=max((rows[-1]["step"] for rows in self._metrics.values()), default=None),
+            samples=None if samples is None else int(samples),
+            train_runtime=self._metrics["train/loss"][-1]["seconds"] if seconds else None,
+            metrics={name: float(self.last(name)) for name in names},
+        )
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
-        return self._json("environment.json")
+        found = read_json(self.folder / "environment.json", Environment, "Delete the file, or train again.")
+        return found.model_dump() if found else {}
 
     @functools.cached_property
     def recipe(self) -> str:
-        return (self.folder / "recipe.yaml").read_text(encoding="utf-8")
+        return limits.read_text(self.folder / "recipe.yaml", RECIPE_FILE)
 
     @functools.cached_property
     def config(self) -> Any:
@@ -62,62 +150,49 @@ class Run:
         return inspect.getsource(sys.modules[models.lookup(self.config.model.family).model.__module__])
 
     @functools.cached_property
-    def _metrics(self) -> dict[str, list[tuple[int, float, str]]]:
-        found: dict[str, list[tuple[int, float, str]]] = {}
-        for row in self._rows("metrics.jsonl"):
-            if isinstance(row["value"], int | float) and row.get("step") is not None:
-                found.setdefault(row["name"], []).append((row["step"], row["value"], row.get("unit", "")))
-        return found
+    def _metrics(self) -> dict[str, list[dict[str, Any]]]:
+        """Name → the rows that hold a number and a step, by step."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in read_rows(self.folder / "metrics.jsonl"):
+            step = row.get("step")
+            if step is not None and not (is_number(step) and step >= 0):
+                text = f"{self.folder / 'metrics.jsonl'}: a row of {row['name'][:40]!r} has the step {str(step)[:40]!r}"
+                raise UserError(f"{text}, which is no number. Delete the line.")
+            if step is not None and is_number(row["value"]):
+                found.setdefault(row["name"], []).append(row)
+        return {name: sorted(rows, key=lambda row: row["step"]) for name, rows in found.items()}
 
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, in the order of the steps."""
-        return sorted((step, value) for step, value, _ in self._metrics.get(name, []))
+    def points(self, name: str, x: str) -> list[tuple[float, float]]:
+        """(x, value) of a metric. x: of X_AXES."""
+        rows = [row for row in self._metrics.get(name, []) if is_number(row.get(x))]
+        found = [(row[x], row["value"]) for row in rows]
+        return found if any(at for at, _ in found) else []  # tokens of what has none
+
+    def last(self, name: str) -> float | None:
+        """The metric's latest value."""
+        return self._metrics[name][-1]["value"] if name in self._metrics else None
 
     def unit(self, name: str) -> str:
-        return next((unit for *_, unit in self._metrics.get(name, [])), "")
+        return next((str(row.get("unit", "")) for row in self._metrics.get(name, [])), "")
 
     @property
     def names(self) -> list[str]:
         return list(self._metrics)
 
-    @functools.cached_property
-    def axes(self) -> dict[str, dict[int, float]]:
-        """Step → tokens seen, and seconds of training: what was logged of a stretch, over its mean speed."""
-        tokens, samples, speed = (dict(self.series(f"train/{name}")) for name in ("tokens", "samples", "samples_per_s"))
-        seconds, now, before = {}, 0.0, 0.0
-        for step in sorted(samples):
-            if speed.get(step):
-                now += (samples[step] - before) / speed[step]
-                before = samples[step]
-                seconds[step] = now
-        return {"tokens": tokens, "seconds of training": seconds}
-
     @property
     def proved(self) -> list[tuple[str, float, float]]:
         """(figure, planned, measured) of what was both."""
-        pairs = self.summary.get("proof", {}).items()
-        return [
-            (name, p["predicted"], p["measured"])
-            for name, p in pairs
-            if p.get("predicted") is not None and p.get("measured")
-        ]
+        pairs = self.summary.proof.items()
+        return [(name, p.predicted, p.measured) for name, p in pairs if p.predicted is not None and p.measured]
 
     @property
     def speed(self) -> float | None:
-        """Samples/s of training, over the whole run."""
-        return self.summary.get("train_samples_per_second")
+        """Samples/s of training, over the whole run; None before its end."""
+        return self.summary.train_samples_per_second
 
     @property
     def processes(self) -> int:
-        return self.summary.get("processes", 1)
-
-
-def read_json(path: Path, instead: str) -> dict[str, Any]:
-    """Empty where there is no such file. instead: what to do where it is no JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        raise UserError(f"{path}: is no JSON. {instead}") from None
+        return self.summary.processes
 
 
 def read(folders: Iterable[str]) -> list[Run]:
@@ -132,6 +207,19 @@ def read(folders: Iterable[str]) -> list[Run]:
             )
         runs.append(Run(folder.resolve().name, folder))
     return apart(runs)
+
+
+def by_recipe(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs of one recipe's name, task and family together, with their speed-up: only these are compared."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.config.name, run.config.task.name, run.config.model.family), []).append(run)
+    for group in groups.values():
+        done = [run for run in group if run.speed]
+        alike = [run for run in done if run.config.model == done[0].config.model]
+        for run in alike if len(alike) > 1 else ():
+            run.speed_up = run.speed / alike[0].speed
+    return list(groups.values())
 
 
 def apart(found: list[Any]) -> list[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from gradus import limits
 from gradus.errors import UserError
@@ -16,18 +17,54 @@ from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
-from gradus.report.runs import apart, read_json
+from gradus.report.runs import Amount, Content, apart, checked, is_number, read_json
 from gradus.rows import read_rows
 
 WIDE = 120  # characters of a table's line at most
 MANY = 80  # samples that are still shown one by one
 GROUPS = (  # what the tables are of: names, caption
-    (r"best|samples_per_s|ratio|speed_up|efficiency|roof|(time|latency|decode)/.*", "Speed."),
-    (r"(memory|ratio|size)/.*", "Memory of tensors, and of the whole process, at the highest."),
-    (r"traffic/.*|energy/.*|data_wait", "Bytes that a process sends in a step, and the wait for data."),
-    (r".*", "Losses and metrics."),
+    (r"best|samples_per_s|ratio|speed_up|efficiency|roof|(time|latency|decode)/.*", "The table shows speed."),
+    (r"(memory|ratio|size)/.*", "The table shows the peak memory of tensors and of the whole process."),
+    (r"traffic/.*|energy/.*|data_wait", "The table shows what a process sends per step, and its wait for data."),
+    (r".*", "The table shows losses and metrics."),
 )
+AGAIN = "Delete the file, or measure again."
 ELSEWHERE = ("lost/", "collective/", "time/step/", "verdict")  # are not columns
+
+
+class Told(Content):
+    """What study.json keeps of a configuration."""
+
+    runner: str = ""
+    processes: int | None = None
+    options: dict[str, Any] = {}
+    recipe: str | None = None
+
+
+class About(Content):
+    """study.json, as proof.study writes it."""
+
+    study: str | None = None
+    command: str = ""
+    configurations: dict[str, Told] = {}
+
+
+class Conditions(Content):
+    """What the report computes with of a row's conditions."""
+
+    configuration: str
+    kind: str = ""
+    unit: str = ""
+    processes: Annotated[int, Field(ge=1)] = 1
+    at: dict[str, str] = {}
+    samples: list[Any] = []
+    std: Amount | None = None
+    low: float | None = None
+    high: float | None = None
+    calls: float = 0
+    bytes: float | None = None
+    cpu_flags: list[str] = []
+    versions: dict[str, Any] = {}
 
 
 @dataclasses.dataclass
@@ -38,9 +75,8 @@ class Study:
     folder: Path
 
     @functools.cached_property
-    def about(self) -> dict[str, Any]:
-        """The command, and of each configuration the runner, the processes, the options and the recipe."""
-        return read_json(self.folder / "study.json", "Take the file out, or measure again.")
+    def about(self) -> About:
+        return read_json(self.folder / "study.json", About, AGAIN) or About()
 
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -49,6 +85,10 @@ class Study:
         rows = read_rows(file)
         if any("configuration" not in row for row in rows):
             raise UserError(f"{file}: has rows of no configuration. Give the folder that gradus study wrote.")
+        for row in rows:
+            checked(row, Conditions, f"{file}: a row of {row['name'][:40]!r}", "Delete the line, or measure again.")
+            if not (isinstance(row["value"], str) or is_number(row["value"])):
+                row["value"] = str(row["value"])[:40]  # no plot and no ratio can hold it
         return _of_ladder(rows) if any("rung" in row for row in rows) else rows
 
     @functools.cached_property
@@ -69,7 +109,7 @@ class Study:
     def _numbers(self) -> dict[tuple[str, Any], dict[str, float]]:
         found: dict[tuple[str, Any], dict[str, float]] = {}
         for row in self.rows:
-            if isinstance(row["value"], int | float) and math.isfinite(row["value"]):
+            if is_number(row["value"]):
                 found.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
         return found
 
@@ -118,12 +158,12 @@ def read(folders: Iterable[str]) -> list[Study]:
     """Raises UserError for a study of which nothing was measured, and for one that is given twice."""
     studies = [Study(Path(given).resolve().name, Path(given)) for given in folders]
     for study in studies:
-        study.name = study.about.get("study", study.name)
+        study.name = study.about.study or study.name
     for study in apart(studies):
-        command = study.about.get("command")
+        command = study.about.command
         again = f"Start it again: {command}" if command else "Start it again, with the same --to."
         if not (study.folder / "rows.jsonl").is_file():
-            raise UserError(f"{study.folder}: this study has not come to its end. {again}")
+            raise UserError(f"{study.folder}: this study is not finished. {again}")
         if not study.names:
             why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
             raise UserError(f"{study.folder}: nothing was measured in this study.{why} {again}")
@@ -182,8 +222,8 @@ def _said(study: Study, names: Sequence[str]) -> str:
 def _parts(study: Study) -> Iterator[Table]:
     """A step by its parts, what was lost by name, and collectives."""
     for start, shown, caption in (
-        ("time/step", duration, "A step by its parts, mean over the processes."),
-        ("lost", "{:+.1%}".format, "Lost against the first configuration, in shares of the step."),
+        ("time/step", duration, "The table shows a step by its parts, the mean over the processes."),
+        ("lost", "{:+.1%}".format, "The table shows what was lost against the first configuration, per step."),
     ):
         found = {part: study.values(f"{start}/{part}") for part in PARTS}
         names = [c for c in study.facts if any(c in values for values in found.values())]
@@ -196,7 +236,8 @@ def _parts(study: Study) -> Iterator[Table]:
         if name.startswith("collective/")
     ]
     if calls:
-        caption = "Collectives of a step, profiled separately: the wait for others is included, some are overlapped."
+        caption = "The table shows the collectives of a step, profiled apart. A time includes the wait for others; "
+        caption += "some collectives overlap with computing."
         yield Table(["configuration", "collective", "calls", "time", "sent"], calls, caption)
 
 
@@ -204,18 +245,18 @@ def _parts(study: Study) -> Iterator[Table]:
 
 
 def appendix(study: Study) -> Iterator[Block]:
-    if command := study.about.get("command"):
-        yield Code(f"{study.name}: command", command)
-    told = study.about.get("configurations", {})
-    recipes = {c: t["recipe"] for c, t in told.items() if t.get("recipe")}
+    if study.about.command:
+        yield Code(f"{study.name}: command", study.about.command)
+    told = study.about.configurations
+    recipes = {c: t.recipe for c, t in told.items() if t.recipe}
     first = next(iter(recipes), "")
     keys = {c: _flat(limits.parse_yaml(text, study.folder / "study.json")) for c, text in recipes.items()}
     body = []
     for c, t in told.items():
         mine, its = keys.get(c, {}), keys.get(first, {})
         changed = {k: mine.get(k) for k in dict.fromkeys((*its, *mine)) if mine and mine.get(k) != its.get(k)}
-        words = [f"{k}={_word(v)}" for k, v in {**changed, **t.get("options", {})}.items()]
-        body.append([c, str(t.get("runner")), str(t.get("processes")), ", ".join(words) or "–"])
+        words = [f"{k}={_word(v)}" for k, v in {**changed, **t.options}.items()]
+        body.append([c, t.runner or "–", str(t.processes or "–"), ", ".join(words) or "–"])
     if body:
         head = ["configuration", "measured by", "processes", f"other than in {first}" if first else "options"]
         yield Table(head, body, words=True)
@@ -226,7 +267,8 @@ def appendix(study: Study) -> Iterator[Block]:
     if 1 < rounds <= 10 and rounds * len(samples) <= MANY:
         cells = [[results.figure(value) for value in found] for found in samples.values()]
         body = [[c, *found, *["–"] * (rounds - len(found))] for c, found in zip(samples, cells)]
-        yield Table(["configuration", *(f"{n}." for n in range(1, rounds + 1))], body, "Every sample of samples/s.")
+        head = ["configuration", *(f"{n}." for n in range(1, rounds + 1))]
+        yield Table(head, body, "The table shows every sample of samples/s.")
 
 
 def _flat(value: Any, at: str = "") -> dict[str, Any]:

@@ -6,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradus.proof.timing import PARTS
-from gradus.report.plots import COLOURS, INK, legend, sheet
+from gradus.report.plots import BARS, COLOURS, INK, SHAPES, Plot, bars, bytes_in, numbered, panels
 from gradus.report.studies import Study
 
 MOST = 30  # configurations in one plot
-LONG = 48  # characters of a name
-MARKS = "os^DvP*X"
+MARKS = "".join(SHAPES)
 STATE = {"memory/weights": "weights", "memory/gradients": "gradients", "memory/optimizer": "optimizer"}
 # a step's parts, in colours of their own
 OF_PARTS = dict(zip(PARTS, (COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[2], COLOURS[6])))
 
 
-def of_study(study: Study) -> Iterator[tuple[str, Any]]:
-    """(caption, figure) of what the study has rows for."""
+def of_study(study: Study) -> Iterator[Plot]:
+    """What the study has rows for."""
     speeds, ladder = study.values("samples_per_s"), any("rung" in facts for facts in study.facts.values())
     if speeds:
         yield _speed(study, speeds, ladder)
@@ -40,20 +39,8 @@ def of_study(study: Study) -> Iterator[tuple[str, Any]]:
 def _few(values: dict[str, float]) -> tuple[list[str], str]:
     """Names of the configurations that are drawn, and what the caption says of it."""
     best = sorted(values, key=values.get)[-MOST:]
-    less = f" Drawn: the {MOST} largest of {len(values)}." if len(values) > MOST else ""
+    less = f" The plot shows the {MOST} largest of {len(values)}." if len(values) > MOST else ""
     return [c for c in values if c in best], less
-
-
-def _name_places(axes: Any, names: Sequence[str]) -> None:
-    """From top to bottom."""
-    axes.set_yticks(range(len(names)), [c if len(c) <= LONG else f"{c[:LONG]}…" for c in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-
-
-def _unit(most: float) -> tuple[float, str]:
-    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
 
 
 def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float = 1) -> None:
@@ -75,29 +62,31 @@ def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float 
         ratio = next((found["value"] for found in (study.row(c, kind) for kind in of) if found), None)
         if isinstance(ratio, int | float):
             axes.annotate(f"{ratio:.2f} ×", (far, place), (5, 0), textcoords="offset points", va="center")
-    _name_places(axes, names)
     axes.margins(x=0.25)
     axes.set_xlim(left=0)
+    numbered(axes.xaxis)
 
 
-def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> tuple[str, Any]:
+def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> Plot:
     names, less = (list(speeds), "") if ladder else _few(speeds)
     memory = next((n for n in ("memory/allocated", "memory/process") if ladder and study.values(n)), None)
-    figure, panels = sheet(2 if memory else 1, 1.0 + 0.3 * len(names))
-    _bars(study, panels[0], names, "samples_per_s")
-    panels[0].set_xlabel("samples/s")
+    made = [bars(names, 0.3, 4.4 if memory else BARS)]
+    _bars(study, made[0], names, "samples_per_s")
+    made[0].set_xlabel("samples/s")
     if memory:
-        unit, word = _unit(max(study.values(memory).values()))
-        _bars(study, panels[1], names, memory, unit)
-        panels[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
-        panels[1].tick_params(labelleft=False)
+        unit, word = bytes_in(max(study.values(memory).values()))
+        made.append(bars(names, 0.3, 4.4))
+        _bars(study, made[1], names, memory, unit)
+        made[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
     rows = [study.row(c, "samples_per_s") for c in names]
-    caption = "Speed and memory, rung by rung; faint: not kept." if ladder else "Speed of each configuration."
+    caption = "Bars show the speed of each configuration."
+    if ladder:
+        caption = "Bars show the speed and memory of each rung; a faint bar was not kept."
     if any("std" in row for row in rows):
-        caption += " Lines: the standard deviation over the seeds."
+        caption += " Lines show the standard deviation over the seeds."
     elif any(len(row.get("samples", ())) > 1 for row in rows):
-        caption += " Dots: every sample."
-    return caption + " Written: the ratio." * any(study.row(c, "ratio") for c in names) + less, figure
+        caption += " Dots show every sample."
+    return caption + " Numbers beside bars are the ratio." * any(study.row(c, "ratio") for c in names) + less, made
 
 
 def _components(study: Study) -> dict[str, list[dict[str, float]]]:
@@ -116,12 +105,12 @@ def _components(study: Study) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def _memory(memory: dict[str, list[dict[str, float]]]) -> tuple[str, Any]:
+def _memory(memory: dict[str, list[dict[str, float]]]) -> Plot:
     names, less = _few({c: sum(measured.values()) for c, (_, measured) in memory.items()})
     labels = dict.fromkeys(label for c in names for side in memory[c] for label in side)
     both = any(memory[c][0] for c in names)
-    figure, (axes,) = sheet(1, 1.3 + (0.42 if both else 0.3) * len(names))
-    unit, word = _unit(max(sum(side.values()) for c in names for side in memory[c]))
+    axes = bars(names, 0.42 if both else 0.3)
+    unit, word = bytes_in(max(sum(side.values()) for c in names for side in memory[c]))
     ends = [[0.0] * len(names), [0.0] * len(names)]
     for label, colour in zip(labels, COLOURS):
         for side, alpha, shift in ((0, 0.45, -0.19), (1, 1.0, 0.19 * both)):
@@ -130,10 +119,10 @@ def _memory(memory: dict[str, list[dict[str, float]]]) -> tuple[str, Any]:
             axes.barh(places, widths, 0.34 if both else 0.62, ends[side], label=label if side else None, **style)
             ends[side] = [end + width for end, width in zip(ends[side], widths)]
     axes.set_xlabel(word)
-    _name_places(axes, names)
-    legend(figure, axes)
-    what = "Memory at the peak, of the process that takes most"
-    return f"{what}; {'upper, faint: planned; lower: measured' if both else 'measured'}.{less}", figure
+    numbered(axes.xaxis)
+    what = "Bars show the peak memory of the process that takes most"
+    how = ": upper, faint bars are planned, lower bars measured" if both else ", measured"
+    return f"{what}{how}.{less}", [axes]
 
 
 # ---------------------------------------------------------------- several numbers of processes
@@ -152,17 +141,17 @@ def _lines(study: Study, speeds: dict[str, float]) -> dict[str, list[str]]:
     return {}
 
 
-def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]) -> tuple[str, Any]:
+def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]) -> Plot:
     """Speed-up with the ideal line; where one line has known parts also these, and what was lost by name."""
     processes = {c: study.facts[c]["processes"] for found in lines.values() for c in found}
     counts = sorted(set(processes.values()))
     of_parts = [found for found in lines.values() if _by_part(study, "time/step", found[-1], 1)]
     only = of_parts[0] if len(of_parts) == 1 else []
     stacks = []
-    for start, unit, label in (("time/step", 1e3, "ms of a step"), ("lost", 100, "% of the step lost")):
+    for start, unit, label in (("time/step", 1e3, "ms per step"), ("lost", 100, "% of the step lost")):
         found = {str(processes[c]): _by_part(study, start, c, unit) for c in only}
         stacks += [(label, {n: stack for n, stack in found.items() if stack})] if any(found.values()) else []
-    figure, (axes, *more) = sheet(1 + len(stacks), 3.2)
+    axes, *more = panels(1 + len(stacks), 2.8)
     axes.plot(range(len(counts)), [n / counts[0] for n in counts], "--", color=INK, lw=1, label="ideal")
     for i, (name, found) in enumerate(lines.items()):
         base = speeds[found[0]] * counts[0] / processes[found[0]]
@@ -179,10 +168,8 @@ def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]
     for panel, (label, found) in zip(more, stacks):
         _stacked(panel, found)
         panel.set(xlabel="processes", ylabel=label)
-    handles = {label: handle for panel in (axes, *more) for handle, label in zip(*panel.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
-    words = ["Speed-up, from the lowest to the highest of the rounds; dashed: as many times as there are processes."]
-    return " ".join([*words, *["A step by its parts, and what was lost by name."] * bool(stacks)]), figure
+    caption = "Lines show the speed-up, from the lowest to the highest of the rounds; the dashed line is the ideal."
+    return caption + " Bars show a step by its parts, and what was lost by name." * bool(stacks), [axes, *more]
 
 
 def _by_part(study: Study, start: str, c: str, unit: float) -> dict[str, float]:
@@ -209,7 +196,7 @@ def _stacked(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
 # ---------------------------------------------------------------- several batches
 
 
-def _by_batch(study: Study) -> tuple[str, Any] | None:
+def _by_batch(study: Study) -> Plot | None:
     """Latency, a line for what differs in nothing but the batch."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for c, latency in study.values("latency/median").items():
@@ -220,7 +207,7 @@ def _by_batch(study: Study) -> tuple[str, Any] | None:
             lines.setdefault(name, []).append((batch, latency))
     if all(len(found) < 2 for found in lines.values()):
         return None
-    figure, (axes,) = sheet(1, 3.2)
+    (axes,) = panels(1, 3.2, BARS)
     for i, (name, found) in enumerate([*lines.items()][:MOST]):
         marker, colour = MARKS[i // len(COLOURS) % len(MARKS)], COLOURS[i % len(COLOURS)]
         axes.plot(*zip(*sorted(found)), label=name, marker=marker, color=colour, ms=4, lw=1.2)
@@ -229,14 +216,13 @@ def _by_batch(study: Study) -> tuple[str, Any] | None:
     axes.set_xticks(batches, [f"{n:g}" for n in batches])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    legend(figure, axes)
-    return "Latency by the number of samples at a time, median; both axes logarithmic.", figure
+    return "Lines show the median latency by the number of samples at a time; both axes are logarithmic.", [axes]
 
 
 # ---------------------------------------------------------------- accuracy against speed
 
 
-def _quality(study: Study) -> Iterator[tuple[str, Any]]:
+def _quality(study: Study) -> Iterator[Plot]:
     x = next((name for name in study.names if name.startswith("latency")), "samples_per_s")
     known = [name for name in study.names if name.startswith(("valid/", "test/", "accuracy"))]
     known.sort(key=lambda name: name.endswith(("/loss", "/perplexity")))  # after what is better
@@ -244,9 +230,9 @@ def _quality(study: Study) -> Iterator[tuple[str, Any]]:
     metrics = [name for name, found in pairs.items() if len(found) > 1][:3]
     if not metrics:
         return
-    figure, panels = sheet(len(metrics), 3.2)
+    made = panels(len(metrics), 2.8)
     names = list(dict.fromkeys(c for name in metrics for c in pairs[name]))[:MOST]
-    for axes, name in zip(panels, metrics):
+    for axes, name in zip(made, metrics):
         for i, c in enumerate(names):
             if c in pairs[name]:
                 ends = [study.row(c, of).get("std") for of in (x, name)]
@@ -259,9 +245,9 @@ def _quality(study: Study) -> Iterator[tuple[str, Any]]:
         for limits, to in ((axes.get_xlim(), axes.set_xlim), (axes.get_ylim(), axes.set_ylim)):
             middle = sum(limits) / 2  # what is the same to 2 % looks so
             to(min(limits[0], middle - 0.02 * abs(middle)), max(limits[1], middle + 0.02 * abs(middle)))
-        axes.locator_params(axis="x", nbins=4)
+        numbered(axes.xaxis)
         axes.grid(alpha=0.25)
-    legend(figure, panels[0])
     std = any("std" in study.row(c, name) for name in metrics for c in names)
     against = "speed" if x == "samples_per_s" else "latency"
-    yield f"Quality against {against}." + " Lines: the standard deviation over the seeds." * std, figure
+    caption = f"Markers show the quality and the {against} of each configuration."
+    yield caption + " Lines show the standard deviation over the seeds." * std, made

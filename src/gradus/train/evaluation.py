@@ -18,6 +18,7 @@ from gradus.parallel.mesh import DATA
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train.hooks import Hook
+from gradus.train.metrics import so_far
 from gradus.train.precision import Precision
 from gradus.train.signals import Cut
 
@@ -56,12 +57,15 @@ class Evaluation(Hook):
         p, task, parallel = trainer.progress, trainer.task, trainer.parallel
         with trainer.clock.count("train", wait=True):
             pass  # what the device still has to do of the steps is training time
+        trainer.settle()
+        conditions = so_far(trainer)
         stops = split == "valid"
         with trainer.clock.count("evaluate"), trainer.signals.cutting() if stops else contextlib.nullcontext():
             between = functools.partial(self._cut_together, trainer) if stops and parallel.several else None
             found = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
         metrics = {f"{split}/{name}": value for name, value in found.items()}
-        rows = [Row(f"{split}/{name}", value, task.units.get(name, ""), p.step) for name, value in found.items()]
+        units = task.units
+        rows = [Row(f"{split}/{name}", value, units.get(name, ""), p.step, conditions) for name, value in found.items()]
         trainer.log(rows, f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows))
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False

@@ -267,16 +267,17 @@ def _lock(folder: Path, what: str, instead: str) -> int:
     """The open file whose lock says that this process writes into the folder. The lock ends with the process, however
     the process ends."""
     while True:
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        file, owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.pread(file, 200, 0).decode(errors="replace")
             os.close(file)
-            text = f"{folder}: another {what} writes there{f' ({owner})' if owner else ''}. Wait for its end, or "
-            raise UserError(f"{text}{instead}; if its host is gone for good, delete {folder / LOCK}.") from None
         except OSError:
             return file  # a file system without locks
+        if owner is not None:  # raised out here: that error is none of the machine's faults
+            text = f"{folder}: another {what} writes there{f' ({owner})' if owner else ''}. Wait for its end, or "
+            raise UserError(f"{text}{instead}; if its host is gone for good, delete {folder / LOCK}.")
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before just deleted
                 with contextlib.suppress(OSError):  # a full disk: the lock is there without its owner's name

@@ -55,6 +55,12 @@ class TrafficCount(Hook):
         return [*rows, Row("traffic/sent", counted.sent, "bytes", step, conditions)]
 
 
+def so_far(trainer: Trainer) -> dict[str, float]:
+    """What the run has seen so far, beside a loss or a metric: tokens, and seconds of training and waiting for data."""
+    seconds = trainer.clock.seconds
+    return {"tokens": trainer.progress.tokens, "seconds": round(seconds["train"] + seconds["data"], 3)}
+
+
 class Metrics(Hook):
     """Reads the losses from the device now and then (the only place that waits for it), checks and logs them.
 
@@ -89,7 +95,7 @@ class Metrics(Hook):
         elapsed, samples, tokens = (now - then for now, then in zip(self.before[:3], before))
         p, step = trainer.progress, taken.step
         rows = [
-            Row("train/loss", loss, trainer.task.loss_unit, step),
+            Row("train/loss", loss, trainer.task.loss_unit, step, so_far(trainer)),
             Row("train/lr", taken.rate, "", step),
             Row("train/grad_norm", norm, "", step),
             Row("train/samples", p.samples, "samples", step),
