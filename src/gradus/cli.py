@@ -533,6 +533,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
     machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # the Pythons started from here import nothing from the working folder
     code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
     try:
         code = run(argv)
