@@ -306,11 +306,12 @@ def features(case: Case) -> set:
 @functools.cache
 def few() -> list[Case]:
     """Of the grid so many that all features occur, greedily."""
-    cases = [c for family in FAMILIES for c in grid(family)]
-    left, out = set().union(*map(features, cases)), []
+    known = [(features(c), c) for family in FAMILIES for c in grid(family)]
+    left, out = set().union(*(found for found, _ in known)), []
     while left:
-        out.append(max(cases, key=lambda c: len(features(c) & left)))
-        left -= features(out[-1])
+        most, case = max(known, key=lambda pair: len(pair[0] & left))
+        out.append(case)
+        left -= most
     return out
 
 

@@ -73,7 +73,7 @@ def value_text(row: Row) -> str:
     if unit in UNITS:
         return size(v) if unit == "bytes" else in_unit(v, unit)
     if unit == "h":
-        return f"{rate(v)} device-hours"
+        return duration(3600 * v) if row.name == "device/hours" else f"{rate(v)} device-hours"
     if unit in ("parameters", "devices", "steps", "tokens") or (isinstance(v, int) and not unit):
         return f"{v:,.0f} {unit}".rstrip()
     if unit in ("$", "€"):
