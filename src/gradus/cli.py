@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gradus import __version__, limits
+from gradus import __version__, errors, files, limits
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
@@ -490,7 +490,11 @@ def tokenizer(args) -> Iterable[str]:
 
     texts = (piece for file in args.files for piece in Corpus.open(file, args.text))
     made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
-    made.save(Path(args.to))
+    to = Path(args.to)
+    with errors.writing(to, "the tokenizer was not written. Free some space, or give another --to."):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext(to) if to.exists() else files.aside(to) as folder:
+            made.save(folder)
     use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
     return [f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}"]
 
@@ -534,6 +538,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
     machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # the Pythons started from here import nothing from the working folder
+    _open_streams()
     code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
     try:
         code = run(argv)
@@ -544,6 +549,19 @@ def main(argv: list[str] | None = None) -> int:
     if joined():
         sys.modules["gradus.parallel.world"].leave(code)
     return code
+
+
+def _open_streams() -> None:
+    """Standard streams that whoever started this closed (`>&-`) lead to nothing."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            with contextlib.suppress(OSError):  # its number may be another file's by now
+                os.fstat(number)
+                number = handle
+            if number != handle:
+                os.dup2(handle, number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def run(argv: list[str] | None) -> int:
@@ -571,29 +589,39 @@ def run(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except OSError as e:  # a file that may not be read, a disk that fails: where nothing nearer by has a message
-        if isinstance(e, BrokenPipeError) and _nobody_reads():  # what is left to be flushed at the end goes nowhere
-            with contextlib.suppress(ValueError):  # standard output may be no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        code = exit_code(e)
+    except Exception as e:  # a file that may not be read, a disk that fails: where nothing nearer by has a message
+        unread, code = isinstance(e, BrokenPipeError) and _nobody_reads(), exit_code(e)
         if code == 1:
             raise
-        if code == FAULT and not e.filename:  # its text does not say where
+        _forget_unwritable_output()
+        if unread:
+            return 0
+        if code == FAULT and not getattr(e, "filename", None) and not disk_full(e):  # its text does not say where
             traceback.print_exc()
         tell_error(_os_error(e, code))
         return code
 
 
-def _os_error(e: OSError, code: int) -> str:
+def _os_error(e: Exception, code: int) -> str:
     """One line for an error of the system without a message nearer by."""
-    if disk_full(e) and e.filename:
+    file = getattr(e, "filename", None)
+    if disk_full(e) and file:
         then = "free some space; a run goes on with --resume, from its last checkpoint."
-        return str(not_written(Path(e.filename), e, then))
-    text = f"{f'{e.filename}: ' if e.filename else ''}{e.strerror or e}"
+        return str(not_written(Path(file), e, then))
+    text = f"{f'{file}: ' if file else ''}{getattr(e, 'strerror', None) or e}"
     if code == FAULT:
         text += ": a fault of the machine, not of the recipe. Try again; a run goes on with --resume."
     return limits.shown(text)
+
+
+def _forget_unwritable_output() -> None:
+    """What cannot be written to standard output (its reader has gone, or its disk is full) goes nowhere, so that
+    Python does not try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(ValueError):  # it may be no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nobody_reads() -> bool:

@@ -169,7 +169,8 @@ class FastTokenizer(Tokenizer):
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.rust.save(str(folder / "tokenizer.json"))
+        with files.aside(folder / "tokenizer.json") as path:
+            self.rust.save(str(path))
         said = {k: v for k, v in self.config.items() if v is not None}
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
 
@@ -213,7 +214,7 @@ class TableTokenizer(FastTokenizer):
     def save(self, folder: str | Path) -> None:
         """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
         super().save(folder)
-        (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
+        files.write_text(Path(folder) / OURS, json.dumps(self._state(), ensure_ascii=False))
 
 
 class CharTokenizer(TableTokenizer):
