@@ -131,7 +131,7 @@ def mutated(tree: Any, pick: random.Random) -> tuple[str, Any, str | None]:
     node.pop(at[-1])
     if how == "renamed":
         node[f"{at[-1]}x"] = old
-    return f"{name} {how}", tree, None
+    return f"{name} {how}", tree, "without a key that has a default" if how == "removed" else None
 
 
 def alike(old: Any, new: Any) -> str | None:
