@@ -223,6 +223,13 @@ def test_bpe_training():
         train_bpe([], 300)
 
 
+def test_bpe_learns_nothing_longer_than_a_long_word_is_cut_to():
+    """Its time would grow with the square of the longest word."""
+    trained = train_bpe([*TRAINING, "x" * 30_000, " " * 30_000], 4000)
+    longest = max(trained.rust.get_vocab(), key=len)
+    assert 500 < len(longest) <= 1000 and trained.decode(trained.encode("x" * 5000)) == "x" * 5000
+
+
 def test_word_look_up():
     ours = WordTokenizer.from_texts(["Eiffel Tower is in Paris", "Paris is in France\n"], specials=("<unk>",))
     assert ours.encode("Paris is in France\n") == [5, 3, 4, 6, 7] and ours.vocab_size == 8
