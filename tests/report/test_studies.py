@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 
 import pytest
 
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.proof import results
 from gradus.proof.study import Configuration, Notebook, Sample, Study, rows_of
 from gradus.proof.timing import Timed
 from gradus.report import plots, studies, study_plots
@@ -195,3 +195,37 @@ def test_wrong_folders(tmp_path):
     (tmp_path / "s" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json: line 1, column 2: not valid JSON.* Delete the file, or measure again"):
         list(report([folder], str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", "[" * 100_000, '{"study": 5}', '{"command": 5}', '{"configurations": 5}', '{"configurations": {"a": {"recipe": 5}}}'])
+def test_a_damaged_study_is_one_line(tmp_path, text):
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a")])
+    (tmp_path / "s" / "study.json").write_text(text)
+    with pytest.raises(UserError, match=r"study.json: .* Delete the file, or measure again") as caught:
+        list(report([folder], str(tmp_path / "out")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [{"configuration": [1]}, {"kind": [1]}, {"unit": 5}, {"processes": 0}, {"at": [1]}, {"samples": 5}, {"std": "x"}, {"low": "x"}, {"versions": 5}])
+def test_a_damaged_row_is_one_line(tmp_path, more):
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a"), row("samples_per_s", 1.0, "b") | more])
+    with pytest.raises(UserError, match=r"rows.jsonl: a row of 'samples_per_s': .* Delete the line, or measure again") as caught:
+        list(report([folder], str(tmp_path / "out")))
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_no_plot_holds(tmp_path):
+    values = (1.0, float("nan"), float("inf"), 10**400, 1e308, True)
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", value, f"c{i}") for i, value in enumerate(values)])
+    assert studies.read([folder])[0].values("samples_per_s") == {"c0": 1.0} and len(captions(folder)) == 1
+    assert blocks_of(folder, Table)[0].rows[3][1].startswith("1000")
+
+
+def test_names_are_text_in_markdown():
+    """Of a configuration, a figure and a failure, on the page of `gradus study --page`."""
+    evil = "<img src=x>|a\nb `c` [d](e) *f* $g$"
+    rows = [row(f"valid/{evil}", 1.0, evil), row("failed", "no <b> room", evil), row("valid/a_b", 1.0, "fp32 [1, 2]")]
+    head, rule, first, second, _, failed = list(results.markdown(rows))[:6]
+    escaped = r"\<img src=x\>\|a b \`c\` [d\](e) \*f\* \$g\$"
+    assert head == rf"| configuration | valid/{escaped} | valid/a_b |" and rule == "|---|---:|---:|"
+    assert first == f"| {escaped} | 1 | - |" and second == "| fp32 [1, 2] | - | 1 |" and failed == rf"{escaped}: no \<b\> room  "
