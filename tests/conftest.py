@@ -55,6 +55,12 @@ def pytest_runtest_logreport(report):
             file.write(f"{report.nodeid}\n")
 
 
+def pytest_sessionfinish(session, exitstatus):
+    """For .ci/run, which runs once more what failed: 1 if tests failed, more if the run did not end."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.pluginmanager.hasplugin("cacheprovider"):
+        session.config.cache.set("gradus/exit", int(exitstatus))
+
+
 def pytest_collection_modifyitems(config, items):
     """GRADUS_BUT=FILE: those are left out, as in the second."""
     if path := os.environ.get("GRADUS_BUT"):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,39 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert (tmp_path / "b" / "below" / "x").read_text() == "1" and names(tmp_path) == ["b"]
     files.remove(tmp_path / "b")
     assert names(tmp_path) == []
+
+
+KILLED = """
+import os, pathlib, sys
+from gradus import files
+with files.aside(pathlib.Path(sys.argv[1])) as path:
+    path.mkdir(), (path / "part").write_text("half")
+    print(path.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_left_is_deleted_by_the_next_and_what_another_writes_stays(tmp_path):
+    def writer() -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "out"], stdin=-1, stdout=-1, text=True)
+
+    killed, alive = writer(), writer()
+    left, kept = killed.stdout.readline().strip(), alive.stdout.readline().strip()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert names(tmp_path) == sorted([left, kept])
+    files.write_text(tmp_path / "other", "1")
+    assert names(tmp_path) == [kept, "other"]
+    foreign = [tmp_path / f".writing-x-0000aaaa-1-{n:016x}" for n in range(2)]  # of other machines
+    for path, age in zip(foreign, (0, files.OLD + 60)):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    files.sweep(tmp_path)
+    assert names(tmp_path) == sorted([kept, foreign[0].name, "other"])
+    files.sweep(tmp_path, locked=True)
+    assert names(tmp_path) == [kept, "other"]
+    alive.communicate()
+    assert names(tmp_path) == ["other", "out"]
 
 
 def test_the_one_cache(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ class Conv(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(ConvBlock(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model)
+        self.norm = nn.RMSNorm(config.d_model).requires_grad_(False)  # frozen: no optimizer has a state of it
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
@@ -98,7 +98,7 @@ class Conv(nn.Module):
             raise UserError("conv mixes across documents: set data.pack=stream")
         x = self.token_embedding(ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x=x)
         return self.norm(x)
 
     def forward(self, ids: Tensor, *, positions=None, segments=None, keep=None, select: Tensor | None = None) -> Tensor:

@@ -28,6 +28,10 @@ class UserError(Exception):
     text says what is wrong, where, the nearest right thing, and what to do."""
 
 
+class InputError(UserError):
+    """One of several inputs that a model cannot read. The others are not affected."""
+
+
 class DataError(UserError):
     """Data, or a tokenizer, that are not at hand here: a plan does without them, a run cannot."""
 
@@ -88,7 +92,7 @@ def writing(where: Path, then: str) -> Iterator[None]:
     """Raises EnvironmentFault, as `not_written` words it, where the machine fails inside."""
     try:
         yield
-    except OSError as e:
+    except Exception as e:
         if not is_fault(e):
             raise
         raise not_written(where, e, then) from None
@@ -141,15 +145,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 COLOURS = {"red": 31, "green": 32}
 
 
-def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """The text in a colour where the stream is a terminal, not for TERM=dumb; NO_COLOR: never, FORCE_COLOR: always."""
+def colour(text: str, name: str, stream: TextIO | None = None) -> str:
+    """The text in "red" or "green" where the stream (default: standard output) is a terminal, not for TERM=dumb;
+    NO_COLOR: never, FORCE_COLOR: always."""
+    stream = stream or sys.stdout
     wanted = os.environ.get("FORCE_COLOR") or (stream.isatty() and os.environ.get("TERM") != "dumb")
-    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
+    return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if wanted and not os.environ.get("NO_COLOR") else text
 
 
 def tell_error(text: str) -> None:
     """One error on standard error in one write, so that the lines of several processes do not run into each other."""
-    sys.stderr.write(f"{coloured('error:', 'red', sys.stderr)} {text}\n")
+    sys.stderr.write(f"{colour('error:', 'red', sys.stderr)} {text}\n")
     sys.stderr.flush()
 
 

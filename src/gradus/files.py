@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+OLD = 86_400.0  # s without a change, after which the process of another machine that wrote there has ended
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
@@ -22,15 +28,61 @@ def aside(target: Path) -> Iterator[Path]:
     """Yields a name beside `target`, used by no other writer, to write a file or a folder under; it then becomes
     `target`.
 
-    Where the block fails, nothing is left of it and an old `target` stays; a kill leaves at most `.writing-NAME-...`
-    behind.
+    Where the block fails, nothing is left of it and an old `target` stays; what a kill leaves behind (`.writing-...`)
+    is deleted by the next writer into that folder.
     """
-    path = target.with_name(f".writing-{target.name}-{secrets.token_hex(8)}")
+    path = temporary(target)
     try:
         yield path
         appear(path, target)
     finally:
         _delete(path)
+
+
+def temporary(target: Path, doing: str = "writing") -> Path:
+    """A name beside `target` that no other writer uses; what killed writers left beside it is deleted."""
+    sweep(target.parent)
+    return target.with_name(f".{doing}-{target.name}-{_machine()}-{os.getpid()}-{secrets.token_hex(8)}")
+
+
+def sweep(folder: Path, locked: bool = False) -> None:
+    """Delete what killed processes left half written or half deleted in a folder: processes of this machine that have
+    ended, and of other machines where nothing changed for a day. locked: no other process may write there, so
+    everything but what processes of this machine are writing."""
+    with contextlib.suppress(OSError):
+        left = [p for p in folder.iterdir() if p.name.startswith((".writing-", ".removing-"))]
+        for path in left:
+            owner = re.search(r"-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}$", path.name)
+            if owner and owner[1] == _machine():
+                ended = not is_running(int(owner[2]))
+            else:
+                ended = locked or time.time() - max(p.lstat().st_mtime for p in (path, *path.rglob("*"))) > OLD
+            if ended:
+                _delete(path)
+
+
+def _machine() -> str:
+    """This machine, or container, within which process ids are unique."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):  # two containers may share a host's name
+        name += os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError as e:
+        return not isinstance(e, ProcessLookupError)
+
+
+def numbered(folder: Path, prefix: str) -> list[Path]:
+    """What is called PREFIX and a number in a folder, by the number."""
+    found = (p for p in folder.glob(f"{prefix}*") if p.name.removeprefix(prefix).isdecimal())
+    return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)))
 
 
 def appear(path: Path, target: Path) -> None:
@@ -48,7 +100,7 @@ def appear(path: Path, target: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a folder so that half of it never looks whole: first out of sight, then away."""
-    out = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(8)}")
+    out = temporary(folder, "removing")
     os.replace(folder, out)
     _delete(out)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradus import limits
 from gradus.data import cache as kept
 from gradus.data import corpus as corpora
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe, stdlib_texts
@@ -695,3 +696,9 @@ def test_pairs_of_a_table_and_unequal_files(tmp_path):
     write(tmp_path / "dev.en.txt.gz", "a\nb\n")
     said = error(lambda: PairsDataset(*find_pairs(tmp_path, "valid"), ByteTokenizer()))
     assert "dev.de.txt has 3 lines" in said and "dev.en.txt.gz has 2" in said
+
+
+def test_of_a_labelled_text_so_many_characters_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "FIELD", 8)
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 50, "label": 0}) + "\n" + json.dumps({"text": "abc", "label": 1}) + "\n")
+    assert LabelledDataset(path, ByteTokenizer(), 20).lengths.tolist() == [8, 3]

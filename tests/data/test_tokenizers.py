@@ -328,3 +328,12 @@ def test_fork_after_parallel_use():
 def test_package_is_light():
     code = "import sys, gradus.data\nassert not {'torch', 'numpy', 'tokenizers', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_long_word_is_learnt_from_in_parts():
+    """The time would be the square of its length: 100,000 characters took half a minute."""
+    parts = tokenizers.parts_of("a " + "x" * 2500 + " b" + " " * 1200 + "c d")
+    assert list(map(len, parts)) == [1002, 1000, 502 + 1000, 203], "cut at 1,000 characters of a word or of white space"
+    assert list(tokenizers.parts_of("a word\n")) == ["a word\n"] and list(tokenizers.parts_of("")) == [""]
+    whole, parts = train_bpe(["xyz" * 2000], 300), train_bpe([("xyz" * 2000)[i : i + 1000] for i in range(0, 6000, 1000)], 300)
+    assert whole.fingerprint == parts.fingerprint

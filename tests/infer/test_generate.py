@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
 from gradus.infer import find
 from gradus.infer.generate import Stream, generate
-from gradus.models.decoding import complete
+from gradus.models.decoding import beam_search, complete
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 
 TEXT = ["once upon a time there was a little girl named Lily", "the café costs 5 € – naïve 日本語 🙂 and more", "she saw a big, red ball."] * 4
@@ -79,7 +80,7 @@ def test_a_stream_writes_what_decoding_gives_and_no_half_characters(bpe):
             for n in range(len(ids) + 1):
                 stream.show(ids[:n])
             assert "".join(parts) == tokenizer.decode(ids), "all is there before the end, for whole characters"
-            stream.end(ids)
+            stream.show(ids, end=True)
             assert "".join(parts) == tokenizer.decode(ids) == text
             assert not any("\ufffd" in part for part in parts)
             assert sum(map(bool, parts)) > 3, "in parts, as it comes"
@@ -93,7 +94,7 @@ def test_a_stream_of_broken_characters_is_written_once_it_is_known_to_be_broken(
         stream = Stream(tokenizer, parts.append)
         for n in range(len(ids) + 1):
             stream.show(ids[:n])
-        stream.end(ids)
+        stream.show(ids, end=True)
         assert "".join(parts) == tokenizer.decode(ids)
 
 
@@ -138,6 +139,34 @@ def test_the_end_token_ends_the_text(tmp_path, bpe, capsys):
     models.save(model, tmp_path / "ending")
     bpe.save(tmp_path / "ending")
     assert run(tmp_path / "ending", "once upon", "--max-new", "20", capsys=capsys)[0] == "once upon\n"
+
+
+def test_any_end_token_of_generation_config_ends_the_text_and_an_export_keeps_them(gpt, bpe, tmp_path, capsys):
+    folder, model = gpt
+    prompt = bpe.encode("once upon")
+    free = complete(model, [prompt], max_new=20)[0]
+    file, ends = folder / "generation_config.json", [bpe.eos_id, free[9]]
+    file.write_text(json.dumps({"eos_token_id": ends}))
+    expected = bpe.decode(prompt + free[: free.index(free[9])]) + "\n"
+    assert run(folder, "once upon", "--max-new", "20", capsys=capsys)[0] == expected
+    assert run(folder, "once upon", "--max-new", "20", "--beams", "2", capsys=capsys)[0] == bpe.decode(
+        prompt + beam_search(model, [prompt], beams=2, max_new=20, eos_id=ends)[0]) + "\n"  # fmt: skip
+    assert main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert run(tmp_path / "out", "once upon", "--max-new", "20", capsys=capsys)[0].endswith(expected)
+    for wrong in ({"eos_token_id": [10**6]}, {"eos_token_id": "x"}, [1]):
+        file.write_text(json.dumps(wrong))
+        assert "generation_config.json: eos_token_id: expected an id below 300" in fails(folder, "once upon", capsys=capsys)
+
+
+def test_a_stream_decodes_a_few_tokens_each_time(bpe):
+    """Not all from the beginning, whose time would be the square of the length."""
+    ids, read = bpe.encode(" ".join(TEXT)), []
+    count = types.SimpleNamespace(decode=lambda part: read.append(len(part)) or bpe.decode(part))
+    stream = Stream(count, lambda text: None)
+    for n in range(len(ids) + 1):
+        stream.show(ids[:n])
+    assert sum(read) < 20 * len(ids) < len(ids) ** 2 / 4
 
 
 def test_an_empty_prompt_begins_with_the_begin_token(gpt, bpe, capsys):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
 from gradus.errors import UserError
 from gradus.infer.predict import evaluate, predict
-from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
+from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
 from gradus.train.run import train
 from gradus.train.session import open_session
 
@@ -113,6 +114,7 @@ def test_masked_words(tmp_path, marker):
         values, guesses = p[place].topk(3)
         name = lambda i: {"[PAD]": "[PAD]"}.get(WORDS[i], WORDS[i])  # noqa: E731
         assert line.split(": ")[1] == "; ".join(f"{name(i)} {v:.4f}" for i, v in zip(guesses.tolist(), values.tolist()))
+    assert run(tmp_path, "a [MASK]", "--top", "100")[0].splitlines()[1].count(";") == len(WORDS) - 1, "all that there are"
     best = [WORDS[i] for i in (int(p[2].argmax()), int(p[4].argmax()))]
     filled = tokenizer_files.load(tmp_path).decode([5, WORDS.index(best[0]), 8, WORDS.index(best[1]), 11])
     assert lines[0] == filled
@@ -135,8 +137,6 @@ def test_features_are_transformers_last_hidden_states(tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_features_of_other_families(tmp_path, family):
-    from gradus.recipe.schema import T5Config
-
     tokenizer = tokenizers.train_bpe(TEXTS, 270)
     config = GPTConfig(vocab_size=270, seq_len=30, **TINY) if family == "gpt" else T5Config(vocab_size=270, d_head=8, **TINY)
     model = shake(models.build(config), 0.1)
@@ -380,6 +380,10 @@ def test_a_translation_run(tmp_path):
     expected = session.task.translate_texts(session.model.eval(), german[:3])
     lines = run(tmp_path / "run", *german[:3])
     assert [line.splitlines()[1].split("→")[1].strip() for line in lines] == [e.strip() for e in expected]
+    task, both = session.task, ["da", german[1]]
+    # an answer that does not end has a limit: of the row, not of its batch
+    task.eos_id, task.target_tokenizer = 10**6, types.SimpleNamespace(decode=list)
+    assert task.translate_texts(session.model, both) == [task.translate_texts(session.model, [text])[0] for text in both]
     split = run(tmp_path / "run", "--split", "valid", "--n", "3")
     assert [line.splitlines()[2].split("it is")[1].strip() for line in split[:3]] == english[:3]
 
@@ -393,7 +397,8 @@ def test_a_copy_run(tmp_path, capsys):
     expected = outcome.trainer.task.decode(outcome.trainer.model.eval(), [list(range(1, 11))])[0]
     line = run(tmp_path / "run", "1 2 3 4 5 6 7 8 9 10")[0].splitlines()
     assert line[1].split("→")[1].split() == [str(i) for i in expected]
-    assert "copies numbers from 1 to 10" in fails("predict", tmp_path / "run", "1 2 hello", capsys=capsys)
+    for text in ("1 2 hello", "9" * 5000):
+        assert "copies numbers from 1 to 10" in fails("predict", tmp_path / "run", text, capsys=capsys)
     assert "gradus predict" in fails("generate", tmp_path / "run", "1 2", capsys=capsys)
     assert evaluate(str(tmp_path / "run"), [], "valid") == pytest.approx(outcome.summary["metrics"], rel=1e-5)
 
@@ -442,11 +447,12 @@ def classifier(tmp_path):
 
 def test_lines_of_standard_input_are_answered_as_they_come_and_a_closed_pipe_is_quiet(classifier):
     """An answer is read before the next line is written: one that waited for all lines, or in a buffer, would hang here."""
-    expected = run(classifier, *TEXTS)
+    lines = [line for text in TEXTS for line in (text, "")]
+    expected = run(classifier, *lines)
     command = [sys.executable, "-m", "gradus", "predict", str(classifier), "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as p:
-        for text, answer in zip(TEXTS, expected):
-            p.stdin.write(f"{text}\n\n")
+        for text, answer in zip(lines, expected):
+            p.stdin.write(f"{text}\n")
             p.stdin.flush()
             label, _, name = answer.partition("  ←  ")
             said, _, its = p.stdout.readline().rstrip("\n").partition("  ←  ")
@@ -468,6 +474,47 @@ def test_a_dash_reads_the_model_once_and_writes_its_records(classifier, monkeypa
     lines = run(classifier, "-", "--to", tmp_path / "out.jsonl")
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(loads) == 1 and [r["input"] for r in records] == TEXTS and len(lines) == 4
+
+
+def by_line(folder, text: str, monkeypatch, capsys) -> tuple[int, list[str], str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code, told = main(["predict", str(folder), "-"]), capsys.readouterr()
+    return code, told.out.splitlines(), told.err
+
+
+def test_every_line_has_its_answer(tmp_path, monkeypatch, capsys):
+    """The empty ones too; what cannot be read is told in its place, and the rest goes on."""
+    theirs("BertForMaskedLM", tmp_path / "masked")
+    code, lines, err = by_line(tmp_path / "masked", "a [MASK]\n\nbad\n[MASK] film\n", monkeypatch, capsys)
+    assert code == 2 and [line.split(" ")[0] for line in lines if not line.startswith("  ")][1:3] == ["error:", "error:"] and len(lines) == 6
+    assert "no [MASK] or <mask> in 'bad'" in lines[3] and "2 of 4 lines could not be read, line 2 first" in err
+    models.save(shake(models.build(T5Config(vocab_size=270, d_head=8, **TINY)), 0.1), tmp_path / "t5")
+    tokenizers.train_bpe(TEXTS, 270).save(tmp_path / "t5")
+    code, lines, err = by_line(tmp_path / "t5", "a film\n\nbad\n", monkeypatch, capsys)
+    assert (code, err) == (0, "") and lines == [*run(tmp_path / "t5", "a film")[0].splitlines(), "", "  →         ", *run(tmp_path / "t5", "bad")[0].splitlines()]
+    both = ["bad", "a very good film !"]  # answers of another length than their batch's: of twice the source and 10
+    assert run(tmp_path / "t5", *both) == [run(tmp_path / "t5", text)[0] for text in both]
+
+
+def test_an_engine_is_opened_once_for_all_lines(classifier, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\nc\n"))
+    assert main(["predict", str(classifier), "-", "--precision", "bf16"]) == 0
+    assert capsys.readouterr().err.count("engine torch bf16 computes in bf16") == 1
+
+
+def test_a_word_of_any_length_is_cut_before_it_is_encoded(classifier, tmp_path, monkeypatch, capsys):
+    read = []
+    encode = tokenizers.ByteTokenizer.encode
+    monkeypatch.setattr(tokenizers.ByteTokenizer, "encode", lambda self, text: read.append(len(text)) or encode(self, text))
+    word = "x" * 1_000_000
+    line = run(classifier, word)[0]
+    assert "cut to the first 30 of its more than 8192 tokens" in capsys.readouterr().err and read == [32 * 256]
+    assert line.split("←")[0] == run(classifier, "x" * 30)[0].split("←")[0]
+    models.save(models.build(GPTConfig(vocab_size=260, seq_len=20, **TINY)), tmp_path / "gpt")
+    tokenizers.ByteTokenizer().save(tmp_path / "gpt")
+    said = fails("generate", tmp_path / "gpt", word, capsys=capsys)
+    assert "has 1,000,000 characters, more than 20 tokens hold" in said and said.count("\n") == 1
 
 
 def test_a_reader_who_has_enough_is_no_error():

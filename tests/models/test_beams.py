@@ -57,6 +57,31 @@ def test_gpt_is_hugging_faces():
     assert beam_search(ours, [prompt], beams=4, max_new=12, eos_id=EOS) == [out[: out.index(EOS)] if EOS in out else out]
 
 
+def test_several_end_tokens_are_hugging_faces():
+    transformers = pytest.importorskip("transformers")
+    ours, prompt = wild(GPTConfig(vocab_size=VOCAB, n_layers=2, d_model=32, n_heads=4, seq_len=24), 5, 0.3), [3, 1, 4, 1, 5]
+    ends = complete(ours, [prompt], max_new=12)[0][8:3:-2]
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_layer=2, n_embd=32, n_head=4, n_positions=24, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.load_state_dict(dict(to_hf(ours)), strict=False)
+    theirs.tie_weights()
+    ids, different = torch.tensor([prompt]), False
+    for beams in (1, 3):
+        how = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False, "eos_token_id": ends}
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, 5:].tolist()
+        found = beam_search(ours, [prompt], beams=beams, max_new=12, eos_id=ends)[0] if beams > 1 else complete(ours, [prompt], max_new=12, eos_id=ends)[0]
+        assert found == next((out[:i] for i, token in enumerate(out) if token in ends), out)
+        different |= len(found) < 12
+    assert different, "a search that no end token ends proves nothing"
+
+
+def test_a_limit_of_each_row_is_that_of_the_row_alone():
+    model, limits = wild(T5, 1, 0.3), [3, 9, 5]
+    together = beam_search(model, [[0]] * 3, sources=SOURCES, beams=3, max_new=limits, eos_id=EOS)
+    for source, most, found in zip(SOURCES, limits, together):
+        assert found == beam_search(model, [[0]], sources=[source], beams=3, max_new=most, eos_id=EOS)[0] and len(found) <= most
+
+
 def likelihood(model, source, text):
     with torch.no_grad():
         logits = model(torch.tensor([source]), torch.tensor([[0, *text]]))[0].log_softmax(-1)

@@ -95,6 +95,20 @@ def test_end_token_stops_a_row_and_then_all(family, model, cache):
     assert complete(model, PROMPTS, max_new=12, eos_id=eos, cache=cache, **sources(family)) == [row[:end] for row, end in zip(free, ends)]
 
 
+def test_any_of_several_end_tokens_ends_a_row(family, model):
+    free = complete(model, PROMPTS, max_new=12, **sources(family))
+    unused = next(token for token in range(VOCAB) if not any(token in row for row in free))
+    ends = [unused, free[0][2]]
+    first = [next((i for i, token in enumerate(row) if token in ends), 12) for row in free]
+    found = complete(model, PROMPTS, max_new=12, eos_id=ends, **sources(family))
+    assert found == [row[:n] for row, n in zip(free, first)]
+
+
+def test_a_limit_of_each_row_is_that_of_the_row_alone(family, model):
+    free = complete(model, PROMPTS, max_new=12, **sources(family))
+    assert complete(model, PROMPTS, max_new=[3, 12, 7], **sources(family)) == [free[0][:3], free[1], free[2][:7]]
+
+
 def test_nothing_asked_nothing_given(family, model):
     assert complete(model, PROMPTS, max_new=0, **sources(family)) == [[], [], []]
 
@@ -149,6 +163,11 @@ def test_same_seed_same_draws_another_seed_others():
     state = torch.get_rng_state()
     sampler(1.0, seed=7)(logits)
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-40}, {"temperature": 5e-324}, {"top_p": 1e-300}])
+def test_the_smallest_settings_leave_the_likeliest(settings):
+    assert set(sampler(**settings, seed=3)(LOGITS.expand(50, -1)).tolist()) == {PLACE[0]}
 
 
 def test_temperature_zero_is_greedy():

@@ -154,7 +154,7 @@ def _kernels(world) -> None:
                     prepared(context, {"ids": torch.zeros(2, length, dtype=torch.long), **extra})
                     mask = None
                 else:
-                    context._before_first(nn.Identity(), (q.flatten(2),))
+                    context._before_first(nn.Identity(), (q.flatten(2),), {})
                 part = [context.sequence.split.take(x, world.rank) for x in (*leaves, w, want.detach().transpose(1, 2))]
                 out, _ = context.attend(*(x.transpose(1, 2) for x in part[:3]), mask=mask, causal=context is causal)
                 valid = context.sequence.split.take(torch.ones(2, length, 1, 1, dtype=torch.float64), world.rank)
@@ -229,6 +229,30 @@ def _gradients(world, family: str, method: str, checkpointing: str = "none", bf1
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+class _ByKeyword(nn.Module):
+    """A model's way to call its blocks."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return self.block(x=x, mask=mask)
+
+
+def _called_by_keyword(world) -> None:
+    plain, model = common.build("bert"), common.build("bert")
+    model.blocks = nn.ModuleList(_ByKeyword(block) for block in model.blocks)
+    Context(model, dist.group.WORLD, Layout(context=world.size))
+    b = common.batch("bert", 1)
+    (want,), (got,) = (common.losses("bert", m, b).values() for m in (plain, model))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+def test_blocks_may_be_called_by_keyword():
+    distributed.run(2, _called_by_keyword)
 
 
 def _interleaved(world, method: str) -> None:

@@ -36,6 +36,7 @@ class Planner:
     def __init__(self):
         self.asked: list[Request] = []
         self.slow: dict[str, float] = {}  # override → seconds
+        self.found = None  # of a search, in place of the three layouts
 
     def answer(self, request: Request):
         self.asked.append(request)
@@ -78,13 +79,33 @@ class Planner:
 
     def search(self, request: Request):
         self.asked.append(request)
+        if self.found:
+            return self.found
         won = {"rank": 1, "devices": 8, "layout": "layout.tensor=2 layout.checkpointing=full layout.bucket_mb=50", "fits": True, "best": ["fastest", "fewest"]}
         half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4 layout.micro_batch=128 layout.reshard=false layout.param_dtype=bf16", "fits": True, "reason": "context traffic within a node and between nodes 10 % of the step"}
         lost = {"rank": 3, "devices": 8, "layout": "", "fits": False, "reason": "does not fit: 28 GB too much"}
         rows = [figure("search/memory", size * GB, "bytes", **c) for size, c in ((40, won), (50, half), (108, lost))]
         rows += [figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
         rows += [figure("search/money", 12.0, "$", **won, of="the whole run"), figure("search/time", 7200.0, "s", **won)]
-        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], rows
+        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table", "", "note: of the search"], rows
+
+    def devices(self, request: Request):
+        self.asked.append(request)
+        at = {"fits": True, "layout": "layout.precision=bf16", "precision": "bf16"}
+        rows = [figure("device/memory", 9 * GB, "bytes", device="H100-SXM", **at), figure("device/step", 0.1, "s", device="H100-SXM", **at)]
+        rows += [figure("device/memory", 9 * GB, "bytes", device="H100-SXM", **at | {"precision": "fp32"})]
+        rows += [figure("device/cost", cost, "$", device="H100-SXM", case=case, per="epoch", **at) for case, cost in (("low", 1.0), ("expected", 2.0))]
+        return ["one device", "", "table"], [*rows, figure("device/memory", 9 * GB, "bytes", device="T4", **at | {"fits": False})]
+
+    def serve(self, request: Request, *, batch=1, length=None, bits=None):
+        self.asked.append(request)
+        if batch == 3:
+            raise UserError("--batch=3: not a good number.")
+        return [f"to use it: {batch} sequences of {length}, {bits} bits", "fits      15 GB", "not in it activations", "", "note: of serving"], []
+
+    def optimal(self, request: Request):
+        self.asked.append(request)
+        return ["of two fits", "", "table"], [figure("optimal/tokens", 4.5e11, "tokens", fit=fit) for fit in ("Hoffmann 2022", "Besiroglu 2024")]
 
 
 @pytest.fixture
@@ -94,7 +115,7 @@ def planner():
 
 @pytest.fixture
 def server(planner):
-    with web.open_server("127.0.0.1", 0, None, planner.answer, planner.search) as made:
+    with web.open_server("127.0.0.1", 0, None, planner) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield made
@@ -142,10 +163,28 @@ def test_the_command_of_a_layout_that_the_plan_chose_says_it(server):
 
 def test_search_answers_with_ranked_layouts(server, planner):
     status, found, _ = ask(server, "/api/search", PLAN)
-    assert status == 200 and [x["best"] for x in found["layouts"]] == [True, False, False] and "--search" in found["command"]
-    cells = {"devices": "8", "memory a device": "40 GB", "a step": "200 ms", "cost of the whole run": "$12.00", "time in all": "2 h"}
-    assert found["layouts"][0]["cells"] == cells and found["layouts"][0]["reason"] == "fastest, fewest devices"
-    assert found["layouts"][1]["on"] == "4xA100-80GB" and found["summary"] == ["gpt2 on 8: 3 layouts in 0.1 s"]
+    assert status == 200 and [x["best"] for x in found["table"]] == [True, False, False] and "--search" in found["command"]
+    cells = {"devices": "8", "memory per device": "40 GB", "time per step": "200 ms", "cost of the whole run": "$12.00", "total time": "2 h"}
+    assert found["table"][0]["cells"] == cells and found["table"][0]["reason"] == "fastest, fewest devices"
+    assert found["table"][0]["values"] == {"devices": 8, "memory": 40 * GB, "step": 0.2, "time": 7200.0, "money": 12.0}
+    assert found["table"][1]["on"] == "4xA100-80GB" and found["lines"] == ["gpt2 on 8: 3 layouts in 0.1 s"] and found["notes"] == ["of the search"]
+
+
+def test_the_other_questions_of_the_verb_are_answered(server, planner):
+    bare = {**PLAN, "on": None}
+    status, found, _ = ask(server, "/api/devices", bare)
+    assert status == 200 and found["lines"] == ["one device"] and "--devices" in found["command"]
+    assert [(x["on"], x["keys"], x["reason"]) for x in found["table"]] == [("H100-SXM", "layout.precision=bf16", ""), ("T4", "layout.precision=bf16", "does not fit")]
+    assert found["table"][0]["cells"] == {"device": "H100-SXM", "precision": "bf16", "memory": "9 GB", "time per step": "100 ms", "cost per epoch": "$2.00"}
+    status, found, _ = ask(server, "/api/optimal", bare)
+    assert status == 200 and [x["cells"] for x in found["table"]] == [{"fit": fit, "tokens": "450,000,000,000 tokens"} for fit in ("Hoffmann 2022", "Besiroglu 2024")]
+    status, found, _ = ask(server, "/api/serve", {**bare, "batch": 8, "length": 512, "bits": 4})
+    assert status == 200 and found["lines"][0] == "to use it: 8 sequences of 512, 4 bits" and found["notes"] == ["of serving"] and found["table"] == []
+    assert shlex.split(found["command"])[-7:] == ["--serve", "--batch", "8", "--length", "512", "--bits", "4"] or "--serve --batch 8" in found["command"]
+    for body, said in (({"batch": 0}, "--batch: must be a positive whole number"), ({"bits": 33}, "--bits: must be"), ({"length": "9"}, "--length: must be")):
+        status, found, _ = ask(server, "/api/serve", {**bare, **body})
+        assert status == 400 and said in found["error"]
+    assert "batch: unknown key" in ask(server, body={**PLAN, "batch": 8})[1]["error"]
 
 
 def test_options_offer_every_recipe_preset_device_and_key(server):
@@ -219,7 +258,8 @@ def test_too_large_a_body_is_refused(server, planner):
 @pytest.mark.parametrize(
     ("host", "status"),
     [("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example", 403), ("", 403), ("a@localhost", 403),
-     ("localhost", 200), ("127.0.0.1:9000", 200), ("[::1]:8000", 200)],
+     ("8.8.8.8", 403), ("192.168.1.5:8000", 403), ("0.0.0.0:8000", 403), ("[2001:db8::1]", 403),
+     ("localhost", 200), ("127.0.0.1:9000", 200), ("127.0.0.2", 200), ("[::1]:8000", 200)],
 )  # fmt: skip
 def test_only_this_machines_names_are_answered(server, planner, host, status):
     for method, path, body in (("GET", "/", None), ("GET", "/api/options", None), ("POST", "/api/plan", PLAN)):
@@ -229,9 +269,16 @@ def test_only_this_machines_names_are_answered(server, planner, host, status):
 
 def test_another_sites_page_is_refused(server, planner):
     here = f"127.0.0.1:{server.server_address[1]}"
-    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), (f"http://{here}", 200)):
+    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), (f"https://{here}", 403), (f"http://{here}", 200)):
         assert ask(server, body=PLAN, Origin=origin)[0] == status
     assert len(planner.asked) == 1
+
+
+def test_what_the_server_was_bound_to_is_its_name():
+    """Bound to every address it answers by the one that was reached; another address is no name of this machine."""
+    for bound, host, own in (("10.0.0.7", "10.0.0.7:8000", True), ("10.0.0.7", "10.0.0.8", False), ("0.0.0.0", "10.0.0.7", True),
+                             ("0.0.0.0", "10.0.0.8", False), ("::", "10.0.0.7:80", True), ("127.0.0.1", "10.0.0.7", False)):  # fmt: skip
+        assert web._own(host, bound, "::ffff:10.0.0.7" if bound == "::" else "10.0.0.7") is own, (bound, host)
 
 
 def test_no_file_but_the_page(server):
@@ -246,7 +293,7 @@ def test_no_file_but_the_page(server):
 
 def test_what_the_command_line_named_may_be_a_file(planner):
     started = Request("./mine.yaml", ("data.path=here.txt",), "A100-80GB")
-    asked = web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=here.txt", "layout.tensor=2"]}, started)
+    asked = web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=here.txt", "layout.tensor=2"]}, started)[0]
     assert asked == Request("./mine.yaml", ("data.path=here.txt", "layout.tensor=2"))
     with pytest.raises(UserError, match=r"data\.path: not from the page"):
         web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=there.txt"]}, started)
@@ -292,8 +339,8 @@ def test_ctrl_c_ends_cleanly():
 # ---------------------------------------------------------------- what the buttons send, to the planner itself
 
 SCRIPT = (importlib.resources.files("gradus.plan") / "page.html").read_text()
-SENT = {"search": "api/search", "clear": "api/plan", "use": "api/plan", "copy": None, "explain": None}  # button → what a click sends
-SHOWN_BY = {"api/plan": ("show",), "api/search": ("layouts",), "api/options": ("start", "buildForm")}  # → the functions that read the answer
+SENT = {**{kind: f"api/{kind}" for kind in ("search", "devices", "serve", "optimal")}, "clear": "api/plan", "use": "api/plan", "copy": None, "explain": None}  # button → what a click sends
+SHOWN_BY = {"api/plan": ("show",), **{SENT[kind]: ("layouts",) for kind in ("search", "devices", "serve", "optimal")}, "api/options": ("start", "buildForm")}  # → the functions that read the answer
 TINY = ("model.n_layers=2", "batch.samples=64")
 
 
@@ -307,14 +354,16 @@ def test_every_button_and_request_of_the_page_is_in_the_tables():
     written = re.findall(r'<button [^>]*id="(\w+)"', SCRIPT)
     made = re.findall(r'make\("button", \{[^\n]*\}, "(\w+)"\)', SCRIPT)
     assert len(written) + len(made) == len(re.findall(r'<button |"button", \{', SCRIPT)) and {*written, *made} == SENT.keys()
-    assert set(re.findall(r'(?:post|fetch)\("([^"]+)"', SCRIPT)) == SHOWN_BY.keys() == {*filter(None, SENT.values()), "api/options"}
+    assert "post(`api/${kind}`" in SCRIPT
+    kinds = re.findall(r'\b(\w+): \["[A-Z]', re.search(r"^const QUESTIONS = .*?^};", SCRIPT, re.S | re.M)[0])
+    assert {*re.findall(r'(?:post|fetch)\("([^"]+)"', SCRIPT), *(f"api/{kind}" for kind in kinds)} == SHOWN_BY.keys() == {*filter(None, SENT.values()), "api/options"}
 
 
 @pytest.fixture(scope="module")
 def real_server():
     from gradus.plan import answer
 
-    with web.open_server("127.0.0.1", 0, None, answer.answer, answer.search) as made:
+    with web.open_server("127.0.0.1", 0, None, answer) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield made
@@ -333,13 +382,17 @@ ASKED = {  # preset or recipe, device, tokens, settings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ("bert", "seq2seq", "no fit"))) for case in ASKED])
+@pytest.mark.parametrize("case", ASKED)
 @pytest.mark.parametrize("path", sorted(filter(None, {*SENT.values()})))
 def test_the_planner_answers_every_request_as_the_page_reads_it(real_server, path, case):
     recipe, on, tokens, settings = ASKED[case]
-    status, found, _ = ask(real_server, f"/{path}", {"recipe": recipe, "on": on, "tokens": tokens, "days": None, "overrides": list(settings)})
-    if path == "api/search" and on is None:
-        assert status == 400 and found["error"].startswith("--search: on which hardware?")  # a line of text: all that `errors` reads
+    without = dict(re.findall(r"(\w+): \[\"[^\"]*\", (\[.*?\])\]", re.search(r"^const QUESTIONS = .*?^};", SCRIPT, re.S | re.M)[0]))
+    body = {"recipe": recipe, "on": on, "tokens": tokens, "days": None, "overrides": list(settings)}
+    body |= dict.fromkeys(json.loads(without.get(path.removeprefix("api/"), "[]")))
+    status, found, _ = ask(real_server, f"/{path}", body)
+    if (path == "api/search" and on is None) or (path == "api/optimal" and case not in ("gpt", "no fit")):
+        said = "--search: on which hardware?" if path == "api/search" else "--optimal: the published fits are of"
+        assert status == 400 and found["error"].startswith(said)  # a line of text: all that `errors` reads
         return
     assert status == 200, found
     assert read_by(path, "found") <= found.keys() and read_by(path, "found")
@@ -347,16 +400,16 @@ def test_the_planner_answers_every_request_as_the_page_reads_it(real_server, pat
         assert all({"name", "value", "unit", "text"} <= row.keys() for row in found["rows"]) and isinstance(found["settings"], dict)
         assert {"memory/device", "memory/allocated", "memory/reserved"} <= {row["name"] for row in found["rows"]}
         assert found["fits"] is (None if on is None else case != "no fit") and found["devices"] >= 1 and found["headline"]
-    else:
-        read = read_by(path, "l")
-        assert read == {"keys", "cells", "best", "reason", "on"} - {"on"} and found["layouts"] and found["summary"]
-        for layout in found["layouts"]:
-            assert read | {"on"} <= layout.keys() and all(isinstance(text, str) for text in layout["cells"].values())
-            assert re.fullmatch(rf"\d+x{re.escape(on.partition('x')[2] or on)}", layout["on"])
-        best = [layout for layout in found["layouts"] if layout["best"]]
+        return
+    read = read_by(path, "l")
+    assert read == {"keys", "cells", "best", "reason", "on"} and found["lines"] and bool(found["table"]) == (path != "api/serve")
+    for entry in found["table"]:
+        assert read | {"values"} <= entry.keys() and all(isinstance(text, str) for text in entry["cells"].values())
+    if path == "api/search":
+        assert all(re.fullmatch(rf"\d+x{re.escape(on.partition('x')[2] or on)}", entry["on"]) for entry in found["table"])
+        best = [entry for entry in found["table"] if entry["best"]]
         assert bool(best) == (case != "no fit")
-        assert all({"a step", "memory a device"} <= layout["cells"].keys() for layout in best)
-        assert all(("time in all" in layout["cells"]) for layout in best)
+        assert all({"time per step", "memory per device", "total time"} <= entry["cells"].keys() and entry["values"]["step"] for entry in best)
 
 
 def test_the_options_are_as_the_page_reads_them(real_server):
@@ -597,6 +650,7 @@ def test_every_field_switch_and_button_is_driven(visit, planner):
     body = "[...document.querySelectorAll('%s')].map(e => e.id)"
     selects, fields = page.evaluate(body % "form select"), page.evaluate(body % "form input, form textarea")
     assert len(selects) + len(fields) == page.locator("input, select, textarea").count() - 1  # "find" stands outside the form
+    fields = [name for name in fields if not name.startswith("serve-")]  # of another question than the plan
     page.clock.install()  # the pause after a key need not be waited for
 
     def sent(name: str, text: str, put) -> str:
@@ -615,22 +669,95 @@ def test_every_field_switch_and_button_is_driven(visit, planner):
     for name in fields:
         text = {"extra": "optimizer.name=sgd", "layout.tensor": "4"}.get(name, "16")
         assert text in sent(name, text, lambda e, v: e.fill(v)), name
-    page.fill("#find", "memory/")
+    page.fill("#find", "memory/")  # the details were opened above
     assert page.locator("#rows tbody tr:visible").count() < page.locator("#rows tbody tr").count()
     page.fill("#find", "")
-    page.click("#search")
-    page.wait_for_selector("#found table")
-    pressed = set()
+    kinds = ("devices", "serve", "optimal", "search")
+    for kind in kinds:
+        page.click(f"#{kind}")
+        page.wait_for_function("kind => document.querySelector('#found-body > p > code')?.textContent.includes(`--${kind}`)", arg=kind)
+    pressed = set(kinds)
     for button in page.locator("button:visible").all():
         name = button.get_attribute("id") or button.inner_text()
-        if name == "search" or (name in pressed and name == "use"):
+        if name in kinds or (name in pressed and name == "use"):
             continue
         pressed.add(name)
         button.click()
-    assert pressed | {"search"} == SENT.keys()
+    assert pressed == SENT.keys()
     assert page.locator("tr.how:visible").count() == page.locator("#rows button").count() > 20
     planned(page)
     assert page.locator("#state.bad").count() == 0
+
+
+def test_a_plan_of_other_settings_is_grey_and_cannot_be_copied(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    look = "() => [document.querySelector('main').classList.contains('stale'), document.getElementById('copy').disabled, getComputedStyle(document.getElementById('verdict')).color]"
+    stale, disabled, green = page.evaluate(look)
+    assert (stale, disabled) == (False, False) and page.inner_text("#verdict").startswith("✓ Fits")
+    planner.slow["layout.tensor=4"] = 0.6
+    page.fill("#layout\\.tensor", "4")
+    stale, disabled, colour = page.evaluate(look)  # from the first key on
+    assert (stale, disabled) == (True, True) and colour != green
+    page.wait_for_function("() => document.getElementById('command').textContent.endsWith('layout.tensor=4')")
+    assert page.evaluate(look) == [False, False, green]
+    page.fill("#layout\\.tensor", "3")
+    page.wait_for_selector("#layout\\.tensor[aria-invalid=true]")
+    assert page.evaluate(look) == [True, True, colour] and "the previous plan is shown" in page.inner_text("#state")
+    assert not page.locator("#figures").evaluate("e => e.open") and not page.is_visible("#rows")  # all figures are closed at first
+
+
+def test_the_other_questions_stand_on_the_page(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&tokens=1e9&days=9")
+
+    def pressed(kind):
+        page.click(f"#{kind}")
+        page.wait_for_function("kind => document.querySelector('#found-body > p > code')?.textContent.includes(`--${kind}`)", arg=kind)
+        return planner.asked[-1], page.inner_text("#found")
+
+    request, text = pressed("optimal")
+    assert (request.on, request.days, request.tokens) == (None, None, 1e9) and "Besiroglu 2024" in text and "450,000,000,000" in text
+    page.click("#serving summary")
+    page.fill("#serve-batch", "8")
+    page.fill("#serve-length", "512")
+    request, text = pressed("serve")
+    assert (request.on, request.tokens) == ("8xA100-80GB", None) and "8 sequences of 512, None bits" in text and "batch=8" in page.url
+    page.fill("#serve-batch", "3")
+    page.click("#serve")
+    page.wait_for_selector("#serve-batch[aria-invalid=true]")
+    assert "--batch=3: not a good number" in page.inner_text("#searching") and page.locator("main.stale").count() == 0  # the plan still holds
+    request, text = pressed("devices")
+    assert (request.on, request.days) == (None, None) and "$2.00" in text and text.count("H100-SXM") == 1
+    page.click("#found button >> nth=0")
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.precision=bf16')")
+    assert planner.asked[-1].on == "H100-SXM" and page.input_value("#device") == "H100-SXM"
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, width):
+    counts, rows = [2**i for i in range(12)], []
+    for rank, n in enumerate(reversed(counts), 1):
+        c = {"rank": rank, "devices": n, "layout": "", "fits": True, "best": None, "reason": "slower"}
+        rows += [figure("search/step", 9.0 / n**0.8, "s", **c), figure("search/time", 8e6 / n**0.8, "s", **c)]
+        rows += [figure("search/money", 1234.0 * n**0.2, "$", **c, of="the whole run")]
+    planner.found = ["layouts", "", "table"], rows
+    page = visit("#recipe=gpt2-small&on=2048xA100-80GB", width=width)
+    page.click("#search")
+    page.wait_for_selector("#found svg")
+    dots = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('circle')].map(c => [+c.getAttribute('cx'), +c.getAttribute('cy')]))")
+    grid = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('.grid')].map(c => +c.getAttribute('y1')))")
+    for points, lines, values in zip(dots, grid, ([8e6 / n**0.8 for n in counts], [1234.0 * n**0.2 for n in counts]), strict=True):
+        steps = [b[0] - a[0] for a, b in zip(points, points[1:])]
+        assert max(steps) - min(steps) < 0.01  # each doubling as wide
+        heights = [lines[0] - y for _, y in points]
+        assert [h / heights[0] for h in heights] == pytest.approx([v / values[0] for v in values], rel=1e-6)
+    labels = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect().toJSON()]))")
+    box = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => s.getBoundingClientRect().toJSON())")
+    for texts, around, words in zip(labels, box, ("total time, days", "cost of the whole run, $"), strict=True):
+        assert texts[0][0] == words and "devices" in [text for text, _ in texts] and len(texts) > 12
+        for i, (text, a) in enumerate(texts):
+            assert around["left"] <= a["left"] and a["right"] <= around["right"] + 1, text
+            for other, b in texts[:i]:
+                assert not (a["left"] < b["right"] and b["left"] < a["right"] and a["top"] < b["bottom"] - 2 and b["top"] < a["bottom"] - 2), (text, other)
 
 
 @pytest.mark.slow
@@ -642,11 +769,12 @@ def test_the_page_searches_and_plans_with_the_planner_itself(chromium, real_serv
     planned(page)
     page.click("#search")
     page.wait_for_selector("#found table")
-    assert "time in all" in page.inner_text("#found") and "$" in page.inner_text("#found") and "fastest" in page.inner_text("#found tr.best >> nth=0")
-    keys = page.get_attribute("#found button >> nth=0", "aria-label").partition(": ")[2].split()
+    assert "total time" in page.inner_text("#found") and "$" in page.inner_text("#found") and "fastest" in page.inner_text("#found tr.best >> nth=0")
+    keys = page.get_attribute("#found button >> nth=0", "aria-label").split()[2:]
     page.click("#found button >> nth=0")
     page.wait_for_function("keys => keys.every(k => document.getElementById('command').textContent.includes(k))", arg=keys)
     planned(page, "✓ Fits")
+    page.click("#figures summary")
     page.click("#rows button >> nth=20")
     assert page.locator("tr.how:visible").count() == 1 and page.locator("#state.bad").count() == 0
     page.close()
@@ -655,6 +783,7 @@ def test_the_page_searches_and_plans_with_the_planner_itself(chromium, real_serv
 
 def test_every_figure_is_explained_on_demand(visit):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    page.click("#figures summary")
     page.fill("#find", "memory/weights")
     assert page.locator("#rows tbody tr:visible").count() == 1
     page.click("#rows button")
@@ -697,6 +826,7 @@ def test_contrast_is_enough(visit, scheme):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB", color_scheme=scheme)
     page.click("#search")
     page.wait_for_selector("#found table")
+    page.click("#figures summary")
     page.click("#rows button >> nth=1")
     for settings in ("2", "3"):  # fits; an error
         page.fill("#layout\\.tensor", settings)
@@ -711,6 +841,7 @@ def test_nothing_scrolls_sideways_or_overlaps(visit, width):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2&layout.offload=true&set=optimizer.lr=0.1", width=width, height=844)
     page.click("#search")
     page.wait_for_selector("#found table")
+    page.click("#figures summary")
     page.click("#rows button >> nth=3")
     page.fill("#layout\\.tensor", "3")
     page.wait_for_selector("[aria-invalid]")
@@ -756,7 +887,7 @@ def test_a_server_that_ended_is_said_and_the_form_kept(visit, server):
 
 def test_the_command_lines_plan_opens_the_form(chromium, planner):
     started = Request("./mine.yaml", ("data.path=here.txt", "layout.tensor=2"), "4xA100-80GB", 1e9, 12.0)
-    with web.open_server("127.0.0.1", 0, started, planner.answer, planner.search) as made:
+    with web.open_server("127.0.0.1", 0, started, planner) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         page = chromium.new_page()

@@ -54,6 +54,20 @@ def test_images_pass_and_lengths_are_skipped_with_the_reason(monkeypatch):
     assert lines["lengths"].ok is None and "one size" in lines["lengths"].text
     assert "after two steps" in lines["gradients"].text, "its head of zeros lets nothing through at the first"
     assert "label smoothing leaves" in lines["overfit"].text
+    said = {"start": "at most 1 apart", "gradients": "finite, not zero, 1000 at most", "attention": "(0.01 is allowed)", "overfit": "it must fall to 1/2",
+            "loader": "100% is allowed"}  # fmt: skip
+    assert {name: text for name, text in said.items() if text not in lines[name].text} == {}, "each says by what it is judged"
+
+
+def test_a_line_is_coloured_and_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    line = str(checking.Line("start", False, "a loss that is far away from what even odds would give it", "Look at the initialisation first."))
+    assert line.splitlines() == ["\x1b[31mFAIL\x1b[0m  start        a loss that is far away from what even", " " * 19 + "odds would give it", " " * 19 + "Look at the initialisation first."]
+    assert str(checking.Line("start", True, "fine")) == "\x1b[32mpass\x1b[0m  start        fine"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert str(checking.Line("start", True, "fine")) == "pass  start        fine"
 
 
 # ------------------------------------------------------------ wrong ones

@@ -155,6 +155,18 @@ def test_null_unsets(write, null):
     assert rope.model.rope_scaling is None  # null wins over what a preset fills in
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(60, 6), (10, 1), (4, 1)])
+def test_a_warm_up_longer_than_a_shortened_run_becomes_a_tenth_of_it(write, steps, warmup):
+    notes: list[str] = []
+    path = write(GPT.replace("warmup_steps: 10", "warmup_steps: 100"))
+    r = load(path, [f"train.steps={steps}"], notes=notes)
+    assert r.schedule == schema.Schedule(name="cosine", warmup_steps=warmup, final=0.1)
+    to_fit = f"to fit train.steps={steps} on the command line"
+    assert notes == [f"{path}: schedule.warmup_steps={warmup} instead of 100, {to_fit}"]
+    # both in one place contradict each other
+    assert "Set schedule.warmup_steps" in problems(path, [f"train.steps={steps}", "schedule.warmup_steps=99"])[0]
+
+
 def test_another_optimizer_takes_the_old_ones_settings_along_out(write):
     notes: list[str] = []
     path = write(COPY)
@@ -516,7 +528,7 @@ def test_a_mistake_on_the_command_line_says_so(write, override, line):
         (GPT, ["schedule.warmup_steps=500", "train.steps=10"],
          "schedule.warmup_steps: is 500, not below train.steps=10. Set schedule.warmup_steps=1, say, or a larger train.steps."),
         (GPT, ["schedule.warmup_steps=5", "schedule.end_step=5"],
-         "schedule.warmup_steps: is 5, not below schedule.end_step=5. Set schedule.warmup_steps=0, say, or a larger schedule.end_step."),
+         "schedule.warmup_steps: is 5, not below schedule.end_step=5. Set schedule.warmup_steps=1, say, or a larger schedule.end_step."),
         (GPT, ["batch.tokens=32"], "batch.tokens: 32 is less than one row of 64 tokens. Set batch.tokens=64 or more, or a shorter data.max_len."),
         (GPT, ["data.source=stdlib", "data.path=x"], "data.path: cannot take effect with data.source=stdlib. Set data.source=path or leave it out."),
         (GPT, ["data.valid=v", "data.valid_fraction=0.1"], "data.valid_fraction: cannot take effect with data.valid=v. Leave one of the two out."),

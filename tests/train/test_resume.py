@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import checksums
@@ -25,6 +26,7 @@ from gradus.rows import read_rows
 from gradus.train import checkpoint, evaluation, log, loop, metrics
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.run import train
+from gradus.train.schedule import too_high
 
 # dropout is on: the generator's state must be part of what is saved
 TINY = [
@@ -128,9 +130,36 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(undisturbed, tmp_path)
     assert Checkpoints(copy, keep=2).latest().name == "step-00000040"
 
 
+def test_checkpoints_come_in_the_order_of_their_steps_also_past_eight_digits(undisturbed, tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("step-99999999", "step-100000000", "step-99999999.bak"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(undisturbed / "checkpoints" / "step-00000040" / "config.json", folder / "step-100000000")
+    assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-99999999", "step-100000000"]
+    assert models.locate(tmp_path).name == "step-100000000"
+    Checkpoints(folder, keep=1)._remove_old()
+    assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-100000000"]
+
+
 def test_resume_refuses_another_mathematics(undisturbed):
     with pytest.raises(UserError, match=r"optimizer\.lr was .* another run"):
         train(recipes.load(undisturbed, ["optimizer.lr=0.123"]), resume=undisturbed)
+
+
+def test_a_warm_up_longer_than_the_run_and_a_rate_too_high_for_trained_weights_are_told_before_the_first_step(undisturbed, tmp_path, capsys):
+    words = [word for word in TINY if not word.startswith(("train.steps", "schedule."))]
+    words += ["train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
+    train(recipes.load("copy-task", words))
+    told = capsys.readouterr()
+    assert told.err.startswith("note: schedule.warmup_steps=1 instead of 500, to fit a run of 16 steps\n")
+    warning = next(line for line in told.out.partition("step 1/16")[0].splitlines() if line.startswith("note:"))
+    assert warning.startswith("note: a learning rate of 2.0e-02 is for training from scratch; the weights of model.init=")
+    assert warning.endswith(" may lose what they have learned. Set optimizer.lr=6e-04, say.")
+    assert recipes.load(tmp_path / "run").schedule.warmup_steps == 1
+    usual = recipes.load("copy-task", [*words, "optimizer.lr=1e-3"])
+    noam = recipes.load("copy-task", [*words, "optimizer.lr=1", "schedule.name=noam", "schedule.warmup_steps=4"])
+    assert too_high(usual, 16) is None and "optimizer.lr=6e-04 schedule.name=linear" in too_high(noam, 16)
+    assert too_high(recipes.load("copy-task", ["optimizer.lr=0.02"]), 16) is None, "new weights"
 
 
 def test_a_run_folder_is_not_overwritten(undisturbed):

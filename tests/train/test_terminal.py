@@ -15,7 +15,7 @@ import pytest
 
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.errors import coloured
+from gradus.errors import colour
 from gradus.recipe import schema
 from gradus.train import log as logs
 from gradus.train.run import train
@@ -146,14 +146,14 @@ def test_colour_is_for_terminals_and_hears_no_color(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert (coloured("error:", "red", screen.out) == "\x1b[31merror:\x1b[0m") == wanted, environment
+        assert (colour("error:", "red", screen.out) == "\x1b[31merror:\x1b[0m") == wanted, environment
     monkeypatch.delenv("NO_COLOR")
     with open(os.devnull, "w") as file:
-        assert coloured("x", "green", file) == "x"
+        assert colour("x", "green", file) == "x"
         monkeypatch.setenv("FORCE_COLOR", "1")
-        assert coloured("x", "green", file) == "\x1b[32mx\x1b[0m"
+        assert colour("x", "green", file) == "\x1b[32mx\x1b[0m"
         monkeypatch.setenv("NO_COLOR", "1")
-        assert coloured("x", "green", file) == "x"
+        assert colour("x", "green", file) == "x"
     screen.close()
 
 

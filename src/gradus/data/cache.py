@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,10 +62,6 @@ def keep(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(f".*-{folder.name}-*"):  # of a process that was killed
-            with contextlib.suppress(OSError):  # renamed by now
-                if time.time() - max(path.stat().st_mtime for path in (left, *left.rglob("*"))) > 86400:
-                    shutil.rmtree(left)
         with files.aside(folder) as aside:
             aside.mkdir()
             write(aside)

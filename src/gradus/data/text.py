@@ -158,7 +158,8 @@ class PairsDataset:
 
 
 class LabelledDataset:
-    """The rows of a table: item i is {"ids": (up to max_len,) int64, "label": int}.
+    """The rows of a table: item i is {"ids": (up to max_len,) int64, "label": int}; of a text, limits.FIELD characters
+    are read.
 
     columns: of text and label; None: the first there is of text, sentence, review, content and of label, labels, class,
     target. Labels are whole numbers from 0, or names. like: the training split, whose classes the others have.
@@ -210,7 +211,7 @@ class LabelledDataset:
             if label not in row:
                 raise no_column(self.name, number, label, row)
             labels.append(_label(f"{self.name}: row {number}", row[label], labels))
-            yield text_of(self.name, number, row, text)
+            yield text_of(self.name, number, row, text)[: limits.FIELD]
 
     def _classes(
         self, labels: list[int | str], names: Sequence[str] | None, n_classes: int | None

@@ -11,12 +11,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import files
-from gradus.errors import UserError, did_you_mean
+from gradus import files, limits
+from gradus.errors import InputError, UserError, did_you_mean
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
@@ -169,7 +169,8 @@ class FastTokenizer(Tokenizer):
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.rust.save(str(folder / "tokenizer.json"))
+        with files.aside(folder / "tokenizer.json") as path:
+            self.rust.save(str(path))
         said = {k: v for k, v in self.config.items() if v is not None}
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
 
@@ -201,7 +202,7 @@ class TableTokenizer(FastTokenizer):
         if None in ids:
             lacks = f"The {self.kind} {self.parts(text)[ids.index(None)]!r} is not in the vocabulary"
             mend = "Use one that knows every text (tokenizer.kind=byte or bpe)"
-            raise UserError(f"{lacks} of {self.vocab_size}, which has no <unk>. {mend}.")
+            raise InputError(f"{lacks} of {self.vocab_size}, which has no <unk>. {mend}.")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -213,7 +214,7 @@ class TableTokenizer(FastTokenizer):
     def save(self, folder: str | Path) -> None:
         """Write our own small JSON, which `load` prefers, and tokenizer.json for other engines."""
         super().save(folder)
-        (Path(folder) / OURS).write_text(json.dumps(self._state(), ensure_ascii=False), encoding="utf-8")
+        files.write_text(Path(folder) / OURS, json.dumps(self._state(), ensure_ascii=False))
 
 
 class CharTokenizer(TableTokenizer):
@@ -286,6 +287,17 @@ class ByteTokenizer(TableTokenizer):
         return list(text.encode("utf-8"))
 
 
+LONG = re.compile(rf"(?<!\S)\S{{{limits.WORD + 1},}}|(?<!\s)\s{{{limits.WORD + 1},}}")
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """A text, cut within words (and white space) that are longer than limits.WORD: the time that a word takes to learn
+    from is the square of its length."""
+    n = limits.WORD
+    cuts = [i for word in LONG.finditer(text) for i in range(word.start() + n, word.end(), n)]
+    return (text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text))))
+
+
 def train_bpe(
     texts: Iterable[str], vocab_size: int, lowercase: bool = False, specials: Sequence[str] = ()
 ) -> FastTokenizer:
@@ -309,7 +321,7 @@ def train_bpe(
     trainer = package.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=names, initial_alphabet=alphabet, show_progress=False
     )
-    rust.train_from_iterator(texts, trainer)
+    rust.train_from_iterator((part for text in texts for part in parts_of(text)), trainer)
     if rust.get_vocab_size() <= least:
         raise UserError("tokenizer: the text to train on is empty or too small for a merge. Use tokenizer.kind=byte.")
     return FastTokenizer(rust, {f"{role}_token": name for role, name in zip(ROLES, (*SPECIALS, "<s>", "</s>"))})

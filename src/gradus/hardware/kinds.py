@@ -109,6 +109,7 @@ class Device:
     memory_type: str | None = None
     year: Whole | None = None
     kind: Literal["gpu", "tpu", "cpu"] = "gpu"
+    vendor: str | None = None
     node: Whole = 8  # devices a node
     link: Linked = None  # within the node
     network: Linked = None  # between nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Container, Sequence
 from typing import Any
@@ -10,11 +12,51 @@ from gradus.hardware import files
 from gradus.hardware.kinds import NUMBERS, Device, Link, plain
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None) -> list[str]:
-    """Aligned columns; right: those aligned to the right, by default all."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    sides = [">" if right is None or i in right else "<" for i in range(len(header))]
-    return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in [header, *rows]]
+def visible(text: str) -> int:
+    """Its columns on a terminal, without the marks of a colour."""
+    return len(re.sub("\x1b\\[[0-9;]*m", "", text))
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None, width: float = math.inf
+) -> list[str]:
+    """Aligned columns; right: those aligned to the right, by default all. Where that is wider than `width`, several
+    tables one below the other, each with the first column."""
+    widths = [max(visible(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def padded(text: str, i: int) -> str:
+        space = " " * (widths[i] - visible(text))
+        return space + text if right is None or i in right else text + space
+
+    blocks: list[list[int]] = [[]]
+    for i in range(1, len(header)):
+        if blocks[-1] and widths[0] + sum(2 + widths[j] for j in (*blocks[-1], i)) > width:
+            blocks.append([])
+        blocks[-1].append(i)
+    parts = (["  ".join(padded(row[i], i) for i in (0, *b)).rstrip() for row in [header, *rows]] for b in blocks)
+    return [line for n, part in enumerate(parts) for line in ([""] * (n > 0) + part)]
+
+
+WIDTH = 80  # of a terminal
+SETTING = r"(--\w|[a-z_]+\.\w+=)"
+
+
+def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str]:
+    """A line in as many of `width` columns as it takes, broken between words. What follows stands below the last column
+    that begins in the first half of the line, or at `indent`. Settings to paste stay one command: a backslash marks
+    the break between two of them."""
+    if visible(line) <= width:
+        return [line]
+    if indent is None:
+        columns = [m.end() for m in re.finditer(r"  +|^\w+: ", line[: int(width / 2)])]
+        indent = columns[-1] if columns else 2
+    line = re.sub(r"\[[^\]]{,40}\]|--on \S", lambda m: m[0].replace(" ", "\xa0"), line)  # these are not broken
+    options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
+    lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]
+    for i, (text, following) in enumerate(zip(lines, lines[1:])):
+        if re.match(SETTING, following.lstrip()) and re.search(rf"(^|\s){SETTING}\S*( \S+)?$", text):
+            lines[i] = f"{text} \\"
+    return lines
 
 
 def cell(value: float | str | None, shape: str = "{}", unit: float = 1) -> str:
@@ -37,44 +79,47 @@ def lines(name: str | None = None) -> list[str]:
         same = [k for k in known_links.values() if plain(k.name) == plain(name)]
         return of_link(same[0]) if same else of_device(files.find(name))
     numbers = [n for n in NUMBERS if any(n in d.peaks for d in known.values())]
-    header = [
-        "device", *numbers, "memory", "type", "GB/s", "W", "year", "a node", "link GB/s", "network GB/s",
-        "price an hour",
-    ]  # fmt: skip
-    rows = []
+    compute, moving = [], []
     for d in known.values():
+        peaks = [cell(d.peaks.get(n), "{:.5g}", 1e12) for n in numbers]
+        compute.append([short_name(d), *peaks, cell(d.year, "{:.0f}"), cell(d.memory_type)])
         speeds = [cell(k and k.bandwidth, "{:.4g}", 1e9) for k in (d.link, d.network)]
         p = files.price(d)
-        rows.append([
-            d.name, *(cell(d.peaks.get(n), "{:.5g}", 1e12) for n in numbers), gib(d.memory), cell(d.memory_type),
-            cell(d.bandwidth, "{:.4g}", 1e9), cell(d.power, "{:.0f}"), cell(d.year, "{:.0f}"), str(d.node), *speeds,
-            f"{p.low:.2f} {p.expected:.2f} {p.high:.2f} {p.currency}" if p else "-",
-        ])  # fmt: skip
+        price = f"{p.low:.2f} {p.expected:.2f} {p.high:.2f} {p.currency.replace('USD', '')}".rstrip() if p else "-"
+        held = [gib(d.memory), cell(d.bandwidth, "{:.4g}", 1e9), cell(d.power, "{:.0f}"), str(d.node)]
+        moving.append([short_name(d), *held, *speeds, price])
     of_links = [
         [k.name, gb_s(k.bandwidth), f"{k.bandwidth * 8 / 1e9:.6g} Gb/s", gb_s(k.both)] for k in known_links.values()
     ]
     file = files.user_file("hardware")
     own = f"{file}{'' if file.exists() else ' (none yet)'}"
-    return [
-        "Devices: dense peaks in TFLOP/s; links one direction, of one device; prices low, expected, high a device-hour",
+    text = [
+        "Devices: dense peaks in TFLOP/s; the type of memory",
         "",
-        *table(header, rows, set(range(1, len(header) - 1)) - {len(numbers) + 2}),
+        *table(["device", *numbers, "year", "type"], compute, set(range(1, len(numbers) + 2))),
+        "",
+        "Devices: memory; GB/s of the memory, the link and the network (one direction, per device); watts; devices per "
+        "node; USD per device-hour: low, expected, high",
+        "",
+        *table(["device", "memory", "GB/s", "W", "node", "link", "network", "price"], moving, set(range(1, 7))),
         "",
         "Links: one direction; where vendors advertise both directions together, that figure beside it",
         "",
-        *table(["link", "one direction", "the same in bits", "both together"], of_links, {1, 2, 3}),
+        *table(["link", "one direction", "in bits", "both together"], of_links, {1, 2, 3}),
         "",
         f"gradus hardware NAME: one of them with its sources. Your own: {own}; this machine: gradus calibrate",
     ]
+    return [piece for line in text for piece in fold(line)]
+
+
+def short_name(d: Device) -> str:
+    """A name that fits a column: of a long one (a processor's) the shortest by which --on knows it."""
+    return d.name if len(d.name) <= 14 else min((d.name, *d.aliases), key=len)
 
 
 def labelled(figures: Sequence[tuple[str, Any]]) -> list[str]:
     """A line or more for each (label, text) that has one."""
-    return [
-        line
-        for label, text in figures
-        for line in textwrap.wrap(str(text or ""), 130, initial_indent=f"  {label:13} ", subsequent_indent=" " * 16)
-    ]
+    return [line for label, text in figures if text for line in fold(f"  {label:13} {text}", 16)]
 
 
 def in_one_direction(k: Link) -> str:
@@ -85,7 +130,7 @@ def of_link(k: Link) -> list[str]:
     bits = f"{k.bandwidth * 8 / 1e9:.6g} Gb/s"
     return [k.name, *labelled([
         ("bandwidth", f"{gb_s(k.bandwidth)} = {bits} {in_one_direction(k)}"),
-        ("collectives", f"{k.efficiency:.0%} of it, {k.latency * 1e6:.3g} us a hop"),
+        ("collectives", f"{k.efficiency:.0%} of it, {k.latency * 1e6:.3g} us per hop"),
         ("source", k.source or "-"),
     ])]  # fmt: skip
 
@@ -98,10 +143,11 @@ def of_device(d: Device) -> list[str]:
         taken = f"taken: {p.low:.2f} low, {p.expected:.2f} expected, {p.high:.2f} high, in {p.currency}"
         taken += f", sources differ by a factor of {p.high / p.low:.1f}" if p.low and p.high > p.low else ""
     links = (("link", d.link), ("bridge", d.bridge), ("network", d.network))
-    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} an hour on {q.date}: {q.source}" for q in files.quotes(d.name)]
+    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour on {q.date}: {q.source}" for q in files.quotes(d.name)]
     return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *labelled([
         ("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items())),
         ("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}"),
+        ("vendor", d.vendor),
         ("power", d.power and f"{d.power:.0f} W"),
         ("year", d.year),
         ("node", f"{d.node} devices"),

@@ -14,12 +14,13 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.data import tokenizer_files
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError
-from gradus.limits import CONFIG_FILE, read_json
+from gradus.errors import InputError, UserError
+from gradus.limits import CONFIG_FILE, TOKEN, read_json
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
+GENERATION = "generation_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
@@ -132,7 +133,22 @@ class Encoded:
 
     prompts: list[list[int]]
     sources: list[list[int]] | None
-    eos_id: int | None
+    ends: list[int] | None  # any of them ends a text
+
+
+def end_tokens(place: Place, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a text: those of generation_config.json, else the tokenizer's. Raises UserError for ids that
+    the model does not have."""
+    usual = special(tokenizer, "bos" if place.path.is_file() else "eos", "sep")  # llama2.c's: the begin of the next text
+    file, kept = place.folder / GENERATION, None
+    if file.is_file() and not place.path.is_file():
+        found = read_json(file, CONFIG_FILE)
+        kept = found.get("eos_token_id") if isinstance(found, dict) else "?"
+    ends = [i for i in (kept if isinstance(kept, list) else [kept]) if i is not None]
+    n = getattr(place.config, "target_vocab_size", None) or place.config.vocab_size
+    if not all(type(i) is int and 0 <= i < n for i in ends):
+        raise UserError(f"{file}: eos_token_id: expected an id below {n:,} or a list of them, got {kept!r:.60}.")
+    return ends or [i for i in [usual] if i is not None]
 
 
 def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
@@ -141,15 +157,16 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
     none: its texts get no begin token, and an empty one starts with the token that preceded texts in training: the end
     token after documents, else a line end. An encoder-decoder's sources end with the end token.
-    Raises UserError for an empty text where there is nothing to start with, and for one longer than the model.
+    Raises InputError for an empty text where there is nothing to start with, and for one longer than the model.
     """
     tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
     target = tokenizers.get("target", tokenizer)
+    readable(texts, config.longest if fit else None)
     rows = tokenizer.encode_batch(texts)
-    eos_id = special(target, "eos", "sep")
+    ends = end_tokens(place, target)
     if family.attention == "cross":
         if not all(rows):
-            raise UserError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
+            raise InputError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
         fits(texts, sources, config.longest)
@@ -158,7 +175,7 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         if start is None:
             own = "Use the model's own (gradus generate: --tokenizer PATH)."
             raise UserError(f"the tokenizer has no begin token. {own}")
-        return Encoded([[start]] * len(rows), sources, eos_id)
+        return Encoded([[start]] * len(rows), sources, ends)
 
     if family.begin_token and recipe is None and tokenizer.bos_id is not None:
         rows = [[tokenizer.bos_id, *row] for row in rows]
@@ -167,17 +184,25 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
-            raise UserError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
+            raise InputError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
         rows = [row or begin[-1:] for row in rows]
-    if place.path.is_file():
-        eos_id = tokenizer.bos_id  # llama2.c's models end a story with the begin token of the next
     if fit:
         fits(texts, rows, config.longest)
-    return Encoded(rows, None, eos_id)
+    return Encoded(rows, None, ends)
+
+
+def readable(texts: list[str], longest: int | None) -> None:
+    """Raises InputError for a text that is too long before it is encoded, which takes time and 150 bytes per character.
+    longest: tokens (None: 65,536)."""
+    longest = longest or 1 << 16
+    for number, text in enumerate(texts, 1):
+        if len(text) > TOKEN * longest:
+            what = f"{len(text):,} characters, more than {longest:,} tokens hold ({TOKEN} each at most)"
+            raise InputError(f"text {number} ({text[:30] + '…'!r}) has {what}. Give a shorter one.")
 
 
 def fits(texts: list[str], rows: list[list[int]], longest: int | None) -> None:
     for number, (text, row) in enumerate(zip(texts, rows), 1):
         if longest is not None and len(row) > longest:
             start = f"text {number} ({text if len(text) <= 30 else text[:30] + '…'!r})"
-            raise UserError(f"{start} has {len(row):,} tokens, more than the {longest:,} that the model can read.")
+            raise InputError(f"{start} has {len(row):,} tokens, more than the {longest:,} that the model can read.")

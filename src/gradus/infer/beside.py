@@ -8,9 +8,7 @@ from pathlib import Path
 from gradus import tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import Place, note, special
-
-GENERATION = "generation_config.json"
+from gradus.infer import GENERATION, Place, end_tokens, note, special
 
 
 def write(place: Place, to: Path) -> bool:
@@ -35,10 +33,8 @@ def write(place: Place, to: Path) -> bool:
 def generation(place: Place, tokenizers: dict[str, Tokenizer]) -> dict[str, int]:
     """The settings by which `generate` of transformers and vLLM begin, end and pad as we do."""
     tokenizer = tokenizers.get("target", tokenizers[""])
-    end = special(tokenizer, "eos", "sep")
+    end = next(iter(end_tokens(place, tokenizer)), None)
     found = {"bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": end}
-    if place.path.is_file():
-        found["eos_token_id"] = found["bos_token_id"]  # as infer.encode
     pad = special(tokenizer, "pad")
     found["pad_token_id"] = found["eos_token_id"] if pad is None else pad
     if place.family.attention == "cross":

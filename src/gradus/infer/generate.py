@@ -61,17 +61,17 @@ class Continuation:
         if self.beams > 1:
             new = beam_search(
                 self.engine, encoded.prompts, beams=self.beams, max_new=self.max_new, sources=encoded.sources,
-                eos_id=encoded.eos_id,
+                eos_id=encoded.ends,
             )  # fmt: skip
             self.rows = [row + more for row, more in zip(self.rows, new)]
             yield
             return
         for new in decode(
             self.engine, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
-            eos_id=encoded.eos_id, cache=cache, window=self.window,
+            eos_id=encoded.ends, cache=cache, window=self.window,
         ):  # fmt: skip
             for i, token in enumerate(new.tolist()):
-                ended[i] = ended[i] or token == encoded.eos_id
+                ended[i] = ended[i] or token in encoded.ends
                 if not ended[i]:
                     self.rows[i].append(token)
             yield
@@ -104,7 +104,7 @@ def generate(args: Any) -> None:
     end = time.perf_counter()
     first = start if first is None or args.beams > 1 else first  # a search yields all at once
     if stream:
-        stream.end(found.rows[0])
+        stream.show(found.rows[0], end=True)
         print(flush=True)
     else:
         for i, (prompt, text) in enumerate(zip(found.prompts, found.texts), 1):
@@ -129,18 +129,15 @@ class Stream:
     """
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], Any]):
-        self.tokenizer, self.write, self.written = tokenizer, write, ""
+        self.tokenizer, self.write = tokenizer, write
+        self.before, self.written = 0, 0  # ids written by the call before the last one, and by the last one
 
-    def show(self, ids: list[int]) -> None:
-        self._put(self.tokenizer.decode(ids).rstrip("\ufffd"))
-
-    def end(self, ids: list[int]) -> None:
-        """No more ids follow: write the text that waited as it is."""
-        self._put(self.tokenizer.decode(ids))
-
-    def _put(self, text: str) -> None:
-        # a tokenizer that tidies its text may take something back (a space before a full stop); what is written stays
-        if len(text) > len(self.written):
-            self.write(text[len(self.written) :])
-            self.written = text
+    def show(self, ids: list[int], end: bool = False) -> None:
+        """end: no more ids follow, and the text that waited is written as it is."""
+        # Between words decoders put or take spaces by what stands before: the last part is decoded again, before the new.
+        known = len(self.tokenizer.decode(ids[self.before : self.written]))
+        text = self.tokenizer.decode(ids[self.before :])
+        if len(text) > known and (end or not text.endswith("\ufffd")):
+            self.write(text[known:])
+            self.before, self.written = self.written, len(ids)
             sys.stdout.flush()

@@ -22,8 +22,8 @@ from gradus.data.augment import normalise, resize
 from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
-from gradus.errors import UserError, did_you_mean
-from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, special
+from gradus.errors import InputError, UserError, did_you_mean
+from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, readable, special
 from gradus.infer.checked import Running
 from gradus.models.decoding import complete
 from gradus.parallel.apply import apply
@@ -69,7 +69,7 @@ def predict(args: Any) -> Iterator[str]:
         return
     records: list[Record] = []
     if args.inputs == ["-"]:  # each line is answered before the next is read
-        found = (record for line in lines_of(sys.stdin) for record in records_of(place, [line], args.top))
+        found = records_by_line(place, args.top)
     else:
         found = split_records(place, args) if args.split else records_of(place, inputs_of(args), args.top)
     for record in found:
@@ -83,25 +83,37 @@ def predict(args: Any) -> Iterator[str]:
             files.write_text(Path(args.to), "".join(lines))
         yield f"wrote {args.to}"
     if args.grid:
-        colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in records]
+        shown = [r for r in records if "_image" in r]
+        colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in shown]
         with writing(f"--grid={args.grid}"):
-            grid.picture_grid([r["_image"] for r in records], [r["label"] for r in records], colours, args.grid)
+            grid.picture_grid([r["_image"] for r in shown], [r["label"] for r in shown], colours, args.grid)
         yield f"wrote {args.grid}"
+    if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
+        raise UserError(f"standard input: {len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first.")
+
+
+def records_by_line(place: Place, top: int) -> Iterator[Record]:
+    """A prediction for each line of standard input as it comes; for a line that cannot be read, the reason."""
+    model = Running(place)
+    for line in lines_of(sys.stdin):
+        try:
+            yield from records_of(place, [line], top, model)
+        except InputError as e:
+            yield {"input": line, "error": str(e)}
 
 
 def lines_of(file: Iterable[str]) -> Iterator[str]:
-    """The lines of a file that are not empty. Raises UserError where one is not text."""
+    """The lines of a file. Raises UserError where one is not text."""
     try:
         for line in file:
-            if line.strip():
-                yield line.rstrip("\r\n")
+            yield line.rstrip("\r\n")
     except UnicodeDecodeError as e:
         raise UserError(f"standard input: not text in UTF-8 (byte 0x{e.object[e.start]:02x}).") from None
 
 
 def inputs_of(args: Any) -> list[str]:
-    """The inputs behind the model's name; without them (or with "-") all lines of standard input."""
-    inputs = args.inputs if args.inputs not in ([], ["-"]) else list(lines_of(sys.stdin))
+    """The inputs behind the model's name; without them (or with "-") all lines of standard input that are not empty."""
+    inputs = args.inputs if args.inputs not in ([], ["-"]) else list(filter(str.strip, lines_of(sys.stdin)))
     limits.words(inputs)
     if not inputs:
         raise UserError("nothing to predict. Give texts or image files behind the model's name, or --split valid.")
@@ -112,6 +124,8 @@ def line_of(record: Record) -> str:
     def guesses(found: list[dict[str, Any]], between: str) -> str:
         return between.join(f"{t['label']} {t['probability']:.4f}" for t in found)
 
+    if "error" in record:
+        return f"error: {record['error']}"
     if "top" in record:
         wrong = "" if record.get("right", True) else f"wrong: it is {record['truth']}"
         verdict = f"  ({wrong or 'right'})" if "right" in record else ""
@@ -142,18 +156,19 @@ def writing(option: str) -> Iterator[None]:
         raise UserError(f"{option}: {why}. Give a file in a folder you may write.") from None
 
 
-def records_of(place: Place, inputs: list[str], top: int) -> Iterator[Record]:
-    """Predictions for texts, or image files, by what the model is."""
-    config = place.config
+def records_of(place: Place, inputs: list[str], top: int, model: Running | None = None) -> Iterator[Record]:
+    """Predictions for texts, or image files, by what the model is. model: where it is open already. Raises InputError
+    for one that cannot be read."""
+    config, model = place.config, model or Running(place)
     head = getattr(config, "head", None)
     if config.reads == "images" and config.n_classes:
-        return label_images(place, inputs, top)
+        return label_images(place, inputs, top, model)
     if head == "classification":
-        return label_texts(place, inputs, top)
+        return label_texts(place, inputs, top, model)
     if head in ("masked_lm", "pretraining"):
-        return fill_masks(place, inputs, top)
+        return fill_masks(place, inputs, top, model)
     if place.family.attention == "cross":
-        return answers(place, inputs)
+        return answers(place, inputs, model)
     use = f"gradus generate {place.name} PROMPT" if place.family.attention == "causal" else "a model trained for a task"
     raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use {use}, or --features.")
 
@@ -196,10 +211,11 @@ def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[i
     longest = place.config.seq_len
     if place.recipe is not None:
         longest = min(longest, getattr(place.recipe.data, "max_len", None) or longest)
-    rows = []
-    for text, ids in zip(texts, tokenizer.encode_batch(texts)):
-        if len(ids) + around > longest:
-            note(f"cut to the first {longest - around} of its {len(ids)} tokens: {short(text, 40)}")
+    rows, heads = [], [text[: limits.TOKEN * longest] for text in texts]  # of a longer one the rest is not encoded
+    for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
+        if len(ids) + around > longest or head != text:
+            more = "more than " if head != text else ""
+            note(f"cut to the first {min(longest - around, len(ids))} of its {more}{len(ids)} tokens: {short(text, 40)}")
         rows.append([i for i in (first, *ids[: longest - around], last) if i is not None])
     return rows
 
@@ -207,13 +223,13 @@ def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[i
 def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """(ids (batch, seq), keep of that shape or None where nothing is padded)."""
     if len({len(row) for row in rows}) > 1 and tokenizer.pad_id is None:
-        note("the tokenizer has no padding token; token 0 stands in for it, and is not looked at")
+        note("the tokenizer has no padding token; token 0 is used in its place and masked")
     ids, keep = pad_sequences([np.array(row) for row in rows], tokenizer.pad_id or 0)
     return ids.to(device), None if bool(keep.all()) else keep.to(device)
 
 
-def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
-    tokenizer, model = place.tokenizers()[""], Running(place)
+def label_texts(place: Place, texts: list[str], top: int, model: Running) -> Iterator[Record]:
+    tokenizer = place.tokenizers()[""]
 
     def logits(part: list[str]) -> Tensor:
         ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, model.device)
@@ -223,16 +239,16 @@ def label_texts(place: Place, texts: list[str], top: int) -> Iterator[Record]:
 
 
 @torch.no_grad()
-def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
-    """For each [MASK] or <mask> the likeliest tokens, each place by itself; `filled` has the likeliest in all."""
+def fill_masks(place: Place, texts: list[str], top: int, model: Running) -> Iterator[Record]:
+    """For each [MASK] or <mask> the likeliest tokens, each mask by itself; `filled` has the likeliest in all."""
     tokenizer = place.tokenizers()[""]
     if tokenizer.mask_id is None:
         raise UserError(f"{place.name}: its tokenizer has no mask token.")
-    model = Running(place)
+    readable(texts, place.config.seq_len)
     for text in texts:
         parts = MASK.split(text)
         if len(parts) < 2:
-            raise UserError(f"no [MASK] or <mask> in {short(text, 40)!r}: mark the words to be filled in.")
+            raise InputError(f"no [MASK] or <mask> in {short(text, 40)!r}: mark the words to be filled in.")
         ids: list[int] = []
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
@@ -240,7 +256,8 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
         fits([text], [row], place.config.seq_len)
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
-        found = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(top)  # (n_masks, top)
+        found = (out[0] if isinstance(out, tuple) else out).float().softmax(-1)
+        found = found.topk(min(top, found.shape[-1]))  # (n_masks, top)
         names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in found.indices.tolist()]
         likeliest = iter(found.indices[:, 0].tolist())
         filled = tokenizer.decode([next(likeliest) if i == tokenizer.mask_id else i for i in ids])
@@ -248,36 +265,42 @@ def fill_masks(place: Place, texts: list[str], top: int) -> Iterator[Record]:
 
 
 @torch.no_grad()
-def answers(place: Place, texts: list[str]) -> Iterator[Record]:
-    """Greedy answers of an encoder-decoder: translations, filled sentinels, or copies of numbers."""
+def answers(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
+    """Greedy answers of an encoder-decoder: translations, filled sentinels, or copies of numbers. An empty text's is
+    empty."""
     if place.recipe is not None and place.recipe.task.name == "copy":
-        yield from copies(place, texts)
+        yield from copies(place, texts, model)
         return
-    tokenizers, model = place.tokenizers(), Running(place)
+    tokenizers = place.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = place.recipe.evaluate.max_new if place.recipe is not None else None
+    spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
+
+    def answered(texts: list[str]) -> list[list[int]]:
+        encoded = encode(place, tokenizers, texts)
+        room = [min(place.config.seq_len, asked or 2 * len(source) + 10) for source in encoded.sources]
+        given = {"sources": encoded.sources, "max_new": room, "eos_id": encoded.ends}
+        return complete(model.on(encoded), encoded.prompts, **given)
+
     for part in batches(texts):
-        encoded = encode(place, tokenizers, part)
-        room = min(place.config.seq_len, asked or 2 * max(map(len, encoded.sources)) + 10)
-        new = complete(model.on(encoded), encoded.prompts, sources=encoded.sources, max_new=room, eos_id=encoded.eos_id)
-        spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
-        for text, row in zip(part, new):
+        found = iter(answered(read) if (read := [text for text in part if text.strip()]) else [])
+        for text in part:
+            row = next(found) if text.strip() else []
             yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
 
 
-def copies(place: Place, texts: list[str]) -> Iterator[Record]:
+def copies(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
     task = Copy(place.recipe)
     n, length = task.task.n_symbols, min(place.config.seq_len, task.task.length)
     rows = []
     for text in texts:
         words = text.split()
-        if not words or not all(w.isdecimal() and 0 < int(w) < n for w in words):
-            raise UserError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '1 2 3'.")
+        if not words or not all(w.isdecimal() and len(w) <= len(str(n)) and 0 < int(w) < n for w in words):
+            raise InputError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '1 2 3'.")
         if len(words) != length:
             note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
         rows.append([int(w) for w in words])
         fits([text], rows[-1:], place.config.seq_len)
-    model = Running(place)
     for row in rows:
         start = row[0] if task.task.start == "first" else 0
         copy = task.decode(model.on(Encoded([[start]], [row], None)), [row])[0]
@@ -293,8 +316,11 @@ def read_images(place: Place, files: list[str | bytes]) -> list[np.ndarray]:
     for file in files:
         if isinstance(file, str) and not Path(file).is_file():
             beside = [p.name for p in Path(file).parent.iterdir()] if Path(file).parent.is_dir() else []
-            raise UserError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
-    return [read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
+            raise InputError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
+    try:
+        return [read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
+    except UserError as e:
+        raise InputError(str(e)) from None
 
 
 def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
@@ -320,8 +346,8 @@ def prepared(place: Place, images: list[np.ndarray], device: torch.device) -> Te
     return normalise(torch.cat(resized), *mean_and_std(place))
 
 
-def label_images(place: Place, files: list[str], top: int) -> Iterator[Record]:
-    images, model = read_images(place, files), Running(place)
+def label_images(place: Place, files: list[str], top: int, model: Running) -> Iterator[Record]:
+    images = read_images(place, files)
     found = labels(place, files, images, lambda part: model(prepared(place, part, model.device)), top)
     return ({**record, "_image": image} for record, image in zip(found, images))
 
@@ -354,10 +380,10 @@ def split_records(place: Place, args: Any) -> Iterator[Record]:
             shown = {"_image": sample["image"]} if image else {}
             yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
     elif isinstance(task, Copy):
-        yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen])
+        yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], Running(place))
     elif isinstance(task, Translation):
         sources = [task.tokenizer.decode(data[i]["source"].tolist()) for i in chosen]
-        for i, record in zip(chosen, answers(place, sources)):
+        for i, record in zip(chosen, answers(place, sources, Running(place))):
             yield {**record, "truth": task.target_tokenizer.decode(data[i]["target"].tolist())}
     else:
         raise UserError(f"--split={args.split}: task {place.recipe.task.name} has no right answers. Give texts.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from gradus import hub
+from gradus import files, hub
 from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
@@ -141,8 +141,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, beside) if beside else ''}")
     runs = path / "checkpoints"
-    newest_first = sorted(runs.glob(f"step-{'[0-9]' * 8}"), reverse=True)
-    for folder in (path, runs / "best", *newest_first):
+    for folder in (path, runs / "best", *reversed(files.numbered(runs, "step-"))):
         if (folder / "config.json").is_file() or (folder / "params.json").is_file():
             return folder
     if runs.is_dir():

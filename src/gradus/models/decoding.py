@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,17 +44,23 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
         place = str(logits.device)
         if place not in generators:
             generators[place] = torch.Generator(logits.device).manual_seed(seed)
-        logits = logits.float() / temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
         if top_k is not None and top_k < logits.shape[-1]:
             floor = logits.topk(top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < floor, float("-inf"))
         if top_p is not None and top_p < 1.0:
             ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= top_p  # the first token always stays
+            beyond = ordered.cumsum(-1) - ordered >= top_p
+            beyond[:, 0] = False  # the likeliest token always stays
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), float("-inf"))
         return torch.multinomial(logits.softmax(-1), 1, generator=generators[place])[:, 0]
 
     return choose
+
+
+def end_ids(eos_id: int | Sequence[int] | None) -> list[int]:
+    return [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -138,11 +145,12 @@ def to_host(ids: Tensor) -> Callable[[], Tensor]:
 @torch.no_grad()
 def generate(
     model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, max_new: int, choose: Choose = greedy,
-    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, cache: bool = True,
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | Sequence[int] | None = None, cache: bool = True,
     window: int | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the next token of every row, (batch,) on the host, up to `max_new` times or until every row has ended with
-    `eos_id`; a row that has ended yields it again. An accelerator is one token ahead of what is yielded.
+    `eos_id` (several: any of them); a row that has ended yields the first of them from then on. An accelerator is one
+    token ahead of what is yielded.
 
     model: a model, or whatever else has `prefill` and `decode` (see Steps). Decoders continue `prompts`; an
     encoder-decoder reads `sources` and continues `prompts` (its start tokens). Prompts may be of unequal length.
@@ -160,6 +168,8 @@ def generate(
     room = longest + max_new - 1  # the last token needs no slot
     text = F.pad(ids, (0, max_new))  # (batch, longest + max_new)
     rows, done = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.bool, device=device)
+    ends = end_ids(eos_id)
+    end_tokens = torch.tensor(ends, dtype=torch.long, device=device)
     cache = cache and steps.keeps and longest <= (window or longest)
     new, ended, waiting = None, torch.zeros(batch, dtype=torch.bool), []
     for now in range(longest, longest + max_new):  # tokens of the longest row
@@ -169,38 +179,45 @@ def generate(
             stored = min(room, window or room) if cache and new is None else None
             logits = steps.prefill(*latest(text[:, :now], lengths, window or now), *source, room=stored)
         new = choose(logits)
-        if eos_id is not None:
-            new = torch.where(done, eos_id, new)
-            done |= new == eos_id
+        if ends:
+            new = torch.where(done, ends[0], new)
+            done |= torch.isin(new, end_tokens)
         text[rows, lengths] = new
         lengths = lengths + 1
         waiting.append(to_host(new))
         if len(waiting) > ahead:
             yield (given := waiting.pop(0)())
-            ended |= given == eos_id if eos_id is not None else False
+            ended |= torch.isin(given, torch.tensor(ends, dtype=torch.long))
             if bool(ended.all()):
                 return
     yield from (get() for get in waiting)
 
 
 def complete(
-    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, eos_id: int | None = None, **kwargs: Any
-) -> list[list[int]]:
-    """The new tokens of every row, without the end token (see `generate`)."""
-    steps = [new.tolist() for new in generate(model, prompts, eos_id=eos_id, **kwargs)]
-    rows = [list(row) for row in zip(*steps)] if steps else [[] for _ in prompts]
-    return [row[: row.index(eos_id)] if eos_id is not None and eos_id in row else row for row in rows]
+    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, max_new: int | Sequence[int],
+    eos_id: int | Sequence[int] | None = None, **kwargs: Any,
+) -> list[list[int]]:  # fmt: skip
+    """The new tokens of every row, without the end token (see `generate`). max_new: of all rows, or of each."""
+    most, ends = limits(max_new, len(prompts)), end_ids(eos_id)
+    steps = [new.tolist() for new in generate(model, prompts, max_new=max(most), eos_id=ends, **kwargs)]
+    rows = zip(*steps) if steps else [() for _ in prompts]
+    return [list(itertools.takewhile(lambda i: i not in ends, row[:n])) for row, n in zip(rows, most)]
+
+
+def limits(max_new: int | Sequence[int], rows: int) -> list[int]:
+    return [max_new] * rows if isinstance(max_new, int) else list(max_new)
 
 
 @torch.no_grad()
 def beam_search(
-    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, beams: int, max_new: int,
-    sources: Sequence[Sequence[int]] | None = None, eos_id: int | None = None, length_penalty: float = 1.0,
+    model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, beams: int, max_new: int | Sequence[int],
+    sources: Sequence[Sequence[int]] | None = None, eos_id: int | Sequence[int] | None = None,
+    length_penalty: float = 1.0,
 ) -> list[list[int]]:  # fmt: skip
     """The new tokens of every row, without the end token, of the text whose mean log-probability is the highest among
     those found by keeping the `beams` likeliest beginnings (Sutskever et al. 2014, section 3.2; scores are divided by
     length ** length_penalty, end token included). A row is done when it has `beams` ended texts of which none could
-    still be beaten by the best beginning at its present length. Arguments as of `generate`; prompts of one length
+    still be beaten by the best beginning at its present length. Arguments as of `complete`; prompts of one length
     where there is more than one.
 
     Raises UserError for fewer than 2 beams, and for a model that keeps no cache.
@@ -208,52 +225,49 @@ def beam_search(
     steps = Steps(model) if isinstance(model, nn.Module) else model
     if beams < 2 or not steps.keeps:
         raise UserError(f"beams={beams}: beam search takes at least 2, and a model that keeps a cache. Use beams=1.")
-    if max_new < 1:
+    most, ends = limits(max_new, len(prompts)), end_ids(eos_id)
+    if max(most) < 1:
         return [[] for _ in prompts]
     device, n = steps.device, len(prompts)
     ids, lengths = pad_right([p for p in prompts for _ in range(beams)], 0, device)
     source = () if sources is None else pad_right([s for s in sources for _ in range(beams)], 0, device)
-    logits = steps.prefill(ids, lengths, *source, room=ids.shape[1] + max_new - 1)
+    logits = steps.prefill(ids, lengths, *source, room=ids.shape[1] + max(most) - 1)
     scores = torch.full((n, beams), float("-inf"), device=device)
     scores[:, 0] = 0.0  # all beams are alike at first
     texts = torch.zeros(n, beams, 0, dtype=torch.long, device=device)
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in prompts]  # the best of each row, best first
-    open_rows = set(range(n))
+    open_rows, end_tokens = set(range(n)), torch.tensor(ends, dtype=torch.long, device=device)
     first = torch.arange(n, device=device)[:, None] * beams
-    for length in range(1, max_new + 1):
+    for length in range(1, max(most) + 1):
         each = scores[:, :, None] + logits.float().log_softmax(-1).view(n, beams, -1)  # (n, beams, vocab)
         vocab = each.shape[-1]
-        best, where = each.flatten(1).topk(min(2 * beams, beams * vocab), dim=1)  # enough that are not the end
-        parent, token = where // vocab, where % vocab  # (n, 2 beams)
-        if eos_id is None:
-            chosen = torch.arange(beams, device=device).expand(n, -1)
-        else:
-            ends = token == eos_id
-            _note_ended(ended, open_rows, beams, length**length_penalty, best, parent, ends, texts)
-            chosen = ends.int().argsort(dim=1, stable=True)[:, :beams]  # the likeliest that go on
+        best, where = each.flatten(1).topk(min((1 + max(1, len(ends))) * beams, beams * vocab), dim=1)
+        parent, token = where // vocab, where % vocab  # (n, 2 beams or more): enough that are not the end
+        is_end = torch.isin(token, end_tokens)
+        _note_ended(ended, open_rows, beams, length**length_penalty, best, parent, is_end, texts)
+        chosen = is_end.int().argsort(dim=1, stable=True)[:, :beams]  # the likeliest that go on
         scores, parent, token = (x.gather(1, chosen) for x in (best, parent, token))
         kept = texts.gather(1, parent[:, :, None].expand(-1, -1, length - 1))
         texts = torch.cat((kept, token[:, :, None]), dim=2)
-        top = (scores[:, 0] / length**length_penalty).tolist() if eos_id is not None else []
-        if eos_id is not None:
-            open_rows -= {i for i in open_rows if len(ended[i]) == beams and top[i] <= ended[i][-1][0]}
-        if not open_rows or length == max_new:
+        now = (scores / length**length_penalty).tolist()
+        open_rows -= {i for i in open_rows if len(ended[i]) == beams and now[i][0] <= ended[i][-1][0]}
+        for i in [i for i in open_rows if length == most[i]]:
+            ended[i] += zip(now[i], texts[i].tolist())
+            open_rows.remove(i)
+        if not open_rows:
             break
         steps.reorder((first + parent).flatten())
         logits = steps.decode(token.flatten(), lengths)
         lengths = lengths + 1
-    last = (scores / texts.shape[2] ** length_penalty).tolist()
-    for i in open_rows:
-        ended[i] += [(score, text) for score, text in zip(last[i], texts[i].tolist())]
     return [max(found, key=lambda one: one[0])[1] for found in ended]
 
 
 def _note_ended(
     ended: list[list[tuple[float, list[int]]]], rows: set[int], beams: int, divisor: float, best: Tensor,
-    parent: Tensor, ends: Tensor, texts: Tensor,
+    parent: Tensor, is_end: Tensor, texts: Tensor,
 ) -> None:  # fmt: skip
     """Adds the texts that end now. One that is not among the `beams` likeliest is not followed."""
-    for i, j in ends[:, :beams].nonzero().tolist():
+    for i, j in is_end[:, :beams].nonzero().tolist():
         if i in rows:
             ended[i].append((float(best[i, j]) / divisor, texts[i, int(parent[i, j])].tolist()))
             ended[i] = sorted(ended[i], key=lambda one: -one[0])[:beams]

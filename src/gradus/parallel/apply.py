@@ -77,7 +77,7 @@ def apply(
     if layout.shard_optimizer and mesh.size("replicate") > 1:
         from gradus.parallel.shard import OptimizerShards
 
-        weights = [(h.name, h.local.data) for h in p.local_parameters]
+        weights = [(h.name, h.local.data) for h in p.trainable]
         p.optimizer_shards = OptimizerShards(weights, mesh.group("replicate"))
     assert p.local_parameters, "every process must hold a part of the model"
     return p
@@ -110,7 +110,7 @@ def use_replicas(p: Parallel, model: nn.Module) -> None:
         p.replicas = replicate.Replicas(p.bare)
         p.replicas.model = nn.DataParallel(model)
     elif layout.local_sgd or layout.diloco:
-        weights = [h.local.data for h in p.local_parameters]
+        weights = [h.local.data for h in p.trainable]
         p.local_updates = replicate.LocalUpdates(layout, weights, mesh.group("replicate"), layout.bucket_mb * 2**20)
     elif group is None:
         return

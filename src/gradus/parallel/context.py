@@ -144,7 +144,7 @@ class Context:
                     module.forward = self._with_sequence(module.forward)
         if self.redundant:
             blocks = [m for m in model.modules() if isinstance(m, Block)]
-            blocks[0].register_forward_pre_hook(self._before_first)
+            blocks[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
             blocks[-1].register_forward_hook(self._after_last)
 
     # ------------------------------------------------------------ what is split
@@ -186,10 +186,11 @@ class Context:
         self.sequence = getattr(positions, "sequence", None)
 
     @torch_private.uncompiled
-    def _before_first(self, block: nn.Module, args: tuple):
-        x, *rest = args  # (batch, seq, d_model)
+    def _before_first(self, block: nn.Module, args: tuple, kwargs: dict):
+        x, *rest = args or (kwargs.pop("x"),)  # (batch, seq, d_model)
         self.sequence = _Sequence(Split(x.shape[1], self.n, folded=False))
-        return _on_whole(lambda x: self.sequence.split.take(x, self.rank), x), *rest  # (batch, local, d_model)
+        local = _on_whole(lambda x: self.sequence.split.take(x, self.rank), x)  # (batch, local, d_model)
+        return (local, *rest), kwargs
 
     @torch_private.uncompiled
     def _after_last(self, block: nn.Module, args: tuple, out: Tensor):

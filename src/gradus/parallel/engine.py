@@ -119,9 +119,9 @@ class Parallel:
             from gradus.parallel.tensor import sum_partial_gradients
 
             sum_partial_gradients(self.part)
-        for own in self.local_parameters:
+        for own in self.trainable:
             own.local.grad = _local_gradient(own.parameter)
-        with_grad = [h for h in self.local_parameters if h.local.grad is not None]
+        with_grad = [h for h in self.trainable if h.local.grad is not None]
         if self.summed_by_engine or self.local_updates:
             return
         if type(self.replicas) is not Replicas:
@@ -133,8 +133,8 @@ class Parallel:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every process."""
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {h.norm_axes: [] for h in self.local_parameters}
-        for own in self.local_parameters:
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {h.norm_axes: [] for h in self.trainable}
+        for own in self.trainable:
             if own.local.grad is not None and self.counts(own.name):
                 by_axes[own.norm_axes].append(own.local.grad)
         device = self.local_parameters[0].local.device
@@ -155,7 +155,7 @@ class Parallel:
         """Weights that were stepped elsewhere arrive."""
         if self.optimizer_shards:
             self.optimizer_shards.send_weights()
-        self.replicas.send_weights([h.local.data for h in self.local_parameters])
+        self.replicas.send_weights([h.local.data for h in self.trainable])
 
     def zero_grad(self) -> None:
         for own in self.local_parameters:
@@ -165,14 +165,19 @@ class Parallel:
 
     @functools.cached_property
     def local_parameters(self) -> list[LocalParameter]:
-        """This process's parameters that are trained, in the model's order. Ask when the layout is applied, not
+        """This process's parameters, frozen ones too, in the model's order. Ask when the layout is applied, not
         before."""
-        return [self._local(name, p) for name, p in self.part.named_parameters() if p.requires_grad]
+        return [self._local(name, p) for name, p in self.part.named_parameters()]
+
+    @functools.cached_property
+    def trainable(self) -> list[LocalParameter]:
+        """Those of `local_parameters` that are not frozen."""
+        return [h for h in self.local_parameters if h.parameter.requires_grad]
 
     def _local(self, name: str, p: nn.Parameter) -> LocalParameter:
         local, cut = p, ()
         if isinstance(p, DTensor):
-            local = nn.Parameter(p.to_local().detach())
+            local = nn.Parameter(p.to_local().detach(), p.requires_grad)
             placed = zip(p.device_mesh.mesh_dim_names, p.placements)
             split = [name for name, placement in placed if not placement.is_replicate() and not placement.is_partial()]
             cut = tuple(
@@ -188,7 +193,7 @@ class Parallel:
         if not self.replicas.steps_optimizer():
             return []
         shards = self.optimizer_shards
-        return [(h.name, h.local) for h in self.local_parameters if shards is None or shards.mine(h.name)]
+        return [(h.name, h.local) for h in self.trainable if shards is None or shards.mine(h.name)]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:

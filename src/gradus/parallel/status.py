@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradus.errors import UserError, either, exit_code, tell_error
+from gradus.files import is_running
 
 if TYPE_CHECKING:  # launch.local reads this module before torch is there
     from gradus.parallel.world import World
@@ -163,14 +164,7 @@ def read(folder: Path, rank: int) -> Record | None:
 
 def is_gone(record: Record) -> bool:
     """Whether its process has ended, where that is a process of this host."""
-    if record.host != host():
-        return False
-    try:
-        with contextlib.suppress(PermissionError):
-            os.kill(record.pid, 0)
-        return Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError as e:
-        return isinstance(e, ProcessLookupError)
+    return record.host == host() and not is_running(record.pid)
 
 
 # ------------------------------------------------------------ what went wrong

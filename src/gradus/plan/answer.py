@@ -288,7 +288,8 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
 
 
 def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
-    """What would fit, ready to paste: the nearest other layout, and the device on which it would as it is. asked: the recipe's layout."""
+    """What would fit, ready to paste: the nearest other layout, and the device, of the same vendor where one of those does, on which it
+    would as it is. asked: the recipe's layout."""
     from gradus.plan.search import remedy
 
     cluster, now, out = made.cluster, made.value("memory/device"), []
@@ -296,10 +297,10 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
     if c := remedy(made.recipe, cluster, task):
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
         keys = layout_keys(c.layout, asked, said_keys(request.overrides))
-        out.append(f"{on}{keys}: it fits, {size(c.needed)} a device ({c.needed / device.capacity:.0%})")
+        out.append(f"{on}{keys}: it fits, {size(c.needed)} per device ({c.needed / device.capacity:.0%})")
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
-        least = min(larger, key=lambda d: d.capacity)
+        least = min(larger, key=lambda d: (d.vendor != device.vendor, d.capacity))
         out.append(f"--on {cluster.n}x{least.name} {made.layout_keys}".rstrip() + f": it fits as it is ({now / least.capacity:.0%})")
     return out
 
@@ -423,14 +424,14 @@ def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
 # ---------------------------------------------------------------- other questions
 
 
-def devices(request: Request) -> tuple[list[str], list[Row]]:
-    """(lines, rows): which single device. Raises UserError as `answer`."""
+def devices(request: Request, everything: bool = False) -> tuple[list[str], list[Row]]:
+    """(lines, rows): which single device; everything: lines of all, not of the first. Raises UserError as `answer`."""
     from gradus.plan.devices import devices as ranked
 
     if request.on or request.days:
         raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
     recipe, task, _ = open_recipe(request, notes := [])
-    lines, rows = ranked(recipe, task, whole=request.tokens is not None)
+    lines, rows = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
     return [*lines, *note_lines(notes)], rows
 
 

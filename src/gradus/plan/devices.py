@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device
-from gradus.hardware.tables import table
+from gradus.hardware.tables import short_name, table
 from gradus.parallel import mesh
 from gradus.plan.budget import CASES, SIGNS
 from gradus.plan.figures import known_figure
@@ -55,7 +55,7 @@ def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False)
 
 
 def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False) -> list[dict[str, Any]]:
-    """One dict for each device and precision it has: device, precision, memory and capacity (bytes), fits, layout (as words), seconds (a
+    """One dict for each device and precision it has: device, name (a short one), precision, memory and capacity (bytes), fits, layout (as words), seconds (a
     step), hours and cost (low, expected, high; None without a price) per `per`, all None of what does not fit, currency, missing (bytes),
     notes: whose parameters a device takes that has none of its own. The software is the same on all: Gradus's.
 
@@ -79,7 +79,7 @@ def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] |
             work = in_tf32(work) if numbers == "tf32" else work
             words = layout_keys(alone(recipe, numbers).layout, recipe.layout, ("precision",))
             priced = _priced(device, taken, work, epoch_of(recipe, task, work, whole))
-            found.append({"device": device.name, "precision": numbers, "layout": words, **priced})
+            found.append({"device": device.name, "name": short_name(device), "precision": numbers, "layout": words, **priced})
     return sorted(found, key=order)
 
 
@@ -109,34 +109,49 @@ def to_serve(model: ModelConfig) -> list[list[Row]]:
 
 
 def devices(
-    recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False
+    recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False, everything: bool = False
 ) -> tuple[list[str], list[Row]]:
-    """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: hours and money of the recipe's steps, not of an epoch."""
+    """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: time and money of the recipe's steps, not of an epoch. everything:
+    see `lines`."""
     ranked, served = rank_devices(recipe, task, names=names, whole=whole), to_serve(recipe.model)
-    return lines(ranked, served), rows(ranked, served)
+    return lines(ranked, served, everything), rows(ranked, served)
 
 
-def lines(ranked: list[dict[str, Any]], served: list[list[Row]]) -> list[str]:
-    """The ranking as a table, and for a decoder what serving it takes."""
+FIRST = 12  # devices of the first screen
+
+
+def lines(ranked: list[dict[str, Any]], served: list[list[Row]], everything: bool = False) -> list[str]:
+    """The ranking as a table, and for a decoder what serving it takes. Each device once, at its best precision, the first of them;
+    everything: all devices and precisions, with low and high costs and the keys of each."""
     per = ranked[0]["per"] if ranked else "epoch"
-    header = ["device", "precision", "memory", "of", "", "a step", f"time per {per}", f"money per {per}", "low", "high", "--on DEVICE and"]
-    body = []
-    for one, precisions in _together(ranked):
-        fits, took, expected, (low, high) = f"{size(one['missing'])} too much", ("-", "-"), "-", ("-", "-")
+    best: dict[str, tuple[dict[str, Any], str]] = {}
+    for one in ranked:
+        best.setdefault(one["device"], (one, one["precision"]))
+    shown = _together(ranked) if everything else list(best.values())[:FIRST]
+    body, keys = [], []
+    for one, precisions in shown:
+        step, took, cost, between = "-", "-", f"{size(one['missing'])} too much", ""
         if one["fits"]:
-            fits, took, expected = "fits", (duration(one["seconds"]), duration(one["hours"] * 3600)), "no price"
+            step, took, cost = duration(one["seconds"]), duration(one["hours"] * 3600), "no price"
         if one["cost"] is not None:
-            low, expected, high = (money(c, one["currency"]) for c in one["cost"])
-        held = [size(one["memory"]), size(one["capacity"]), fits]
-        body.append([one["device"], precisions, *held, *took, expected, low, high, one["layout"]])
-    notes = dict.fromkeys(note for one in ranked for note in one["notes"])
+            low, cost, high = (money(c, one["currency"]) for c in one["cost"])
+            between = f"    [{low} .. {high}]"
+        used = f"{one['memory'] / one['capacity']:.0%}"
+        body.append([one["name"], precisions, size(one["memory"]), used, step, took, cost])
+        keys.append((between, f"--on {one['name']} {one['layout']}".rstrip()))
+    head, *text = table(["device", "precision", "memory", "used", "per step", "time", "cost"], body, {2, 3, 4, 5, 6})
+    notes = list(dict.fromkeys(note for one, _ in shown for note in one["notes"]))
+    hidden = f"{len(best) - len(shown)} more devices, other" if len(best) > len(shown) else "other"
+    rest = [line for row, more in zip(text, keys) for line in (row, f"{more[0] or '   '} {more[1]}")] if everything else text
+    more = [] if everything or not keys else [f"--all: {hidden} precisions, low and high costs, the keys of each; of the first: {keys[0][1]}"]
     return [
-        "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first (expected price);",
-        "then what has no price, fastest first; then what does not fit, nearest first, in the precision that comes nearest. "
-        "--json: all of them",
+        "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first, then what has no "
+        f"price, fastest first; then what does not fit. Time and expected cost per {per}",
         "",
-        *table(header, body, {2, 3, 5, 6, 7, 8, 9}),
-        *(note_lines(list(notes)) or [""]),
+        head,
+        *rest,
+        *more,
+        *(note_lines(notes) or [""]),
         *(_serving_lines(served) if served else []),
     ]
 
@@ -147,11 +162,14 @@ def _serving_lines(served: list[list[Row]]) -> list[str]:
     for precision in served:
         found = {row.name.removeprefix("serving/"): row for row in precision}
         chosen, cache = found["device"], sum(found[k].value for k in ("kv_cache", "cross_cache") if k in found)
-        rule, *sizes = (f"{n / 1e9:.3g} GB" for n in (found["rule"].value, found["weights"].value, cache, found["total"].value))
+        rule, *sizes = (size(n) for n in (found["rule"].value, found["weights"].value, cache, found["total"].value))
         by_rule, fits = chosen.conditions["by_rule"].replace("none", "several"), chosen.value if chosen.conditions["fits"] else "several"
         body.append([chosen.conditions["precision"], rule, by_rule, *sizes, fits])
-    header = ["precision", "rule of thumb: weights × 1.2", "least device", "weights", "cache", "with logits", "least device"]
-    title = f"One device to serve it on, one sequence of {at['seq_len']:,} tokens{source}, before activations and framework:"
+    header = ["", "weights × 1.2", "held by", "weights", "cache", "total", "held by"]
+    title = (
+        f"One device to serve it on, one sequence of {at['seq_len']:,} tokens{source}, before activations and framework: by the rule of thumb "
+        "(weights × 1.2), and by weights, cache and logits"
+    )
     return ["", title, *table(header, body, {1, 3, 4, 5})]
 
 

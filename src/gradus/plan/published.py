@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradus.errors import UserError
+from gradus.hardware.tables import table as columns_of
 from gradus.plan.roofline import fitted
 
 EXPLAINED = (
-    "Errors in percent. inside: points within the interval that the plan states (80 % expected). constant: mean error of a constant "
-    "utilisation (or",
-    "value) that was learnt from the other models; skill: 1 - error / constant's error. models, sources: that stood in a fit beside "
-    "(medians).",
-    "Honest reading: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
+    "Errors in percent. inside: points within the interval that the plan states (80 % expected). skill: 1 - error / mean error of a "
+    "constant utilisation (or value) that was fitted to the other models.",
+    "What this means: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
 )
+SHOWN = ("n", "mean", "median", "max", "bias", "inside", "skill")  # columns of the table; the file has more
 
 
 def lines(path: str | None = None) -> Iterator[str]:
@@ -30,8 +30,8 @@ def lines(path: str | None = None) -> Iterator[str]:
     for label in ("model", "source"):
         table = dict(file.get(f"without its {label}", {}))
         columns = table.pop("columns", [])
-        rows = {f"each point, its {label} left out": columns, **{group: map(_cell, columns, row) for group, row in table.items()}}
-        yield from ("", *(f"{head:34}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows.items()))
+        rows = [[group, *(_cell(name, row[columns.index(name)]) for name in SHOWN)] for group, row in table.items()] if columns else []
+        yield from ("", *columns_of([f"each point, its {label} left out", *SHOWN], rows, set(range(1, 8))))
     yield ""
     yield from (f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1]))
 
@@ -39,4 +39,4 @@ def lines(path: str | None = None) -> Iterator[str]:
 def _cell(column: str, value: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.0f}" if column in ("n", "models", "sources") else f"{value:.2f}" if column == "skill" else f"{100 * value:.1f}"
+    return f"{value:.0f}" if column == "n" else f"{value:.2f}" if column == "skill" else f"{100 * value:.1f}"

@@ -22,6 +22,7 @@ import torch
 from gradus import files
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
+from gradus.hardware.tables import table
 from gradus.parallel import check
 from gradus.plan import batches as making
 from gradus.plan import engine, sketch
@@ -408,7 +409,7 @@ class Found:
         from gradus.plan.show import size
 
         on = f"{self.cluster.n:,} × {self.cluster.device.name}"
-        out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts priced roughly, these exactly (gradus plan with a layout's keys says the same)"]
+        out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts estimated, these planned in full"]
         if self.fastest is None:
             return [*out, "nothing fits", *self.advice, "", *self._table()]
         seen: dict[int, str] = {}
@@ -422,10 +423,10 @@ class Found:
             seen[id(best)] = name
             devices = f"{best.n:,} device{'s' * (best.n > 1)}: " * (best.n > 1)
             out.append(
-                f"{name:15} {devices}{best.describe()}; {_time(best.seconds)} a step{self._cost(best)}; "
-                f"{size(best.needed)} of {size(best.capacity)} a device"
+                f"{name:15} {devices}{best.describe()}; {_time(best.seconds)} per step{self._cost(best)}; "
+                f"{size(best.needed)} of {size(best.capacity)} per device"
             )
-            out.append(f"{'':15} {self.words(best)}")
+            out.append(f"{'':15} {self.words(best)}".rstrip())
         return [*out, "", *self._table()]
 
     def _cost(self, c: Candidate) -> str:
@@ -441,17 +442,18 @@ class Found:
         return c.money * steps / usual_goodput(Cluster(self.cluster.device, c.n))
 
     def _table(self) -> list[str]:
-        rows = [("", "devices", "layout", "micro-batch", "recompute", "step", "GB", "why not")]
+        header, body = ["", "devices", "step", "memory", "layout: why it is slower"], []
         for i, c in enumerate(self.table, 1):
             more = [c.layout.schedule] if c.layout.pipeline > 1 else []
             more += [c.layout.param_dtype + " shards"] if c.layout.param_dtype else []
             more += ["zero-1"] if c.layout.shard_optimizer else []
-            step = _time(c.seconds) if c.time else "-"
-            rows.append((str(i), str(c.n), ", ".join([c.describe(), *more]), str(c.layout.micro_batch or ""), c.layout.checkpointing, step,
-                         f"{c.needed / 1e9:.1f}", c.reason))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(7)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[7]]).rstrip() for row in rows]
-        return [lines[0], *(line for i, c in enumerate(self.table, 1) for line in (lines[i], f"{'':{widths[0]}}  {self.words(c)}"))]
+            more += [f"micro-batch {c.layout.micro_batch}"] if c.layout.micro_batch else []
+            more += [f"checkpointing {c.layout.checkpointing}"] if c.layout.checkpointing != "none" else []
+            text = ", ".join([c.describe(), *more]) + (f": {c.reason}" if c.reason else "")
+            body.append([str(i), f"{c.n:,}", _time(c.seconds) if c.time else "-", f"{c.needed / 1e9:.1f} GB", text])
+        lines = table(header, body, {1, 2, 3})
+        keys = (f"{'':{len(str(len(body)))}}  {self.words(c)}".rstrip() for c in self.table)
+        return [lines[0], *itertools.chain.from_iterable(zip(lines[1:], keys))]
 
     def rows(self) -> list[Row]:
         out = []
@@ -488,7 +490,7 @@ def search(
     """
     space = Space(recipe, cluster, task, said)
     good, large = ranked(space, top)
-    n = cluster.n
+    good, n = good[:top], cluster.n
     while fewer and n > 1 and n % 2 == 0 and good:
         n //= 2
         try:
@@ -512,9 +514,8 @@ def search(
     large = sorted(large, key=lambda c: (c.needed, c.keys))[:3]
     for c in large:
         c.reason = _too_large(c)
-    table = [c for c in good if c.n == n or c in good[:top] or c in (cheapest, fewest)] + large
     advice = [] if good else _advice(space, large[0])
-    return Found(recipe, cluster, fastest, cheapest, fewest, table, space.tried, cost.currency if cost else "", advice, steps)
+    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.tried, cost.currency if cost else "", advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -528,7 +529,7 @@ def _too_large(c: Candidate) -> str:
 def _reason(c: Candidate, best: Candidate, node: int) -> str:
     """The part of the step that costs most more than the winner's."""
     if c.n != best.n:
-        return f"{c.n} device{'s' * (c.n > 1)}: {c.seconds / best.seconds:.2f} × the time"
+        return f"{c.seconds / best.seconds:.2f} × the time on {c.n:,} device{'s' * (c.n > 1)}"
     behind = {name: c.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in {*c.parts, *best.parts}}
     if (c.seconds - best.seconds) / best.seconds < 0.005:
         return "as fast, within half a per cent"
@@ -588,13 +589,13 @@ def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, said
 
 
 def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
-    """What fits instead of the recipe's layout, the nearest: other checkpointing, a smaller micro-batch, both; the best of all layouts on as
+    """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best of all layouts on as
     many devices; then on the fewest more of them."""
     space, own = Space(recipe, cluster, task), recipe.layout
     now = min(own.micro_batch or math.inf, max(space.micro_batches(own)))
     ways = WAYS[WAYS.index(own.checkpointing) :] if own.checkpointing in WAYS and own.schedule != "zero_bubble" else (own.checkpointing,)
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
-    for micro, checkpointing in [(now, way) for way in ways[1:]] + [(micro, way) for way in ways for micro in smaller[1:]]:
+    for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
         if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.device.capacity and (c := space.price(layout)).fits:
             return c

@@ -330,6 +330,6 @@ def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[R
     """The rows of `optimal` as a table, a line a fit."""
     what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
     body = [[fit, *(f"{row.value:.3g}" for row in rows if row.conditions["fit"] == fit)] for fit in FITS]
-    head = ["fit", "parameters", "tokens", "FLOP", "tokens a parameter", "loss, nats a token"]
-    title = f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (their data and tokenizer)"
+    head = ["fit", "parameters", "tokens", "FLOP", "tokens/parameter", "loss, nats"]
+    title = f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (loss per token of their data and tokenizer)"
     return [title, "", *table(head, body, set(range(1, 6)))]

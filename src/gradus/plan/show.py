@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, colour, did_you_mean
+from gradus.hardware.tables import WIDTH, fold
 from gradus.parallel.mesh import sizes
 from gradus.plan.budget import DAY, SIGNS
 from gradus.plan.figures import TEXTS
@@ -72,7 +73,7 @@ def value_text(row: Row) -> str:
     if unit in UNITS:
         return size(v) if unit == "bytes" else in_unit(v, unit)
     if unit == "h":
-        return f"{rate(v)} device-hours"
+        return duration(3600 * v) if row.name == "device/hours" else f"{rate(v)} device-hours"
     if unit in ("parameters", "devices", "steps", "tokens") or (isinstance(v, int) and not unit):
         return f"{v:,.0f} {unit}".rstrip()
     if unit in ("$", "€"):
@@ -194,7 +195,7 @@ def _put_in(cases: dict[str, Row], key: str, text: Callable[[float], str] = lamb
     return " to ".join(dict.fromkeys(text(value) for given in inputs for name, value in given.items() if name.endswith(key)))
 
 
-WIDTH, HEIGHT = 80, 24  # of a terminal that holds the first screen
+HEIGHT = 24  # lines of a terminal that holds the first screen
 BRACKETS = "[low .. high]: 4 of 5 published runs lay there; totals add prices, power, grid"
 MORE = "--all for components, --explain NAME for a figure"
 LEGEND = (
@@ -204,26 +205,25 @@ LEGEND = (
 )
 
 
-def fold(line: str, indent: int = 10) -> list[str]:
-    """A line in as many of WIDTH columns as it takes. Settings to paste (of `layout` and `try`, up to a colon) stay one command: where they
-    are broken stands a backslash."""
-    line = re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\xa0"), line)  # brackets are not broken
-    broken = textwrap.wrap(line, WIDTH - 2, subsequent_indent=" " * indent, break_on_hyphens=False)
-    lines = [text.replace("\xa0", " ") for text in broken]
-    if re.match(r"(layout|try) ", line):
-        command = [":" not in "".join(lines[: i + 1]) for i in range(len(lines) - 1)]
-        lines[:-1] = [f"{text} \\" if pasted else text for text, pasted in zip(lines, command)]
-    return lines
-
-
 def screen(answer: Answer, everything: bool = False) -> list[str]:
     """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
     timed = any(row.name == "time/step" for row in answer.rows)
     if not everything:
         return first_screen(head, answer.notes, [BRACKETS, MORE] if timed and answer.fits is not False else [MORE])
-    lines = [text for line in head for text in fold(line)]
+    lines = [text for line in head for text in fold(line, 10)]
     return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *LEGEND] if timed else [])]
+
+
+VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not fit\b|[\d.]+ \w+ too much"}
+
+
+def printed(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as a terminal shows them: folded, the verdicts in colour."""
+    for line in (piece for line in lines for piece in fold(line)):
+        for name, pattern in VERDICTS.items():
+            line = re.sub(pattern, lambda m, name=name: colour(m[0], name), line)
+        yield line
 
 
 def note_lines(notes: list[str]) -> list[str]:
@@ -232,7 +232,7 @@ def note_lines(notes: list[str]) -> list[str]:
 
 def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
     """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many as have room."""
-    lines = [text for line in head for text in fold(line)]
+    lines = [text for line in head for text in fold(line, 10)]
     room = HEIGHT - len(lines) - len(last) - 1
     ways = (notes, [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes])
     shown = next((said for way in ways if len(said := [t for note in way for t in fold(f"note: {note}", 6)]) <= room), None)

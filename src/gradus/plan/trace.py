@@ -809,7 +809,7 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
     finish = parallel._finish_gradients
 
     def finish_with_gradients() -> None:
-        for held in parallel.local_parameters:
+        for held in parallel.trainable:
             if held.parameter.grad is None:
                 held.parameter.grad = torch.zeros_like(held.parameter)
         finish()

@@ -3,11 +3,12 @@
 GET /             the page (page.html)
 GET /api/options  what the form offers: recipes, presets, devices, layout keys, and the plan named on the command line
 POST /api/plan    {"recipe", "on", "tokens", "days", "overrides"} → the rows of `gradus plan --json`, each with its value as text
-POST /api/search  the same → the layouts of `gradus plan --search`, ranked
+POST /api/search, /api/devices, /api/serve (also "batch", "length", "bits"), /api/optimal
+                  the same → the lines and the table of `gradus plan --search` and so on
 
-A page of another site must not reach this: the Host header has to be an address or this machine's name (a name that was made to
-point here, DNS rebinding, is neither), Origin has to be this page's own, and a POST has to be JSON. Requests name packaged recipes,
-presets and what the command line named; keys that hold paths are refused.
+A page of another site must not reach this: the Host header has to be a loopback name or what the server was bound to (a name that was
+made to point here, DNS rebinding, is neither), Origin has to be this page's own, and a POST has to be JSON. Requests name packaged
+recipes, presets and what the command line named; keys that hold paths are refused.
 """
 
 from __future__ import annotations
@@ -37,9 +38,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradus import hardware, limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.plan import answer as answers
 from gradus.plan.answer import Answer, Request, pinned
-from gradus.plan.answer import answer as answer_of
-from gradus.plan.answer import search as search_of
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
 from gradus.plan.workers import Fault, Workers
@@ -53,7 +53,7 @@ LAYOUT = {
     "precision": "Precision", "micro_batch": "Micro-batch", "checkpointing": "Checkpointing", "shard": "Shard (FSDP)",
     "tensor": "Tensor parallel", "pipeline": "Pipeline stages", "context": "Context parallel", "expert": "Expert parallel",
     "replicate": "Replicas by", "shard_optimizer": "Shard optimizer (ZeRO-1)", "schedule": "Pipeline schedule",
-    "stages": "Stages a process", "sequence_parallel": "Sequence parallel", "vocab_parallel": "Vocabulary parallel",
+    "stages": "Stages per process", "sequence_parallel": "Sequence parallel", "vocab_parallel": "Vocabulary parallel",
     "context_method": "Context method", "reshard": "Reshard after forward", "param_dtype": "Gathered weights' dtype",
     "reduce_dtype": "Reduced gradients' dtype", "attention": "Attention", "tf32": "TF32", "offload": "Offload to the host",
     "compress": "Compressed gradients",
@@ -82,12 +82,21 @@ class Asked(BaseModel):
     )
 
 
-def request_of(body: Any, started: Request | None) -> Request:
-    """The request in a body. Raises UserError for whatever is not as `gradus plan` would be asked, or could name a file."""
+class ToServe(Asked):
+    """A request's body for /api/serve."""
+
+    batch: Annotated[int, Field(ge=1, le=limits.BATCH)] | None = Field(None, description="--batch: must be a positive whole number")
+    length: Annotated[int, Field(ge=1, le=limits.LENGTH)] | None = Field(None, description="--length: must be a positive whole number")
+    bits: Annotated[int, Field(ge=1, le=32)] | None = Field(None, description="--bits: must be a whole number from 1 to 32")
+
+
+def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) -> tuple[Request, dict[str, int]]:
+    """The request in a body, and what it says beside it. Raises UserError for whatever is not as `gradus plan` would be asked, or could
+    name a file."""
     try:
-        asked = Asked.model_validate(body)
+        asked = kind.model_validate(body)
     except ValidationError as e:
-        key, fields = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT], Asked.model_fields
+        key, fields = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT], kind.model_fields
         unknown = f"{key}: unknown key of the request.{did_you_mean(key, fields)}" if key else "the request: expected a JSON object."
         raise UserError(f"{fields[key].description}." if key in fields else unknown) from None
     known = [*recipes.names(), *PRESETS, *ALIASES]
@@ -98,7 +107,8 @@ def request_of(body: Any, started: Request | None) -> Request:
         if not (started and override in started.overrides):
             _names_no_file(override)
     json_file = started.json_file if started and asked.recipe == started.recipe else None
-    return Request(asked.recipe, tuple(asked.overrides), asked.on, asked.tokens, asked.days, json_file)
+    more = asked.model_dump(exclude=set(Asked.model_fields), exclude_none=True)
+    return Request(asked.recipe, tuple(asked.overrides), asked.on, asked.tokens, asked.days, json_file), more
 
 
 def _names_no_file(override: str) -> None:
@@ -151,44 +161,61 @@ def options(started: Request | None) -> dict[str, Any]:
     }
 
 
-CELLS = {"search/memory": "memory a device", "search/step": "a step", "search/time": "time in all", "search/money": "cost of {of}"}
+CELLS = {  # row → its column
+    "search/memory": "memory per device", "search/step": "time per step", "search/time": "total time", "search/money": "cost of {of}",
+    "device/memory": "memory", "device/step": "time per step", "device/hours": "time per {per}", "device/cost": "cost per {per}",
+    "optimal/parameters": "parameters", "optimal/tokens": "tokens", "optimal/flops": "FLOP", "optimal/tokens_per_parameter": "tokens per parameter",
+    "optimal/loss": "loss",
+}  # fmt: skip
 
 
-def layouts(request: Request, search: Callable[[Request], tuple[list[str], list[Row]]]) -> dict[str, Any]:
-    """The table of a search, from its rows: a layout a rank, its keys as the form takes them."""
-    lines, rows = search(request)
-    device = kind_of(request.on or "")
-    ranked: dict[int, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: row.conditions["rank"]):
+def question(request: Request, ask: Callable[..., tuple[list[str], list[Row]]], flag: str, **more: int) -> dict[str, Any]:
+    """What the page shows of another question than the plan: its first lines and notes, and a table of its rows; a line of the table has
+    the settings that the form would take for it, and the numbers of a curve."""
+    lines, rows = ask(request, **more)
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
         c = row.conditions
-        best = c.get("best") or []
-        why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or ""
-        entry = {"keys": c["layout"], "on": f"{c['devices']}x{device}", "best": bool(best), "reason": why}
-        entry["cells"] = {"devices": f"{c['devices']:,}"}
-        ranked.setdefault(c["rank"], entry)["cells"][CELLS[row.name].format_map(c)] = value_text(row)
-    found = list(ranked.values())
-    until = 1 if any(x["best"] for x in found) else lines.index("") if "" in lines else None  # where nothing fits: what would
-    return {"layouts": found, "summary": lines[:until], "command": command(request, "--search")}
+        if row.name not in CELLS or c.get("case", "expected") != "expected":
+            continue
+        entry = found.setdefault(tuple(c.get(name) for name in ("rank", "device", "fit")), _entry(c, request))
+        if entry["cells"].get("precision") == c.get("precision"):  # a device's best comes first, and alone
+            entry["cells"][CELLS[row.name].format_map(c)] = value_text(row)
+            entry["values"][row.name.partition("/")[2]] = row.value
+    until = 1 if any(entry["best"] for entry in found.values()) else lines.index("") if "" in lines else None  # of a search: what wins is in the table
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    flags = [flag, *(word for key, value in more.items() for word in (f"--{key}", str(value)))]
+    return {"lines": lines[:until], "notes": notes, "table": list(found.values()), "command": command(request, *flags)}
+
+
+def _entry(c: dict[str, Any], request: Request) -> dict[str, Any]:
+    """A line of `question`'s table, without the figures. c: the conditions of a row."""
+    best = c.get("best") or []
+    why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or "does not fit" * (c.get("fits") is False)
+    on = f"{c['devices']}x{kind_of(request.on or '')}" if "rank" in c else c.get("device")
+    cells = {name: f"{c[name]:,}" if name == "devices" else c[name] for name in ("devices", "device", "precision", "fit") if name in c}
+    return {"keys": c.get("layout"), "on": on, "best": bool(best), "reason": why, "cells": cells, "values": {"devices": c.get("devices")}}
 
 
 # ---------------------------------------------------------------- HTTP
 
 
 class Server(ThreadingHTTPServer):
-    """A thread a connection, of which there are so many at a time; answer, search: in this process one at a time, None: in others."""
+    """A thread per connection, of which there are so many at a time. planner: answers in this process, one at a time; None: `plan.answer`
+    does, in others."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, started: Request | None, answer: Callable | None, search: Callable | None):
+    def __init__(self, host: str, port: int, started: Request | None, planner: Any):
         self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Workers(), threading.Lock()
-        self.run = self.here if answer or search else self.workers.run
+        self.run = self.here if planner else self.workers.run
         self.address_family = _family(host)
         super().__init__((host, port), Handler)
         self.host, self.started = host, started
-        self.ways = {
-            "/api/plan": functools.partial(plan, answer=answer or answer_of),
-            "/api/search": functools.partial(layouts, search=search or search_of),
-        }
+        planner = planner or answers
+        self.ways = {"/api/plan": functools.partial(plan, answer=planner.answer)}
+        for name in ("search", "devices", "serve", "optimal"):
+            self.ways[f"/api/{name}"] = functools.partial(question, ask=getattr(planner, name), flag=f"--{name}")
         self.page = importlib.resources.files("gradus.plan").joinpath("page.html").read_bytes()
 
     def here(self, function: Callable, argument: Any, gone: Callable[[], bool]) -> Any:
@@ -266,14 +293,18 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(server.ways)}")
         elif (body := self._body()) is not None:
             self.late.cancel()
-            asked = functools.partial(limits.parse_json, body, "the request")
-            self._answer(lambda: server.run(server.ways[path], request_of(asked(), server.started), self._gone))
+            self._answer(lambda: self._planned(path, body))
+
+    def _planned(self, path: str, body: bytes) -> dict[str, Any] | None:
+        kind = ToServe if path == "/api/serve" else Asked
+        request, more = request_of(limits.parse_json(body, "the request"), self.server.started, kind)
+        return self.server.run(functools.partial(self.server.ways[path], **more), request, self._gone)
 
     def _from_here(self) -> bool:
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if not _own(host, self.server.host):
+        if not _own(host, self.server.host, self.connection.getsockname()[0]):
             self._refuse(403, f"Host {host[:limits.TEXT]}: not this machine. Open {self.server.url}")
-        elif origin is not None and origin.partition("://")[2] != host:
+        elif origin is not None and origin != f"http://{host}":
             self._refuse(403, f"Origin {origin[:limits.TEXT]}: another site's page.")
         else:
             return True
@@ -331,11 +362,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing for every request; what goes wrong is told by `_answer`."""
 
 
-def _own(host: str, bound: str) -> bool:
-    """Whether a Host header names this machine: an address, localhost, or what the server was bound to. Any port: it may be forwarded."""
+def _own(host: str, bound: str, reached: str) -> bool:
+    """Whether a Host header names this machine: a loopback name, what the server was bound to, or, where that is every address, the one
+    that the connection reached. Any port: it may be forwarded."""
     try:
         name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[A-Za-z0-9.:_\[\]-]{1,255}", host) else None
-        return bool(name) and (name in ("localhost", bound.lower()) or bool(ipaddress.ip_address(name)))
+        known = {"localhost", bound.lower(), *([reached.removeprefix("::ffff:")] if bound in ("", "0.0.0.0", "::") else [])}
+        return name in known or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
 
@@ -354,12 +387,12 @@ def _policy(page: bytes) -> str:
 # ---------------------------------------------------------------- the verb
 
 
-def open_server(host: str, port: int, started: Request | None, answer: Callable | None = None, search: Callable | None = None) -> Server:
-    """A server that listens. Raises UserError where the port is taken or the address is not this machine's."""
+def open_server(host: str, port: int, started: Request | None, planner: Any = None) -> Server:
+    """A server that listens. planner: see `Server`. Raises UserError where the port is taken or the address is not this machine's."""
     if not 0 <= port <= 65_535:
         raise UserError(f"--port={port}: must be from 0 (any free one) to 65535.")
     try:
-        return Server(host, port, started, answer, search)
+        return Server(host, port, started, planner)
     except socket.gaierror:
         raise UserError(f"--host={host}: not an address of this machine. The default is 127.0.0.1: from this machine only.") from None
     except PermissionError:

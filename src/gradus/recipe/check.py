@@ -148,9 +148,10 @@ def _warmup(schedule, train) -> Iterator[Problem]:
     key = "schedule.end_step" if schedule.end_step else "train.steps"
     end = schedule.end_step or train.steps
     if schedule.name != "noam" and end and schedule.warmup_steps >= end:
+        tenth = max(1, end // 10)
         text = f"is {schedule.warmup_steps}, not below {key}={end}. "
-        text += f"Set schedule.warmup_steps={end // 10}, say, or a larger {key}."
-        yield Problem("schedule.warmup_steps", text, (key,), void=True)
+        text += f"Set schedule.warmup_steps={tenth}, say, or a larger {key}."
+        yield Problem("schedule.warmup_steps", text, (key,), void=True, instead=tenth)
 
 
 def _batch(batch, data, sizes) -> Iterator[Problem]:

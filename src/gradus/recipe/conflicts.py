@@ -24,12 +24,13 @@ DEPENDENT = {
 
 class Problem(NamedTuple):
     """path: the dotted key. others: the keys that it is in conflict with. void: it takes no effect beside them, and is
-    left out where one of them was switched in a higher place than the one that says it."""
+    left out, or set to `instead`, where one of them was switched in a higher place than the one that says it."""
 
     path: str
     text: str
     others: tuple[str, ...] = ()
     void: bool = False
+    instead: Any = None
 
 
 class Condition:

@@ -139,10 +139,11 @@ class Layers:
     # ---- the one rule
 
     def settle(self, problems: list[Problem]) -> list[Problem]:
-        """Leave out what a higher layer made void, with one note a cause; what was unset needs none. Returns what
-        stays."""
+        """Leave out, or change, what a higher layer made void, with one note per cause; what was unset needs none.
+        Returns what stays."""
         rest: list[Problem] = []
         out: dict[str, dict[str, Any]] = {}
+        instead = {p.path: p.instead for p in problems if p.instead is not None}
         for p in problems:
             cause = max(p.others, key=lambda key: self.who(key).since, default="")
             value, by = get(self.tree, p.path), self.who(p.path)
@@ -151,11 +152,17 @@ class Layers:
             else:
                 rest.append(p)
         for cause, values in out.items():
-            where = ", ".join({self.labels[math.ceil(self.who(path).layer)]: 0 for path in values})
-            what = ", ".join(f"{path}={said(value)}" for path, value in values.items() if value is not None)
-            if what:
+            left = {path: value for path, value in values.items() if value is not None and path not in instead}
+            where = ", ".join({self.labels[math.ceil(self.who(path).layer)]: 0 for path in left or values})
+            if what := ", ".join(f"{path}={said(value)}" for path, value in left.items()):
                 self.notes.append(f"{where}: {what} left out: no effect with {self.beside(cause)}")
+            for path in values.keys() & instead.keys():
+                change = f"{path}={instead[path]} instead of {said(values[path])}"
+                self.notes.append(f"{where}: {change}, to fit {self.beside(cause)}")
         for path in itertools.chain.from_iterable(out.values()):
+            if path in instead:
+                put(self.tree, path, instead[path])
+                continue
             self._forget(path)
             above, _, key = path.rpartition(".")
             (get(self.tree, above) if above else self.tree).pop(key, None)

@@ -88,7 +88,7 @@ class Copy(SequenceToSequence):
         """Greedy copies of `sources`, as long as they are."""
         first = self.task.start == "first"
         starts = [[s[0]] if first else [0] for s in sources]
-        new = complete(model, starts, sources=sources, max_new=max(len(s) for s in sources) - first)
+        new = complete(model, starts, sources=sources, max_new=[len(s) - first for s in sources])
         return [(starts[i] if first else []) + row for i, row in enumerate(new)]
 
     def evaluate(self, model, batch):
@@ -147,9 +147,9 @@ class Translation(SequenceToSequence):
         return np.concatenate((source, self.source_end)), target_in, target_out
 
     def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
-        """Translations of source ids (with their end token): greedy, or with evaluate.beams."""
-        longest = max(len(s) for s in sources)
-        room = min(self.room, max_new or 2 * longest + 10)
+        """Translations of source ids (with their end token): greedy, or with evaluate.beams. max_new: tokens of each
+        (None: twice its source's and 10)."""
+        room = [min(self.room, max_new or 2 * len(source) + 10) for source in sources]
         given = {"sources": sources, "max_new": room, "eos_id": self.eos_id}
         starts, beams = [[self.start_id]] * len(sources), self.recipe.evaluate.beams
         new = complete(model, starts, **given) if beams == 1 else beam_search(model, starts, beams=beams, **given)

@@ -81,7 +81,7 @@ class Checkpoints:
 
     def steps(self) -> list[Path]:
         """All checkpoints, oldest first. They were whole when they were written."""
-        return sorted(self.folder.glob("step-*"))
+        return files.numbered(self.folder, "step-")
 
     def latest(self) -> Path | None:
         return (self.steps() or [None])[-1]
@@ -175,7 +175,7 @@ class Checkpoints:
                 stored = f"worker{rank}_{key}" if parallel.local_updates else key
                 tensors[stored] = sharded.like(parameters[name], local)
         if parallel.local_updates:
-            momenta = zip(parallel.local_parameters, parallel.local_updates.state())
+            momenta = zip(parallel.trainable, parallel.local_updates.state())
             tensors |= {f"outer.{h.name}": momentum for h, momentum in momenta}
         tensors |= rng_state(precision.device, rank)
 
@@ -246,7 +246,7 @@ class Checkpoints:
                 found.append((value if higher else -value, evaluated["step"], folder))
         if not found:
             return None
-        value, step, folder = max(found, key=lambda f: f[0])  # of equal ones the first
+        value, step, folder = max(found, key=lambda f: (f[0], -f[1]))  # of equal ones the first
         self._call_best(folder, metric)
         return {"value": value if higher else -value, "step": step}
 
@@ -265,9 +265,6 @@ class Checkpoints:
                 f"{path}: {n} workers with local updates wrote it, each with its own optimizer. "
                 f"Resume with {n} and the same layout."
             )
-        if mesh.world.first:  # what a kill left half written or half removed
-            for left in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
-                shutil.rmtree(left, ignore_errors=True)
         parameters = {h.name: h.parameter for h in parallel.local_parameters}
         sharded.load(path, {f"model.{name}": p for name, p in parameters.items()})
         stored, rank = sharded.read(path), mesh.world.rank
@@ -277,7 +274,7 @@ class Checkpoints:
             kinds = {key.partition(".")[0].removeprefix(worker) for key in stored if key.startswith(worker)}
             keys = {f"{kind}.{name}": f"{worker}{kind}.{names[name]}" for kind in kinds for name in parameters}
             tensors = {key: stored[theirs].read() for key, theirs in keys.items()}
-            for h, momentum in zip(parallel.local_parameters, parallel.local_updates.state()):
+            for h, momentum in zip(parallel.trainable, parallel.local_updates.state()):
                 momentum.copy_(stored[f"outer.{names[h.name]}"].read())
         else:
             tensors = sharded.load_state(path, {name: parameters[name] for name, _ in parallel.trained()})

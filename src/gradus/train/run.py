@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from gradus import models
+from gradus import files, models
 from gradus import recipe as recipes
-from gradus.errors import UserError, coloured
+from gradus.errors import UserError, colour
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -34,6 +34,7 @@ from gradus.train.precision import pick_device
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
+from gradus.train.schedule import too_high
 from gradus.train.session import Session, derive, describe, open_session
 from gradus.train.signals import Stopped
 
@@ -91,7 +92,8 @@ def train(
         extended = extend(start.before, session, start.step, longer) if start.before else None
         derived = derive(session)
         if world.first:
-            print("\n".join(filter(None, (describe(derived), extended))), flush=True)
+            warning = None if resume else too_high(session.recipe, derived["steps"])
+            print("\n".join(filter(None, (describe(derived), extended, warning))), flush=True)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
@@ -150,6 +152,9 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
                 folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
             except UserError as e:
                 problem = str(e)
+        if world.first and folder and not problem:
+            for place in (Path(folder), Path(folder) / "checkpoints"):
+                files.sweep(place, locked=True)
         if world.size > 1:
             folder, problem = worlds.from_first((folder, problem))
         if problem:
@@ -270,5 +275,5 @@ def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None
     print("", *(f"{name:26} {text}" for name, text in told.items()), sep="\n")
     if best := s["best"]:
         text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
-        print(coloured(text, "green", sys.stdout))
+        print(colour(text, "green"))
     print(*lines, f"run folder: {trainer.folder}", sep="\n", flush=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+from gradus import models
 from gradus.data.loader import Plan
-from gradus.recipe.schema import Recipe, Schedule
+from gradus.recipe.schema import ModelConfig, Recipe, Schedule
+
+SMALL = 512  # d_model below which a pre-trained model takes a larger learning rate
 
 
 def total_steps(recipe: Recipe, plan: Plan) -> int:
@@ -40,3 +43,33 @@ def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     fall = 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return base * (schedule.final + (1.0 - schedule.final) * fall)
+
+
+def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
+    """The recipe, for a run of so many steps: a warm-up that is not shorter becomes a tenth of it. Not noam's, whose
+    length sets the highest rate."""
+    schedule = recipe.schedule
+    if schedule.name == "noam" or schedule.warmup_steps < (schedule.end_step or last_step):
+        return recipe
+    shorter = schedule.model_copy(update={"warmup_steps": max(1, last_step // 10)})
+    return recipe.model_copy(update={"schedule": shorter})
+
+
+def fine_tuning_rate(config: ModelConfig) -> float:
+    """The usual learning rate of Adam for weights that are trained already."""
+    return models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)
+
+
+def too_high(recipe: Recipe, last_step: int) -> str | None:
+    """A warning where the weights of model.init would be trained at a learning rate for new ones: of Adam, ten times
+    the usual one for trained ones."""
+    schedule, usual = recipe.schedule, fine_tuning_rate(recipe.model)
+    peak = min(max(1, schedule.warmup_steps), last_step)
+    rate = learning_rate(schedule, recipe.optimizer.lr, peak, last_step, recipe.model.d_model)
+    if recipe.model.init is None or recipe.optimizer.name == "sgd" or rate < 10 * usual:
+        return None
+    fix = f"optimizer.lr={usual:.0e}" + (" schedule.name=linear" if schedule.name == "noam" else "")
+    return (
+        f"note: a learning rate of {rate:.1e} is for training from scratch; the weights of model.init="
+        f"{recipe.model.init} may lose what they have learned. Set {fix}, say."
+    )

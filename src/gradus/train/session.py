@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from gradus.parallel.world import World
 from gradus.recipe.schema import DataConfig, Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train.precision import Precision, pick_device
-from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.schedule import learning_rate, total_steps, with_warmup_below
 
 
 @dataclasses.dataclass
@@ -96,6 +97,11 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
         print(f"note: data.workers={recipe.data.workers} share {os.cpu_count()} processors", flush=True)
     model = task.complete(recipe.model)
     resolved = task.resolved(recipe.model_copy(update={"model": model}))
+    last_step = total_steps(resolved, task.plan("train", resolved.batch.samples, resolved.batch.tokens))
+    warmup, resolved = resolved.schedule.warmup_steps, with_warmup_below(resolved, last_step)
+    if warmup != resolved.schedule.warmup_steps and world.first:
+        change = f"schedule.warmup_steps={resolved.schedule.warmup_steps} instead of {warmup}"
+        print(f"note: {change}, to fit a run of {last_step} steps", file=sys.stderr)
     task.recipe = resolved
     check.validate(resolved, world.size)  # once more, now that every size is known
     precision = Precision(recipe.layout.precision, device)

@@ -120,14 +120,11 @@ class Writer(HuggingFaceStorageWriter):
 class Pending:
     """A checkpoint that is being written while training goes on. Nothing looks whole before `finish`."""
 
-    def __init__(self, target: Path, future: Future | None, group: dist.ProcessGroup | None):
-        # future: None where the target was there already
-        self.target, self.future, self.group = target, future, group
+    def __init__(self, target: Path, aside: Path | None, group: dist.ProcessGroup | None):
+        # aside: the folder that becomes the target; None where the target was there already
+        self.target, self.aside, self.group = target, aside, group
+        self.future: Future | None = None
         self.writer: Writer | None = None
-
-    @property
-    def aside(self) -> Path:
-        return self.target.with_name(f".writing-{self.target.name}")
 
     def done(self) -> bool:
         """Whether this process knows how the writing ended, well or not. Never waits. Processes learn it at different
@@ -154,7 +151,7 @@ class Pending:
                 self._appear(written, sums)
         except UserError as e:
             error = e
-            if _first(self.group):
+            if _first(self.group) and self.aside is not None:
                 shutil.rmtree(self.aside, ignore_errors=True)
         _agree(error, self.group)
         return self.target
@@ -191,24 +188,24 @@ def save(
     Collective. Raises UserError on every process where the first cannot write. A checkpoint that is there already is
     whole and stays.
     """
-    pending = Pending(target, None, group)
     names = stored_names(config)
-    begun, error = [False], None
+    begun, error = [None], None
     if _first(group) and not target.exists():
+        aside = files.temporary(target)
         try:
-            shutil.rmtree(pending.aside, ignore_errors=True)
-            (pending.aside / stored_sharded.FOLDER).mkdir(parents=True)
+            (aside / stored_sharded.FOLDER).mkdir(parents=True)
             dtype = next(t.dtype for key, t in tensors.items() if key.startswith("model."))
             text = json.dumps(models.to_config_json(config, dtype), indent=2)
-            (pending.aside / "config.json").write_text(text + "\n")
-            fill(pending.aside)
-            begun = [True]
+            (aside / "config.json").write_text(text + "\n")
+            fill(aside)
+            begun = [aside]
         except (OSError, SafetensorError, UserError) as e:
-            shutil.rmtree(pending.aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
             error = _not_written(target, e)
     _agree(error, group)
     if dist.is_initialized():
         dist.broadcast_object_list(begun, group_src=0, group=group)
+    pending = Pending(target, begun[0], group)
     if begun[0]:
         pending.writer = Writer(pending.aside / stored_sharded.FOLDER)
         stored = {_key(key, names): tensor.detach() for key, tensor in tensors.items()}
