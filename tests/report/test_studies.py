@@ -10,7 +10,7 @@ import pytest
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.proof import results
-from gradus.proof.study import Configuration, Notebook, Sample, Study, rows_of
+from gradus.proof.study import Configuration, Notebook, Sample, Study, claimed, rows_of
 from gradus.proof.timing import Timed
 from gradus.report import plots, studies, study_plots
 from gradus.report.blocks import Code, Table, Text
@@ -50,14 +50,15 @@ def harness(tmp_path_factory):
             at = {"precision": precision, "processes": f"{n} of them"}
             made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
     study = Study("pair", made, steps=2, rounds=2, against="fp32")
-    notebook = Notebook(study, folder)
-    for k in (1, 2):
-        for i, c in enumerate(made):
-            memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
-            timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
-            notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
-    notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
-    notebook.file.close()
+    with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.describe() for c in made}}):
+        notebook = Notebook(study, folder)
+        for k in (1, 2):
+            for i, c in enumerate(made):
+                memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
+                timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
+                notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
+        notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
+        notebook.file.close()
     planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
     lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, notebook, [], {})]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -72,14 +73,14 @@ def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
     assert any(code.title == "pair: recipe of fp32 · 1 of them" and "precision: fp32" in code.text for code in blocks_of(harness, Code))
 
 
-def test_the_command_is_kept_and_the_study_goes_on(tmp_path, monkeypatch):
-    study = Study("s", [Configuration("a", None)])
+def test_the_command_is_kept_and_is_in_the_appendix(harness, tmp_path, monkeypatch):
     for words in (["study", "a b.yaml"], ["study", "a b.yaml", "--only", "a"]):
         monkeypatch.setattr(sys, "argv", ["gradus", *words])
-        Notebook(study, tmp_path / "s").file.close()
-    assert json.loads((tmp_path / "s" / "study.json").read_text())["command"] == "gradus study 'a b.yaml' --only a"
-    with pytest.raises(UserError, match="holds another study"):
-        Notebook(Study("s", [Configuration("b", None)]), tmp_path / "s")
+        with claimed(tmp_path / "s", "study", {"study": "s", "digest": "1"}, {}):
+            (tmp_path / "s" / "rows.jsonl").write_text(json.dumps(row("samples_per_s", 1.0, "a")) + "\n")
+    assert [code.text for code in blocks_of(tmp_path / "s", Code)] == ["gradus study 'a b.yaml' --only a"]
+    with pytest.raises(UserError, match="holds another study"), claimed(harness, "study", {"study": "another"}, {}):
+        pass
 
 
 def test_the_tables_say_what_the_rows_say(harness):
