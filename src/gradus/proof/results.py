@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import shutil
 import statistics
@@ -192,13 +193,18 @@ def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
 
 
 def markdown(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
-    """For a page."""
+    """For a page: what has a meaning in Markdown or HTML is text."""
     table = Table(rows, wanted)
     head = table.head()
-    yield "| " + " | ".join(head) + " |"
+    yield f"| {' | '.join(map(_text, head))} |"
     yield "|---|" + "---:|" * (len(head) - 1)
-    yield from ("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table.body())
+    yield from (f"| {' | '.join(map(_text, cells))} |" for cells in table.body())
     yield ""
-    yield from (f"{c}: {why}  " for c, why in table.failed.items())
-    yield from (f"{line}  " for line in table.summary())
-    yield from (f"{line}." for line in [conditions_line(rows)] if line)
+    yield from (f"{_text(f'{c}: {why}')}  " for c, why in table.failed.items())
+    yield from (f"{_text(line)}  " for line in table.summary())
+    yield from (f"{_text(line)}." for line in [conditions_line(rows)] if line)
+
+
+def _text(words: str) -> str:
+    """On one line; a _ or # within a word, and [ ] without a link, have no meaning."""
+    return re.sub(r"[\\`*<>&|$~]|\](?=[(\[:])|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", " ".join(words.split()))
