@@ -92,8 +92,8 @@ def writing(where: Path, then: str) -> Iterator[None]:
     """Raises EnvironmentFault, as `not_written` words it, where the machine fails inside."""
     try:
         yield
-    except OSError as e:
-        if not is_fault(e):
+    except Exception as e:
+        if not (is_fault(e) or disk_full(e)):
             raise
         raise not_written(where, e, then) from None
 
