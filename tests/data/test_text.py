@@ -379,17 +379,6 @@ def test_killed_while_writing_leaves_nothing_that_is_used(tmp_path, cache):
     assert len(left) == 1 and left[0].name.startswith(".") and (left[0] / "ids.bin").stat().st_size > 1 << 20  # it was well under way
     tokens = build(iter(["whole"]), ByteTokenizer(), "key")
     assert bytes(tokens.ids.astype(np.uint8)) == b"whole"
-    os.utime(left[0], (1, 1))
-    build(["other"], ByteTokenizer(), "another key")
-    assert left[0].exists()  # only the same text's left-overs are looked at
-    (tokens.folder / "about.json").unlink()
-    build(["whole"], ByteTokenizer(), "key")
-    assert left[0].exists()  # a file in it grew today: perhaps its writer is alive, in another container or on another host
-    for path in left[0].iterdir():
-        os.utime(path, (1, 1))
-    os.utime(left[0], (1, 1))
-    (tokens.folder / "about.json").unlink()
-    build(["whole"], ByteTokenizer(), "key")
     assert not left[0].exists()
 
 
