@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradus import limits
 from gradus.data.cache import digest, identity
 from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, text_of
 from gradus.data.readers import class_names, first_column, kind_of, no_column, no_columns, read_rows
