@@ -434,3 +434,8 @@ def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "gradus[track]" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0
+
+
+def test_a_word_with_a_zero_byte_is_one_error(capsys):
+    assert cli.main(["profile", "copy-task", "--to=a\0b"]) == 2
+    assert capsys.readouterr().err == "error: '--to=a\\x00b': holds a zero byte. Leave it out.\n"

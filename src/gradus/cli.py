@@ -224,27 +224,27 @@ def _measuring(verb: Verb) -> None:
     add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
     add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped goes on there")
-    text = "faster, or smaller, step by step: each optimisation measured beside the best before it"
-    add = verb("ladder", lambda a: room("proof.ladder").ladder(load_recipe(a), a), text).add_argument
+    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped continues there")
+    text = "faster, or smaller, step by step: each optimisation measured side by side with the best before it"
+    add = verb("ladder", lambda a: told(room("proof.ladder").ladder(load_recipe(a), a), a.json), text).add_argument
     add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what is to be gained (default speed)")
     add("--steps", **whole(limits.STEPS), default=8, help="steps that are timed in a round (default 8)")
     add("--rounds", **whole(10**6), default=3, help="rounds of each comparison (default 3)")
     add("--to-the-end", **FLAG, help="also the whole training of the first and the last rung, with its accuracy")
-    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped continues there")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "a table of any configurations: planned, measured, accuracy"
-    add = verb("study", lambda a: room("proof.study_file").study(a), text, "overrides").add_argument
+    add = verb("study", lambda a: told(room("proof.study_file").study(a), a.json), text, "overrides").add_argument
     add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")
     add("overrides", nargs="*", metavar="key=value", help="keys of every recipe")
     add("--only", metavar="TEXT,...", help="only what has one of these in its name, and what that is compared with")
     add("--rounds", **whole(10**6), help="instead of the file's")
     add("--steps", **whole(limits.STEPS), help="instead of the file's: steps that are timed in a round")
-    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped continues there")
     add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "latency, tokens/s, memory and accuracy of a trained model in every engine and precision"
-    add = verb("bench", lambda a: room("proof.bench").bench(a), text, "").add_argument
+    add = verb("bench", lambda a: told(room("proof.bench").bench(a), a.json), text, "").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("--engines", metavar="NAME,...", default="all", help="torch, compiled, ... (default: all)")
     add("--precisions", metavar="NAME,...", default="all", help="fp32, bf16, fp16, int8, int4 (default: all)")
@@ -259,7 +259,7 @@ def _measuring(verb: Verb) -> None:
     add("--seconds", type=limits.real(above=0, most=1e6), default=10.0, metavar="S", help=text)
     add("--warmup", **whole(limits.STEPS), default=10, help="runs before them, in each round (default 10)")
     add("--rounds", **whole(10**6), default=2, help="each with every configuration in a new process (default 2)")
-    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped continues there")
     add("--json", **FLAG, help="the rows as JSON lines")
 
 
@@ -320,6 +320,11 @@ def _quantizing(verb: Verb) -> None:
 def room(name: str):
     """Imported when a verb is called, so that `--help` is quick."""
     return importlib.import_module(f"gradus.{name}")
+
+
+def told(lines: Iterable[str], as_json: bool = False) -> int:
+    """Printed as a terminal holds them, or as they are; the exit code that they end with."""
+    return room("proof.results").tell(lines, as_json)
 
 
 def load_recipe(args, here=None):
@@ -507,9 +512,10 @@ def evaluate(args) -> Iterable[str]:
     return (f"{name:26} {value:.4f}" for name, value in metrics.items())
 
 
-def scale(args) -> Iterable[str]:
+def scale(args) -> int:
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
-    return room("proof.scale").scale(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args)
+    recipe = load_recipe(args, on_this_host(1 if args.weak else max(counts)))
+    return told(room("proof.scale").scale(recipe, counts, args))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

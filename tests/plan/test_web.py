@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.resources
+import itertools
 import json
 import os
 import re
@@ -36,6 +37,7 @@ class Planner:
     def __init__(self):
         self.asked: list[Request] = []
         self.slow: dict[str, float] = {}  # override → seconds
+        self.found = None  # of a search, in place of the three layouts
 
     def answer(self, request: Request):
         self.asked.append(request)
@@ -78,6 +80,8 @@ class Planner:
 
     def search(self, request: Request):
         self.asked.append(request)
+        if self.found:
+            return self.found
         won = {"rank": 1, "devices": 8, "layout": "layout.tensor=2 layout.checkpointing=full layout.bucket_mb=50", "fits": True, "best": ["fastest", "fewest"]}
         half = {"rank": 2, "devices": 4, "layout": "layout.tensor=4 layout.micro_batch=128 layout.reshard=false layout.param_dtype=bf16", "fits": True, "reason": "context traffic within a node and between nodes 10 % of the step"}
         lost = {"rank": 3, "devices": 8, "layout": "", "fits": False, "reason": "does not fit: 28 GB too much"}
@@ -669,19 +673,92 @@ def test_every_field_switch_and_button_is_driven(visit, planner):
     page.fill("#find", "memory/")  # the details were opened above
     assert page.locator("#rows tbody tr:visible").count() < page.locator("#rows tbody tr").count()
     page.fill("#find", "")
-    page.click("#search")
-    page.wait_for_selector("#found table")
-    pressed = set()
+    kinds = ("devices", "serve", "optimal", "search")
+    for kind in kinds:
+        page.click(f"#{kind}")
+        page.wait_for_function("kind => document.querySelector('#found-body > p > code')?.textContent.includes(`--${kind}`)", arg=kind)
+    pressed = set(kinds)
     for button in page.locator("button:visible").all():
         name = button.get_attribute("id") or button.inner_text()
-        if name == "search" or (name in pressed and name == "use"):
+        if name in kinds or (name in pressed and name == "use"):
             continue
         pressed.add(name)
         button.click()
-    assert pressed | {"search"} == SENT.keys()
+    assert pressed == SENT.keys()
     assert page.locator("tr.how:visible").count() == page.locator("#rows button").count() > 20
     planned(page)
     assert page.locator("#state.bad").count() == 0
+
+
+def test_a_plan_of_other_settings_is_grey_and_cannot_be_copied(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
+    look = "() => [document.querySelector('main').classList.contains('stale'), document.getElementById('copy').disabled, getComputedStyle(document.getElementById('verdict')).color]"
+    stale, disabled, green = page.evaluate(look)
+    assert (stale, disabled) == (False, False) and page.inner_text("#verdict").startswith("✓ Fits")
+    planner.slow["layout.tensor=4"] = 0.6
+    page.fill("#layout\\.tensor", "4")
+    stale, disabled, colour = page.evaluate(look)  # from the first key on
+    assert (stale, disabled) == (True, True) and colour != green
+    page.wait_for_function("() => document.getElementById('command').textContent.endsWith('layout.tensor=4')")
+    assert page.evaluate(look) == [False, False, green]
+    page.fill("#layout\\.tensor", "3")
+    page.wait_for_selector("#layout\\.tensor[aria-invalid=true]")
+    assert page.evaluate(look) == [True, True, colour] and "the previous plan is shown" in page.inner_text("#state")
+    assert not page.locator("#figures").evaluate("e => e.open") and not page.is_visible("#rows")  # all figures are closed at first
+
+
+def test_the_other_questions_stand_on_the_page(visit, planner):
+    page = visit("#recipe=gpt2-small&on=8xA100-80GB&tokens=1e9&days=9")
+
+    def pressed(kind):
+        page.click(f"#{kind}")
+        page.wait_for_function("kind => document.querySelector('#found-body > p > code')?.textContent.includes(`--${kind}`)", arg=kind)
+        return planner.asked[-1], page.inner_text("#found")
+
+    request, text = pressed("optimal")
+    assert (request.on, request.days, request.tokens) == (None, None, 1e9) and "Besiroglu 2024" in text and "450,000,000,000" in text
+    page.click("#serving summary")
+    page.fill("#serve-batch", "8")
+    page.fill("#serve-length", "512")
+    request, text = pressed("serve")
+    assert (request.on, request.tokens) == ("8xA100-80GB", None) and "8 sequences of 512, None bits" in text and "batch=8" in page.url
+    page.fill("#serve-batch", "3")
+    page.click("#serve")
+    page.wait_for_selector("#serve-batch[aria-invalid=true]")
+    assert "--batch=3: not a good number" in page.inner_text("#searching") and page.locator("main.stale").count() == 0  # the plan still holds
+    request, text = pressed("devices")
+    assert (request.on, request.days) == (None, None) and "$2.00" in text and text.count("H100-SXM") == 1
+    page.click("#found button >> nth=0")
+    page.wait_for_function("() => document.getElementById('command').textContent.includes('layout.precision=bf16')")
+    assert planner.asked[-1].on == "H100-SXM" and page.input_value("#device") == "H100-SXM"
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, width):
+    counts, rows = [2**i for i in range(12)], []
+    for rank, n in enumerate(reversed(counts), 1):
+        c = {"rank": rank, "devices": n, "layout": "", "fits": True, "best": None, "reason": "slower"}
+        rows += [figure("search/step", 9.0 / n**0.8, "s", **c), figure("search/time", 8e6 / n**0.8, "s", **c)]
+        rows += [figure("search/money", 1234.0 * n**0.2, "$", **c, of="the whole run")]
+    planner.found = ["layouts", "", "table"], rows
+    page = visit("#recipe=gpt2-small&on=2048xA100-80GB", width=width)
+    page.click("#search")
+    page.wait_for_selector("#found svg")
+    dots = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('circle')].map(c => [+c.getAttribute('cx'), +c.getAttribute('cy')]))")
+    grid = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('.grid')].map(c => +c.getAttribute('y1')))")
+    for points, lines, values in zip(dots, grid, ([8e6 / n**0.8 for n in counts], [1234.0 * n**0.2 for n in counts]), strict=True):
+        steps = [b[0] - a[0] for a, b in itertools.pairwise(points)]
+        assert max(steps) - min(steps) < 0.01  # each doubling as wide
+        heights = [lines[0] - y for _, y in points]
+        assert [h / heights[0] for h in heights] == pytest.approx([v / values[0] for v in values], rel=1e-6)
+    labels = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect().toJSON()]))")
+    box = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => s.getBoundingClientRect().toJSON())")
+    for texts, around, words in zip(labels, box, ("total time, days", "cost of the whole run, $"), strict=True):
+        assert texts[0][0] == words and "devices" in [text for text, _ in texts] and len(texts) > 12
+        for i, (text, a) in enumerate(texts):
+            assert around["left"] <= a["left"] and a["right"] <= around["right"] + 1, text
+            for other, b in texts[:i]:
+                assert not (a["left"] < b["right"] and b["left"] < a["right"] and a["top"] < b["bottom"] - 2 and b["top"] < a["bottom"] - 2), (text, other)
 
 
 @pytest.mark.slow

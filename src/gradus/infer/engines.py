@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -60,6 +61,10 @@ class Engine:
         """Logits of every place, or of every sample: what the model's forward returns. inputs: the model's arguments by
         their names (ids, keep, token_types; images; source, target, source_keep), those that are None left out."""
         raise NotImplementedError
+
+    def content(self) -> str:
+        """What tells the files that it runs from others; "": it runs the model's own weights."""
+        return ""
 
     def weight_bytes(self) -> int:
         """Of what is stored of the model."""
@@ -137,9 +142,9 @@ def installed(found: type[Engine]) -> None:
 
 
 def here(place: Place, *more: str) -> str:
-    """A key of a model's weights, by what they hold, on this processor and PyTorch, and of `more`."""
+    """A key of a model's weights and configuration, by what they hold, on this processor and PyTorch, and of `more`."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
-    return digest([identity(p) for p in place.weights()], *more, device, torch.__version__)
+    return digest([identity(p) for p in place.weights()], f"{place.config!r}", *more, device, torch.__version__)
 
 
 def best_at(place: Place) -> Path:
@@ -149,11 +154,14 @@ def best_at(place: Place) -> Path:
 
 def best(place: Place, precision: str | None) -> tuple[str, str]:
     """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
-    kept = best_at(place)
-    known = limits.read_json(kept, limits.CONFIG_FILE) if kept.is_file() else {}
-    found = known.get(precision or "any")
-    name, chosen = found or ("torch", precision or "fp32")
-    why = f"the fastest of gradus bench, {known['when']}" if found else f"no gradus bench of {place.name} here"
+    known, wanted = None, precision or "any"
+    with contextlib.suppress(UserError):  # no file, or a damaged one
+        known = limits.read_json(best_at(place), limits.CONFIG_FILE)
+    match known:
+        case {"when": str(when), **found} if found.get(wanted) in [[e, p] for e in ENGINES for p in PRECISIONS]:
+            (name, chosen), why = found[wanted], f"the fastest of gradus bench, {when}"
+        case _:
+            name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {place.name} here"
     print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
     return name, chosen
 
