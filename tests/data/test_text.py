@@ -10,6 +10,7 @@ import lzma
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,39 @@ def as_parquet(rows) -> bytes:
     out = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=2)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".csv.xz", ".parquet.gz"])
+def test_a_file_packed_to_burst_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(limits, "UNPACKED", 100_000)
+    path = write(tmp_path / f"bomb{suffix}", "a line\n" * 100_000)
+    assert path.stat().st_size * limits.RATIO < 700_000
+    with pytest.raises(UserError, match=r"bomb\S+: unpacks to more than 0 MB, 250 times its size or more\. Is it data\? If it is, unpack it"):
+        list(read_rows(path, ["a line"] if "csv" in suffix else None))
+    monkeypatch.setattr(limits, "RATIO", 10_000)
+    if "txt" in suffix:
+        assert len(list(read_rows(path))) == 100_000
+
+
+def test_text_without_a_border_is_searched_once(tmp_path, monkeypatch):
+    """In time that is linear: every character is looked at a few times, however long the text goes on without a space."""
+    monkeypatch.setattr(corpora, "BLOCK", 64)
+    looked = []
+    real = re.compile
+
+    class Counted:
+        def __init__(self, pattern):
+            self.pattern = real(pattern)
+
+        def finditer(self, text, at=0):
+            looked.append(len(text) - at)
+            return self.pattern.finditer(text, at)
+
+    text = "ab" * 5_000 + " end\nof it"
+    monkeypatch.setattr(corpora.re, "compile", Counted)
+    pieces = list(corpora._blocks(write(tmp_path / "a.txt", text)))
+    assert "".join(pieces) == text and max(map(len, pieces)) == 16 * 64
+    assert sum(looked) < 3 * len(text)
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
