@@ -3,6 +3,8 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process that a test starts compiles all of src again
+
 .PHONY: train experiment test test-all lint clean
 
 train: .venv/installed

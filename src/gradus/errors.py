@@ -92,7 +92,7 @@ def writing(where: Path, then: str) -> Iterator[None]:
     """Raises EnvironmentFault, as `not_written` words it, where the machine fails inside."""
     try:
         yield
-    except OSError as e:
+    except Exception as e:
         if not is_fault(e):
             raise
         raise not_written(where, e, then) from None

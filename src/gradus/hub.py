@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus.errors import DataError, UserError, need
+from gradus.errors import DataError, EnvironmentFault, UserError, disk_full, need
 
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the clients' warnings of each retry: what comes of them is one error."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, before):
+            logger.setLevel(level)
 
 
 def download(
@@ -26,16 +42,21 @@ def download(
     hub = need("huggingface_hub", "hf", f"{where}: not a local folder, and reading it from the hub")
     place: dict[str, Any] = {"local_files_only": offline} if to is None else {"local_dir": str(to)}
     try:
-        for allowed in patterns:
-            folder = Path(hub.snapshot_download(name, allow_patterns=list(allowed), **place))
-            if enough(folder):
-                break
+        with _quiet():
+            for allowed in patterns:
+                folder = Path(hub.snapshot_download(name, allow_patterns=list(allowed), **place))
+                if enough(folder):
+                    break
+            return folder
     except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
+        if disk_full(e):
+            fix = "Free some space, or set HF_HOME to a folder with room."
+            raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
         why = f"no such file or folder, and the hub does not give it ({_reason(e)})"
         if offline and to is None:
             why = "no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1)"
-        raise UserError(f"{where}: {why}. Check the name, or `gradus fetch RECIPE --to DIR` elsewhere.") from None
-    return folder
+    # outside of the handler: a name or a connection that is wrong is no fault of the machine
+    raise UserError(f"{where}: {why}. Check the name and the connection, or `gradus fetch RECIPE --to DIR` elsewhere.")
 
 
 def is_saved(folder: Path) -> bool:
@@ -50,16 +71,21 @@ def data_set(name: str, where: str) -> dict[str, Any]:
     datasets = need("datasets", "hf", where, DataError)
     folder = Path(os.path.expanduser(name))
     try:
-        if is_saved(folder):
-            loaded = datasets.load_from_disk(str(folder))
-        else:
-            loaded = datasets.load_dataset(*name.split(":", 1))
+        with _quiet():
+            if is_saved(folder):
+                loaded = datasets.load_from_disk(str(folder))
+            else:
+                loaded = datasets.load_dataset(*name.split(":", 1))
+            return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     except Exception as e:  # of many kinds: offline, unknown, gated, no such configuration
-        help = "Check the name and the connection."
-        if _is_set("HF_HUB_OFFLINE") or _is_set("HF_DATASETS_OFFLINE"):
-            help = "Give a local folder, or where there is internet, stage it first: gradus fetch"
-        raise DataError(f"{where}: cannot be loaded ({_reason(e)}). {help}") from None
-    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+        if disk_full(e):
+            fix = "Free some space, or set HF_HOME to a folder with room."
+            raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
+        why = _reason(e)
+    help = "Check the name and the connection."
+    if _is_set("HF_HUB_OFFLINE") or _is_set("HF_DATASETS_OFFLINE"):
+        help = "Give a local folder, or where there is internet, stage it first: gradus fetch"
+    raise DataError(f"{where}: cannot be loaded ({why}). {help}")
 
 
 def _reason(e: Exception) -> str:

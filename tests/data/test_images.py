@@ -237,7 +237,7 @@ def test_bad_labels_and_columns_are_named(tmp_path):
             open_images(ImagesData(path=str(path), **(config or {})))
 
     good = [0] * 20
-    opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0 to 1", names=["a", "b"])
+    opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0, 1", names=["a", "b"])
     opened(good[:19] + [-1], "row 19: label -1, but there are 1 classes")
     opened(good[:8] + [None] + good[9:], "row 8: label None is not a whole number")
     opened(["cat"] * 20, "row 0: label 'cat' is not a whole number", label_type=pa.string())
@@ -247,6 +247,15 @@ def test_bad_labels_and_columns_are_named(tmp_path):
     write_parquet(tmp_path / "test.parquet", files[:3], [0, 1, 0])
     with pytest.raises(UserError, match=r"test\.parquet, row 1: label 1, but there are 1 classes"):
         open_images(ImagesData(path=str(tmp_path)))
+
+
+def test_numbers_that_do_not_occur_are_no_classes(tmp_path):
+    files = [png(image) for image in random_images(20)]
+    write_parquet(tmp_path / "train.parquet", files, [1, 4] * 10)
+    write_parquet(tmp_path / "test.parquet", files[:2], [4, 1])
+    splits = open_images(ImagesData(path=str(tmp_path)))
+    assert splits["train"].classes == ["1", "4"] and sorted(set(splits["train"].labels.tolist())) == [0, 1]
+    assert splits["test"].labels.tolist() == [1, 0] and splits["test"][0]["label"] == 1
 
 
 def test_bad_paths_are_named(tmp_path):

@@ -22,6 +22,7 @@ import pytest
 from gradus import limits
 from gradus.data import cache as kept
 from gradus.data import corpus as corpora
+from gradus.data import tokenizers
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe, stdlib_texts
 from gradus.data.readers import read_lines, read_rows
 from gradus.data.splits import find_pairs, find_split
@@ -245,6 +246,24 @@ def test_running_text_without_lines(tmp_path, monkeypatch):
     assert all(b[0] == " " and b[1] != " " and a[-1] != " " for a, b in itertools.pairwise(blocks))
     solid = "x" * 10_000
     assert "".join(Corpus.open(write(tmp_path / "b.txt", solid))) == solid
+
+
+def test_a_long_text_is_encoded_in_pieces_and_stays_one_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "PIECE", 200)
+    texts = ["a short one", "the cat  sat on the mat\nand ate " * 40, "x" * 1000, "the end"]
+    bpe, longest = tokenizers.train_bpe(texts, 300), 0
+
+    class Watched(type(bpe)):
+        def encode_batch(self, texts):
+            nonlocal longest
+            longest = max(longest, *map(len, texts))
+            return super().encode_batch(texts)
+
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made = TokenFile.of(Corpus.open(path), Watched(bpe.rust, bpe.config), eos=True)
+    assert longest == 200 and len(made) == 4
+    assert [made.text(i).tolist() for i in (0, 1, 3)] == [bpe.encode(texts[i]) + [bpe.eos_id] for i in (0, 1, 3)]
+    assert bpe.decode(made.text(2)[:-1]) == texts[2] and made.about["n_lines"] == 40
 
 
 def test_documents_of_a_text_file(tmp_path, monkeypatch):
@@ -580,7 +599,7 @@ def test_labels_as_numbers_and_names(tmp_path):
     named = labelled(tmp_path, [{"text": "a", "label": 0}], "named.jsonl", names=["neg", "pos"])
     assert named.labels.tolist() == [0] and named.classes == ["neg", "pos"]
     chosen = labelled(tmp_path, [{"text": "a", "label": 0, "b": "text", "c": 3}], "chosen.jsonl", columns=("b", "c"))
-    assert chosen.labels.tolist() == [3] and len(chosen[0]["ids"]) == 4
+    assert chosen.labels.tolist() == [0] and chosen.classes == ["3"] and len(chosen[0]["ids"]) == 4
     assert labelled(tmp_path, [{"text": "a", "label": True}], "bool.jsonl", names=["a", "b", "c"]).classes == ["a", "b", "c"]
 
 
@@ -589,6 +608,19 @@ def test_the_order_of_names_that_the_labels_have_is_the_given_one(tmp_path):
     data = labelled(tmp_path, rows, names=["good", "fair", "bad"])
     assert data.labels.tolist() == [0, 2] and data.classes == ["good", "fair", "bad"]
     assert labelled(tmp_path, rows, names=["positive", "negative"]).classes == ["bad", "good"]  # names of something else
+
+
+def test_numbers_that_do_not_occur_are_no_classes(tmp_path):
+    stars = labelled(tmp_path, [{"text": "a", "label": i % 5 + 1} for i in range(10)])
+    assert stars.classes == ["1", "2", "3", "4", "5"] and stars.labels.tolist() == [0, 1, 2, 3, 4] * 2
+    valid = labelled(tmp_path, [{"text": "a", "label": 5}], "valid.jsonl", like=stars)
+    assert valid.labels.tolist() == [4]
+    again = labelled(tmp_path, [{"text": "a", "label": 2}], "again.jsonl", names=stars.classes)  # of a resolved recipe
+    assert again.labels.tolist() == [1] and again.classes == stars.classes
+    earlier = labelled(tmp_path, [{"text": "a", "label": 5}], "earlier.jsonl", n_classes=6)
+    assert earlier.labels.tolist() == [5] and earlier.classes == ["0", "1", "2", "3", "4", "5"]
+    told = error(labelled, tmp_path, [{"text": "a", "label": 0}], "valid.jsonl", like=stars)
+    assert "label 0 is not one of the 5 classes of" in told and "(1, 2, 3, 4, 5)" in told and "task.classes" in told
 
 
 def test_names_that_look_like_numbers_stay_names_in_every_split(tmp_path):

@@ -281,6 +281,7 @@ def test_a_wrong_entry_is_named(tmp_path, more, says):
         ("devices: {X: 3}", "devices.X: 3: Input should be a valid dictionary"),
         ("devices: {3090: {}}", "devices.3090: 3090: Input should be a valid string"),
         ("a: [", "not valid YAML"),
+        pytest.param("[" * 90_000, "nested deeper than 64 levels", id="deep"),  # PyYAML's parser in C dies of it
         ("- 3", "[3]: Input should be a dictionary"),
         (
             "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "

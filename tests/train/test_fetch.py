@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from gradus import models
 from gradus import recipe as recipes
+from gradus.cli import main
 from gradus.data import tokenizer_files, tokenizers
 from gradus.errors import UserError
 from gradus.recipe.schema import BertConfig
@@ -152,15 +154,31 @@ def test_weights_that_are_no_safetensors_are_asked_for_again_as_bin(hub, weights
     assert (tmp_path / "to" / "weights" / "pytorch_model.bin").exists()
 
 
-def test_without_internet_every_missing_piece_is_one_line(monkeypatch, tmp_path):
+@pytest.fixture
+def unreachable(monkeypatch):
     import datasets
     import huggingface_hub
 
-    def unreachable(*args, **kwargs):
+    def ask(*args, **kwargs):
+        assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING), "every retry would be told"
         raise ConnectionError("Name or service not known\nand a long story")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.setattr(datasets, "load_dataset", ask)
+
+
+def test_data_or_weights_that_are_not_reached_are_no_fault_of_the_machine(unreachable, tmp_path, monkeypatch, capsys, weights):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    for words in ([f"model.init={weights}", "data.max_len=16", "data.path=hf:owner/films"], ["model.init=owner/model"]):
+        assert main(["train", "sst2-bert", "layout.device=cpu", *words]) == 2, "what restarts runs must not restart this one"
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: "))
+        assert "Name or service not known" in line and "Check the name and the connection" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_internet_every_missing_piece_is_one_line(unreachable, tmp_path):
     recipe = recipes.load("imdb-bert", ["tokenizer.path=someone/words"])
     lines = []
     with pytest.raises(UserError) as error:

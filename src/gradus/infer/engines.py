@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -149,11 +150,14 @@ def best_at(place: Place) -> Path:
 
 def best(place: Place, precision: str | None) -> tuple[str, str]:
     """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
-    kept = best_at(place)
-    known = limits.read_json(kept, limits.CONFIG_FILE) if kept.is_file() else {}
-    found = known.get(precision or "any")
-    name, chosen = found or ("torch", precision or "fp32")
-    why = f"the fastest of gradus bench, {known['when']}" if found else f"no gradus bench of {place.name} here"
+    known, wanted = None, precision or "any"
+    with contextlib.suppress(UserError):  # no file, or a damaged one
+        known = limits.read_json(best_at(place), limits.CONFIG_FILE)
+    match known:
+        case {"when": str(when), **found} if found.get(wanted) in [[e, p] for e in ENGINES for p in PRECISIONS]:
+            (name, chosen), why = found[wanted], f"the fastest of gradus bench, {when}"
+        case _:
+            name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {place.name} here"
     print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
     return name, chosen
 

@@ -103,12 +103,16 @@ def profile_of(
         return _kept[key]
     path = files.cache_dir() / "profiles" / f"{key}.json"
     try:
-        found = profiles.from_plain(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn
+        digest, _, text = path.read_text().partition("\n")
+        if digest != hashlib.sha256(text.encode()).hexdigest():
+            raise ValueError("another text than was written")
+        found = profiles.from_plain(json.loads(text))
+    except (OSError, ValueError):  # absent, torn or changed
         found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(path, json.dumps(profiles.to_plain(found)))
+            text = json.dumps(profiles.to_plain(found))
+            files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
     if len(_kept) >= KEPT:
         _kept.clear()
     _kept[key] = found
