@@ -298,6 +298,16 @@ def test_two_containers_with_one_disk_keep_out_of_each_others_way(tmp_path, cach
     assert len(data) == 18 and np.array_equal(data[0]["image"], images[0]) and not list((cache / "images").glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["about.json", "labels.npy", "images.npy"])
+def test_a_damaged_cache_is_made_anew(tmp_path, cache, name):
+    images = random_images(20)
+    path = write_parquet(tmp_path / "train.parquet", [png(i) for i in images], [0, 1] * 10)
+    open_images(ImagesData(path=str(path)))
+    next((cache / "images").glob(f"*/{name}")).write_bytes(b"5")
+    data = open_images(ImagesData(path=str(path)))["train"]
+    assert np.array_equal(data[0]["image"], images[0]) and len(data) == 18
+
+
 def test_an_unwritable_cache_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "file"))

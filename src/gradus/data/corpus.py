@@ -197,7 +197,7 @@ def cached_bpe(
     def write(aside: Path) -> None:
         train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
 
-    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write, Path.is_dir))
+    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write))
 
 
 # ---------------------------------------------------------------- tokenised once
@@ -250,16 +250,7 @@ class TokenFile:
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
-        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside), _whole))
-
-
-def _whole(folder: Path) -> bool:
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        sizes = [(folder / name).stat().st_size for name in ("ids.bin", "offsets.bin")]
-        return sizes == [about["n_tokens"] * np.dtype(about["dtype"]).itemsize, 8 * (about["n_texts"] + 1)]
-    except (OSError, ValueError, KeyError):
-        return False
+        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside)))
 
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], beside: Callable) -> None:

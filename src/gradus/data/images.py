@@ -186,7 +186,7 @@ def _open(
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
-    keep(folder, lambda aside: _decode(source, aside), lambda made: (made / "about.json").exists(), "GRADUS_CACHE")
+    keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
     classes, labels = _classes(source, labels, classes, names)

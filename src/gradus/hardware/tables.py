@@ -144,8 +144,7 @@ def of_device(d: Device) -> list[str]:
         taken = f"taken: {p.low:.2f} low, {p.expected:.2f} expected, {p.high:.2f} high, in {p.currency}"
         taken += f", sources differ by a factor of {p.high / p.low:.1f}" if p.low and p.high > p.low else ""
     links = (("link", d.link), ("bridge", d.bridge), ("network", d.network))
-    quoted = files.quotes(d.name)
-    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour on {q.date}: {q.source}" for q in quoted]
+    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour, {q.date}: {q.source}" for q in files.quotes(d.name)]
     return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *labelled([
         ("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items())),
         ("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}"),

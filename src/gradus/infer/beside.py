@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from gradus import tasks
+from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import GENERATION, Place, end_tokens, note, special
+from gradus.models.weights import checksums
+
+
+@contextlib.contextmanager
+def folder(to: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `to`, with the checksums of its files, in place of what an earlier call left
+    there. Where the block fails nothing is left of it. Raises EnvironmentFault where the disk is full."""
+    with writing(to), files.aside(to) as aside:
+        aside.mkdir(parents=True)
+        yield aside
+        checksums.write(aside)
+        if to.is_dir():
+            files.remove(to)
+
+
+def writing(to: Path) -> contextlib.AbstractContextManager[None]:
+    return errors.writing(to, "nothing was written. Free some space, or give another folder.")
 
 
 def write(place: Place, to: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -220,7 +221,7 @@ VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not 
 
 def printed(lines: Iterable[str]) -> Iterator[str]:
     """Lines as a terminal shows them: folded, the verdicts in colour."""
-    for text in (piece for line in lines for piece in fold(line)):
+    for text in itertools.chain.from_iterable(map(fold, lines)):
         for name, pattern in VERDICTS.items():
             text = re.sub(pattern, lambda m, name=name: colour(m[0], name), text)
         yield text
