@@ -247,7 +247,7 @@ USES: dict[str, list[str]] = {  # of a folder or file
                "evaluate run-vit",
                "predict run-vit images/valid/cat/0.png"],
     "tables": ["train bert.yaml data.path=tables data.train=train.jsonl data.valid=valid.jsonl train.steps=2 log.dir=o",
-               "train bert.yaml data.path=tables data.train=train.parquet data.valid=valid.parquet train.steps=2 log.dir=o",
+               "train bert.yaml data.path=tables data.train=train.parquet data.valid=valid.parquet log.dir=o",
                "new out.yaml --data tables/train.parquet && show out.yaml",
                "new out.yaml --data tables/train.jsonl && show out.yaml"],
     "ground": ["show gpt.yaml tokenizer.kind=file tokenizer.path=ground",
