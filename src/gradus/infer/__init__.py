@@ -20,7 +20,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-GENERATION = "generation_config.json"  # Hugging Face's, beside weights
+GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
