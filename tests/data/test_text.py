@@ -108,27 +108,6 @@ def test_a_file_packed_to_burst_is_refused(tmp_path, monkeypatch, suffix):
         assert len(list(read_rows(path))) == 100_000
 
 
-def test_text_without_a_border_is_searched_once(tmp_path, monkeypatch):
-    """In time that is linear: every character is looked at a few times, however long the text goes on without a space."""
-    monkeypatch.setattr(corpora, "BLOCK", 64)
-    looked = []
-    real = re.compile
-
-    class Counted:
-        def __init__(self, pattern):
-            self.pattern = real(pattern)
-
-        def finditer(self, text, at=0):
-            looked.append(len(text) - at)
-            return self.pattern.finditer(text, at)
-
-    text = "ab" * 5_000 + " end\nof it"
-    monkeypatch.setattr(corpora.re, "compile", Counted)
-    pieces = list(corpora._blocks(write(tmp_path / "a.txt", text)))
-    assert "".join(pieces) == text and max(map(len, pieces)) == 16 * 64
-    assert sum(looked) < 3 * len(text)
-
-
 @pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
 def test_rows_of_every_kind(tmp_path, packed):
     lines = "\n".join(json.dumps(r) for r in ROWS) + "\n\n"
