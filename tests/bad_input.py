@@ -1,11 +1,12 @@
 """Bad inputs made from a seed, over every verb, every kind of file that is read, the plan's page and `gradus.api`.
 
-`python tests/bad_input.py [SEED] [--n 1000] [--only WORD...] [--world FOLDER]` runs the inputs of a seed, or those with one of the words in their name, and
-says what came of each: one clear error (clear), a traceback, a hang, a dead process (abort), accepted with the reason why it may be, accepted
-without one (unexplained), or something else (other). The exit code is 1 where anything but the first and the accepted was found.
+`python tests/bad_input.py [SEED] [--n 1000] [--only WORD...] [--world FOLDER]` runs the inputs of a seed, or those with
+one of the words in their name, and says what came of each: one clear error (clear), a traceback, a hang, a dead process
+(abort), accepted with the reason why it may be, accepted without one (unexplained), or something else (other). The exit
+code is 1 where there is anything but clear errors and explained accepts.
 
-Each input runs in a forked process of its own, in a copy of one small world (`build`), under limits of time and memory. The inputs are in
-bad_input_cases.py.
+Each input runs in a forked process of its own, in a copy of one small world (`build`), under limits of time and memory.
+The inputs are in bad_input_cases.py.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent)]
 
 WALL, CPU, MEMORY = 300.0, 120, 6 << 30  # s, s, bytes above what the process had
-LINES = 12  # of an error, at most
+LINES = 41  # of an error, at most: what limits.shown lets through
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 PIPES = ("pipe.yaml", "pipe.txt")
-REPORTED = {"check": "FAIL", "study": "failed", "bench": "failed"}  # verbs that end with 1 where their table has such a line
+REPORTED = {"check": "FAIL", "study": "failed",
+            "bench": "failed"}  # verbs that end with 1 where their table has such a line
 
 # ---------------------------------------------------------------- an input, and what came of it
 
@@ -74,29 +76,37 @@ class Outcome:
         text = self.errors if self.verdict not in ("accepted", "unexplained") else self.errors + self.shown
         if self.whole and self.verdict == "unexplained":
             here, whole = answer(self).splitlines(), answer(self.whole).splitlines()
-            text += f"\nof the whole ({self.whole.verdict}): {' | '.join(line for line in whole if line not in here)[:600]}"
+            missing = " | ".join(line for line in whole if line not in here)
+            text += f"\nof the whole ({self.whole.verdict}): {missing[:600]}"
         return f"=== {self.verdict} {self.seconds:.1f} s  {self.case.name}\n{command[:400]}\n{text[-1500:]}"
 
 
 def same(outcome: Outcome) -> str | None:
     """What is damaged is not read here, or was mended: the answer is that of the whole."""
-    if outcome.whole and outcome.whole.verdict in ("accepted", "unexplained") and answer(outcome) == answer(outcome.whole):
+    if outcome.whole and outcome.whole.verdict in ("accepted",
+                                                   "unexplained") and answer(outcome) == answer(outcome.whole):
         return "the answer of the whole file"
     return None
 
 
 def answer(outcome: Outcome) -> str:
     """What was printed, and a digest of what was written, without times and without the memory of the process."""
-    timed = r"train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d|  (weights|gradients|optimizer|activations|tensors|process|step)\b"
-    kept = [line for line in outcome.shown.splitlines() if not re.match(timed, line)]
+    kept = [line for line in outcome.shown.splitlines() if not re.match(TIMED, line)]
     return re.sub(r"\d[\d.,]*(e[-+]\d+)?k? ?(tokens/s|samples/s|[GM]B|ms|s)\b|\d\d\d\d-\d\d-\d\d", "#", "\n".join(kept))
+
+
+TIMED = (  # lines that depend on the machine's speed
+    r"train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d"
+    r"|  (weights|gradients|optimizer|activations|tensors|process|step)\b"
+)
 
 
 def said(*words: str) -> Rule:
     """A note, in the outcome, with one of the words."""
 
     def look(outcome: Outcome) -> str | None:
-        lines = re.findall(r"^.*(?:note|warning): .*$|^.*\b(?:damaged|left out|skipped|made anew)\b.*$", outcome.errors + outcome.shown, re.M)
+        lines = re.findall(r"^.*(?:note|warning): .*$|^.*\b(?:damaged|left out|skipped|made anew)\b.*$",
+                           outcome.errors + outcome.shown, re.M)
         return "said in a note" if any(word in line for line in lines for word in words) else None
 
     return look
@@ -128,7 +138,7 @@ def child(case: Case, world: Path, out: Path) -> None:
     code = 1
     try:
         os.setsid()
-        multiprocessing.forkserver._forkserver.__init__()  # the server that the parent may have started is no child of this process
+        multiprocessing.forkserver._forkserver.__init__()  # the parent's server is no child of this process
         os.fsync = lambda file: None  # whether it survives a power cut is another test's
         shutil.copytree(world, out / "here", symlinks=True)
         os.chdir(out / "here")
@@ -137,7 +147,8 @@ def child(case: Case, world: Path, out: Path) -> None:
         with socket.socket(socket.AF_UNIX) as s:
             s.bind("socket.yaml")
         (out / "stdin").write_bytes(case.stdin)
-        for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY | os.O_CREAT), (2, "stderr", os.O_WRONLY | os.O_CREAT)):
+        for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY | os.O_CREAT),
+                                    (2, "stderr", os.O_WRONLY | os.O_CREAT)):
             os.dup2(os.open(out / name, flags), number)
         sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", buffering=1, errors="backslashreplace")  # noqa: SIM115
@@ -153,7 +164,8 @@ def child(case: Case, world: Path, out: Path) -> None:
             case.before()
         code = case.run() if case.run else commands(case.argv)
         for file in sorted(Path("out").rglob("*")) if code == 0 else ():
-            if file.suffix in (".html", ".safetensors", ".yaml") and file.is_file():  # what depends on nothing but the input
+            if file.suffix in (".html", ".safetensors",
+                               ".yaml") and file.is_file():  # what depends on nothing but the input
                 print("wrote", file, hashlib.sha256(file.read_bytes()).hexdigest()[:16])
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
@@ -201,11 +213,13 @@ def run_case(case: Case, world: Path) -> Outcome:
         _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)  # what it may have started
-    errors, shown = ((out / name).read_text(errors="replace") if (out / name).exists() else "" for name in ("stderr", "stdout"))
+    errors, shown = ((out / name).read_text(errors="replace") if (out / name).exists() else "" for name in ("stderr",
+        "stdout"))
     left = ", ".join(str(path.relative_to(out)) for path in (out / "here").rglob(".writing-*"))
     shutil.rmtree(out, ignore_errors=True)
     verdict = judge(case, status, late, errors, shown, left)
-    return Outcome(case, verdict, f"{errors}\nleft behind: {left}" if left and verdict == "other" else errors, shown, seconds)
+    return Outcome(case, verdict, f"{errors}\nleft behind: {left}" if left and verdict == "other" else errors, shown,
+                   seconds)
 
 
 def run_all(cases: list[Case], world: Path, say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
@@ -228,42 +242,59 @@ def run_all(cases: list[Case], world: Path, say: Callable[[str], None] = lambda 
 # ---------------------------------------------------------------- the world: recipes, data, runs
 
 SMALL = {"n_layers": 1, "d_model": 16, "n_heads": 2}
-SHORT = {"optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 4}, "train": {"steps": 2}, "log": {"every": 1}}
+SHORT = {"optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 4}, "train": {"steps": 2},
+         "log": {"every": 1}}
 RECIPES: dict[str, dict[str, Any]] = {
-    "gpt": {"model": {"family": "gpt", **SMALL, "seq_len": 16}, "task": {"name": "causal_lm"}, "tokenizer": {"kind": "char"},
+    "gpt": {"model": {"family": "gpt", **SMALL, "seq_len": 16}, "task": {"name": "causal_lm"},
+            "tokenizer": {"kind": "char"},
             "data": {"kind": "text", "path": "text.txt"}, **SHORT},
-    "bert": {"model": {"family": "bert", **SMALL, "d_ff": 32, "seq_len": 16, "n_classes": 2}, "task": {"name": "classification"},
-             "data": {"kind": "labelled", "path": "reviews", "text": "text", "label": "label"}, "tokenizer": {"kind": "word"}, **SHORT},
+    "bert": {"model": {"family": "bert", **SMALL, "d_ff": 32, "seq_len": 16, "n_classes": 2},
+             "task": {"name": "classification"},
+             "data": {"kind": "labelled", "path": "reviews", "text": "text", "label": "label"},
+             "tokenizer": {"kind": "word"}, **SHORT},
     "vit": {"model": {"family": "vit", **SMALL, "d_ff": 32, "image_size": 8, "patch_size": 4, "n_channels": 3},
             "task": {"name": "classification"}, "data": {"kind": "images", "path": "images"}, **SHORT},
     "pairs": {"model": {"family": "seq2seq", **SMALL, "d_ff": 32, "seq_len": 16}, "task": {"name": "translation"},
-              "data": {"kind": "pairs", "path": "pairs", "source": "de", "target": "en"}, "tokenizer": {"kind": "word"}, **SHORT},
-    "copy": {"model": {"family": "seq2seq", **SMALL, "d_ff": 16}, "task": {"name": "copy", "n_symbols": 11, "length": 5},
+              "data": {"kind": "pairs", "path": "pairs", "source": "de", "target": "en"}, "tokenizer": {"kind": "word"},
+              **SHORT},
+    "copy": {"model": {"family": "seq2seq", **SMALL, "d_ff": 16},
+             "task": {"name": "copy", "n_symbols": 11, "length": 5},
              "data": {"kind": "synthetic", "n_train": 64, "n_valid": 10}, "evaluate": {"samples": 0}, **SHORT},
-    "llama": {"model": {"family": "llama", **SMALL, "n_kv_heads": 2, "d_ff": 32, "seq_len": 16}, "task": {"name": "causal_lm"},
+    "llama": {"model": {"family": "llama", **SMALL, "n_kv_heads": 2, "d_ff": 32, "seq_len": 16},
+              "task": {"name": "causal_lm"},
               "data": {"kind": "text", "path": "text.txt"}, "tokenizer": {"kind": "bpe", "vocab_size": 300}, **SHORT},
 }  # fmt: skip
 ARGUMENTS = {
-    "learning_rate": 1e-3, "per_device_train_batch_size": 4, "max_steps": 2, "warmup_steps": 1, "adam_beta1": 0.9, "lr_scheduler_type": "linear",
-    "eval_steps": 1, "eval_strategy": "steps", "logging_steps": 1, "report_to": "none", "seed": 0, "fp16": False, "gradient_accumulation_steps": 1,
-    "num_train_epochs": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "optim": "adamw_torch", "dataloader_num_workers": 0, "output_dir": "x",
+    "learning_rate": 1e-3, "per_device_train_batch_size": 4, "max_steps": 2, "warmup_steps": 1, "adam_beta1": 0.9,
+    "lr_scheduler_type": "linear",
+    "eval_steps": 1, "eval_strategy": "steps", "logging_steps": 1, "report_to": "none", "seed": 0, "fp16": False,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "optim": "adamw_torch",
+    "dataloader_num_workers": 0, "output_dir": "x",
     "save_steps": 1, "torch_compile": False, "warmup_ratio": 0.1,
 }  # fmt: skip
-DEVICE = {"peaks": {"fp32": "10 TFLOP/s"}, "memory": "8 GiB", "bandwidth": "100 GB/s", "power": "100 W", "node": 2, "year": 2020, "kind": "gpu",
-          "aliases": ["mine"], "driver": "X", "link": {"bandwidth": "10 GB/s"}, "date": "2026-01-01", "source": "me"}  # fmt: skip
-STUDY = {"recipe": "gpt.yaml", "steps": 1, "warm_up": 0, "rounds": 1, "plan": False, "runner": "none", "about": "# Two", "columns": ["time/step"],
-         "configurations": {"one": {"source": {"time/step": 1.0}}, "two": {"set": ["layout.micro_batch=1"], "source": {"time/step": 2.0}, "against": "one"}}}  # fmt: skip
+DEVICE = {"peaks": {"fp32": "10 TFLOP/s"}, "memory": "8 GiB", "bandwidth": "100 GB/s", "power": "100 W", "node": 2,
+          "year": 2020, "kind": "gpu",
+          "aliases": ["mine"], "driver": "X", "link": {"bandwidth": "10 GB/s"}, "date": "2026-01-01",
+          "source": "me"}  # fmt: skip
+STUDY = {"recipe": "gpt.yaml", "steps": 1, "warm_up": 0, "rounds": 1, "plan": False, "runner": "none", "about": "# Two",
+         "columns": ["time/step"],
+         "configurations": {"one": {"source": {"time/step": 1.0}},
+                            "two": {"set": ["layout.micro_batch=1"], "source": {"time/step": 2.0},
+                                    "against": "one"}}}  # fmt: skip
 MADE = {  # what is made of the runs: the folder or file that shows that it is there → the command
-    "exported": "export run-gpt --to exported", "bert-hf": "export run-bert --to bert-hf", "bert-onnx": "export run-bert --to bert-onnx --as onnx",
+    "exported": "export run-gpt --to exported", "bert-hf": "export run-bert --to bert-hf",
+    "bert-onnx": "export run-bert --to bert-onnx --as onnx",
     "bert-int8": "quantize run-bert --to bert-int8 --as dynamic --force", "llama-hf": "export run-llama --to llama-hf",
-    "cache/exports": "predict run-bert 'a good film' --engine onnx", "cache/engines": "predict run-bert 'a good film' --precision bf16",
+    "cache/exports": "predict run-bert 'a good film' --engine onnx",
+    "cache/engines": "predict run-bert 'a good film' --precision bf16",
     "studied": "study study.yaml --to studied", "ground": "tokenizer train text.txt --vocab-size 300 --to ground",
 }  # fmt: skip
 QUICK = {"run-gpt", "run-bert", "exported", "bert-int8", "studied"}  # the part of the world that a sample needs
 
 
 def build(only: set[str] | None = None) -> int:
-    """Small good things in the working folder, of which the bad ones are made: data, recipes, and what is made of them; only: these."""
+    """Small good things in the working folder, of which the bad ones are made. only: of the runs and of MADE, these."""
     import numpy as np
     import pyarrow
     import pyarrow.parquet
@@ -277,14 +308,17 @@ def build(only: set[str] | None = None) -> int:
     for split, n in (("train", 40), ("valid", 10)):
         rows = [(f"a {'good' if i % 2 else 'bad'} film {i % 5}", i % 2) for i in range(n)]
         Path(f"reviews/{split}.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
-        Path(f"tables/{split}.jsonl").write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
-        pyarrow.parquet.write_table(pyarrow.table(dict(zip(("text", "label"), map(list, zip(*rows))))), f"tables/{split}.parquet")
+        Path(f"tables/{split}.jsonl").write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text,
+            label in rows))
+        pyarrow.parquet.write_table(pyarrow.table(dict(zip(("text", "label"), map(list, zip(*rows))))),
+                                    f"tables/{split}.parquet")
         Path(f"pairs/{split}.de").write_text("ein Satz .\nnoch ein Satz .\n" * n)
         Path(f"pairs/{split}.en").write_text("a sentence .\nanother sentence .\n" * n)
         for i in range(8):
             folder = Path(f"images/{split}/{('cat', 'dog')[i % 2]}")
             folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.random.default_rng(i).integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+            Image.fromarray(np.random.default_rng(i).integers(0, 255, (8, 8, 3),
+                dtype=np.uint8)).save(folder / f"{i}.png")
     for name, recipe in {**RECIPES, "study": STUDY, "mine": {"devices": {"X1": DEVICE}}}.items():
         Path(f"{name}.yaml").write_text(json.dumps(recipe))
     Path("args.json").write_text(json.dumps({"TrainingArgs": ARGUMENTS}))
@@ -292,6 +326,8 @@ def build(only: set[str] | None = None) -> int:
     Path("notes.md").write_text("# Notes\n\n| a | b |\n|---|---|\n| 1 | 2 |\n")
     for name in RECIPES:
         assert (only and f"run-{name}" not in only) or main(["train", f"{name}.yaml", f"log.dir=run-{name}"]) == 0, name
+        if not only:
+            main(["plan", f"{name}.yaml"])  # what is traced is kept
     for name, command in MADE.items():
         assert (only and name not in only) or main(shlex.split(command)) == 0, command
     return 0
@@ -312,9 +348,12 @@ def built(folder: Path, only: set[str] | None = None) -> Path:
     return out / "here"
 
 
-PRELOADED = """matplotlib.backends.backend_svg matplotlib.figure mpl_toolkits.mplot3d onnxruntime sacrebleu tokenizers.implementations torch.distributed.fsdp typst
-gradus.api gradus.infer.export gradus.infer.generate gradus.infer.predict gradus.infer.quantize gradus.plan.web gradus.proof.bench gradus.proof.ladder
-gradus.proof.study_file gradus.report.report gradus.train.new gradus.train.run"""
+PRELOADED = """
+matplotlib.backends.backend_svg matplotlib.figure mpl_toolkits.mplot3d onnxruntime sacrebleu tokenizers.implementations
+torch.distributed.fsdp typst gradus.api gradus.infer.export gradus.infer.generate gradus.infer.predict
+gradus.infer.quantize gradus.plan.web gradus.proof.bench gradus.proof.ladder gradus.proof.study_file
+gradus.report.report gradus.train.new gradus.train.run
+"""
 
 
 def prepare() -> None:
@@ -344,13 +383,16 @@ def main() -> int:
         folder.mkdir(exist_ok=True)
         world = folder / "building" / "here" if (folder / "building").exists() else built(folder)
         print(f"the world is built: {time.monotonic() - began:.0f} s", flush=True)
-        cases = [c for c in table(world, args.seed, args.n) if not args.only or any(word in c.name for word in args.only)]
+        cases = [c for c in table(world, args.seed,
+                                  args.n) if not args.only or any(word in c.name for word in args.only)]
         found = run_all(cases, world, say=lambda line: print(line, flush=True))
     wrong = [o for o in found if o.verdict not in ("clear", "accepted")]
     for o in wrong:
         print(f"\n{o}\nalone: python tests/bad_input.py {args.seed} --n {args.n} --only {shlex.quote(o.case.name)}")
-    print("\naccepted, and why:", *(f"{n:5} {why}" for why, n in Counter(o.why for o in found if o.why).most_common()), sep="\n")
-    print("slowest:", *(f"{o.seconds:5.0f} s {o.case.name}" for o in sorted(found, key=lambda o: -o.seconds)[:5]), sep="\n")
+    print("\naccepted, and why:", *(f"{n:5} {why}" for why, n in Counter(o.why for o in found if o.why).most_common()),
+          sep="\n")
+    print("slowest:", *(f"{o.seconds:5.0f} s {o.case.name}" for o in sorted(found, key=lambda o: -o.seconds)[:5]),
+          sep="\n")
     counts = ", ".join(f"{n} {verdict}" for verdict, n in Counter(o.verdict for o in found).most_common())
     print(f"seed {args.seed}, {len(found)} inputs in {time.monotonic() - began:.0f} s: {counts}")
     return bool(wrong)

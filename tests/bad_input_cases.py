@@ -1,7 +1,8 @@
-"""The inputs of bad_input.py: tables of what is damaged × how × which command reads it, of which a seed takes its share.
+"""The inputs of bad_input.py: tables of what is damaged × how × which command reads it; a seed takes a share of them.
 
-Beside each stands why it may be accepted: `same` (the answer is that of the whole file), `said` (a note names what was left out), a word, or a
-function of what was put in the place of what. What is accepted for none of these reasons is a failure as a traceback is.
+Beside each stands why it may be accepted: `same` (the answer is that of the whole file), `said` (a note names what was
+left out), a word, or a function of what was put in the place of what. What is accepted for none of these reasons is a
+failure, as a traceback is.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ from typing import Any
 
 from bad_input import RECIPES, Case, Rule, said, same
 
-VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, "x", "", [], {}, [[]], [None], {"a": 1}, "\ud800", "9" * 5000, float("nan"),
+VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, "x", "", [], {}, [[]], [None], {"a": 1}, "\ud800",
+                     "9" * 5000, float("nan"),
                      4_000_000_000, "../../x", "<b>", "a\nb", "\0", [1, "x"]]  # fmt: skip
-NUMBERS = ["99999999999", "1e18", "1e400", "-1", "0", "nan", "inf", "-inf", "1.5", "true", "null", "[]", "{a: 1}", "9" * 5000, "0x10", "١٢", "", "1_000",
+NUMBERS = ["99999999999", "1e18", "1e400", "-1", "0", "nan", "inf", "-inf", "1.5", "true", "null", "[]", "{a: 1}",
+           "9" * 5000, "0x10", "١٢", "", "1_000",
            "=1", "18446744073709551616", "1e-400", "'", "[" * 200, "2147483648", "1e9"]  # fmt: skip
-OPTIONS = ["nan", "inf", "-inf", "1e200", "-1", "0", "99999999999999999999", "x", "", "1.5", "9" * 5000, "١٢", "-0", "1e-400"]
+OPTIONS = ["nan", "inf", "-inf", "1e200", "-1", "0", "99999999999999999999", "x", "", "1.5", "9" * 5000, "١٢", "-0",
+           "1e-400"]
 WORDS = ["\udcff", "x" * 5000, "--", "-", "a\nb", "%s%n", "$(true)", "../../x", "a=b=c", "\u202e", "a\0b", ""]
-PATHS = ["pipe.yaml", "socket.yaml", "/dev/zero", "/dev/null", ".", "/proc/self/mem", "x" * 5000 + ".yaml", "a\0b.yaml", "gpt.yaml/x", "pipe.txt", "loop",
+PATHS = ["pipe.yaml", "socket.yaml", "/dev/zero", "/dev/null", ".", "/proc/self/mem", "x" * 5000 + ".yaml", "a\0b.yaml",
+         "gpt.yaml/x", "pipe.txt", "loop",
          "nowhere", "hf:nobody/nothing", "/proc/self/environ", ""]  # fmt: skip
 
 
@@ -79,7 +84,8 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
 
 def signs(data: bytes) -> bytes:
     """Of the numbers in fp32 that the file seems to hold, another sign."""
-    start = 8 + int.from_bytes(data[:8], "little") if data[8:9] == b"{" else data.rfind(b"\x00" * 8, 0, len(data) // 2) + 8
+    start = 8 + int.from_bytes(data[:8], "little") if data[8:9] == b"{" else data.rfind(b"\x00" * 8, 0,
+        len(data) // 2) + 8
     return data[:start] + bytes(b ^ 0x80 if i % 4 == 3 else b for i, b in enumerate(data[start:]))
 
 
@@ -96,8 +102,10 @@ def bytes_damages(data: bytes, pick: random.Random) -> Iterator[tuple[str, bytes
         yield "a bit", flipped(data, pick.randrange(len(data)), pick.randrange(8))
 
 
-TEXTS = {"a list": "[]\n", "a number": "5\n", "null": "null\n", "a text": '"x"\n', "{}": "{}\n", "a brace": "{", "deep": "[" * 90_000, "deep pairs": '{"a":' * 500,
-         "not a number": "NaN\n", "digits": "9" * 5000, "half a character": '{"\\ud800": 1}\n', "half a value": '{"name": "\\ud800", "value": 1}\n'}  # fmt: skip
+TEXTS = {"a list": "[]\n", "a number": "5\n", "null": "null\n", "a text": '"x"\n', "{}": "{}\n", "a brace": "{",
+         "deep": "[" * 90_000, "deep pairs": '{"a":' * 500,
+         "not a number": "NaN\n", "digits": "9" * 5000, "half a character": '{"\\ud800": 1}\n',
+         "half a value": '{"name": "\\ud800", "value": 1}\n'}  # fmt: skip
 
 
 def places(tree: Any, at: tuple = ()) -> Iterator[tuple]:
@@ -123,11 +131,11 @@ def mutated(tree: Any, pick: random.Random) -> tuple[str, Any, str | None]:
     node.pop(at[-1])
     if how == "renamed":
         node[f"{at[-1]}x"] = old
-    return f"{name} {how}", tree, None
+    return f"{name} {how}", tree, "without a key that has a default" if how == "removed" else None
 
 
 def alike(old: Any, new: Any) -> str | None:
-    """Whether one value may stand where the other did: it is of the same kind, and no more than that can be told from the file."""
+    """Whether one value may stand where the other did: it is of the same kind; the file says no more than that."""
     number = not isinstance(new, bool) and isinstance(new, int | float) and 0 < new < 1e12
     if isinstance(old, bool) or old is None:
         fits = isinstance(new, bool)
@@ -149,7 +157,8 @@ def tree_damages(path: Path, data: bytes, pick: random.Random, n: int) -> Iterat
     for _ in range(n if lines else 0):
         at = pick.randrange(len(lines))
         name, tree, why = mutated(yaml.safe_load(lines[at]) if path.suffix == ".yaml" else json.loads(lines[at]), pick)
-        yield f"{f'line {at} ' if len(lines) > 1 else ''}{name}", "\n".join([*lines[:at], json.dumps(tree), *lines[at + 1 :], ""]).encode(), why
+        yield f"{f'line {at} ' if len(lines) > 1 else ''}{name}", "\n".join([*lines[:at], json.dumps(tree),
+            *lines[at + 1 :], ""]).encode(), why
     if path.suffix == ".jsonl" and lines:
         yield "a line cut", (text + lines[0][: len(lines[0]) // 2]).encode(), None
         yield "a list in it", (text + "[1]\n").encode(), None
@@ -158,13 +167,14 @@ def tree_damages(path: Path, data: bytes, pick: random.Random, n: int) -> Iterat
         yield "a key twice", f'{{"{key}": 5, {text.strip()[1:]}'.encode(), None
 
 
-def tensor_damages(data: bytes, pick: random.Random, n: int) -> Iterator[tuple[str, bytes, str | None]]:
+def tensor_damages(data: bytes, pick: random.Random) -> Iterator[tuple[str, bytes, str | None]]:
     """Of a file of safetensors or of a graph."""
+    n = len(data) // 12 * 4
     yield "signs", signs(data), "other weights"
-    yield "nan", data[: len(data) - len(data) // 3 // 4 * 4] + struct.pack("<f", math.nan) * (len(data) // 3 // 4), None
+    yield "nan", data[: len(data) - n] + struct.pack("<f", math.nan) * (n // 4), "other weights"
     if data[8:9] == b"{":
         end = 8 + int.from_bytes(data[:8], "little")
-        for _ in range(n):
+        for _ in range(4):
             name, tree, _ = mutated(json.loads(data[8:end]), pick)
             yield name, header(tree) + data[end:], None
         yield "a header of exabytes", (2**60).to_bytes(8, "little") + data[8:], None
@@ -176,46 +186,72 @@ def header(tensors: Any) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# ---------------------------------------------------------------- files of the world × damage × the commands that read them
+# ---------------------------------------------------------------- files of the world × damage × commands
 
 TEXT = "'a good film'"
 PREDICT, GENERATE = f"predict {{}} {TEXT}", "generate {} line --max-new 4"
 USES: dict[str, list[str]] = {  # of a folder or file
-    "run-gpt": ["generate run-gpt line --max-new 4", "evaluate run-gpt", "train run-gpt --resume train.steps=3", "prove run-gpt", "show run-gpt", "plan run-gpt",
+    "run-gpt": ["generate run-gpt line --max-new 4", "evaluate run-gpt", "train run-gpt --resume train.steps=3",
+                "prove run-gpt", "show run-gpt", "plan run-gpt",
                 "export run-gpt --to out", "report run-gpt --to out", "report run-gpt run-llama --to out"],
-    "run-bert": [f"predict run-bert {TEXT}", "evaluate run-bert", "predict run-bert --split valid --features", "predict run-bert --split valid --n 4",
-                 "prove run-bert", "report run-bert --to out", "export run-bert --to out", "quantize run-bert --to out --as dynamic --force",
-                 f"predict run-bert {TEXT} --engine onnx", "train bert.yaml model.init=run-bert/checkpoints/best model.n_classes=2 log.dir=o"],
-    "run-vit": ["predict run-vit images/valid/cat/0.png", "evaluate run-vit", "report run-vit --to out", "predict run-vit --split valid --grid g.png"],
+    "run-bert": [f"predict run-bert {TEXT}", "evaluate run-bert", "predict run-bert --split valid --features",
+                 "predict run-bert --split valid --n 4",
+                 "prove run-bert", "report run-bert --to out", "export run-bert --to out",
+                 "quantize run-bert --to out --as dynamic --force",
+                 f"predict run-bert {TEXT} --engine onnx",
+                 "train bert.yaml model.init=run-bert/checkpoints/best model.n_classes=2 train.steps=2 log.dir=o"],
+    "run-vit": ["predict run-vit images/valid/cat/0.png", "evaluate run-vit", "report run-vit --to out",
+                "predict run-vit --split valid --grid g.png"],
     "run-pairs": ["predict run-pairs 'ein Satz'", "evaluate run-pairs", "train run-pairs --resume train.steps=3"],
     "run-copy": ["predict run-copy '1 2 3 4 5'", "train run-copy --resume train.steps=3", "prove run-copy run-gpt"],
     "run-llama": ["generate run-llama line --max-new 4", "export run-llama --to out"],
-    "exported": [GENERATE.format("exported"), "plan hf:exported", "train gpt.yaml model.init=exported log.dir=o", "export exported --to out",
+    "exported": [GENERATE.format("exported"), "plan hf:exported",
+                 "train gpt.yaml model.init=exported train.steps=2 log.dir=o",
+                 "export exported --to out",
                  "new out.yaml --data text.txt --init exported", "show gpt.yaml model.init=exported"],
-    "llama-hf": [GENERATE.format("llama-hf"), "plan hf:llama-hf", "plan hf:llama-hf --serve", "export llama-hf --to out", "train llama.yaml model.init=llama-hf log.dir=o"],
-    "bert-hf": [PREDICT.format("bert-hf"), "plan hf:bert-hf", "new out.yaml --data reviews --init bert-hf", "evaluate run-bert --checkpoint bert-hf"],
-    "bert-onnx": [PREDICT.format("bert-onnx") + " --engine onnx", "evaluate run-bert --checkpoint bert-onnx --engine onnx", "plan hf:bert-onnx"],
-    "bert-int8": [PREDICT.format("bert-int8") + " --precision int8", "evaluate run-bert --checkpoint bert-int8 --precision int8", PREDICT.format("bert-int8")],
+    "llama-hf": [GENERATE.format("llama-hf"), "plan hf:llama-hf", "plan hf:llama-hf --serve",
+                 "export llama-hf --to out", "train llama.yaml model.init=llama-hf train.steps=2 log.dir=o"],
+    "bert-hf": [PREDICT.format("bert-hf"), "plan hf:bert-hf", "new out.yaml --data reviews --init bert-hf",
+                "evaluate run-bert --checkpoint bert-hf"],
+    "bert-onnx": [PREDICT.format("bert-onnx") + " --engine onnx",
+                  "evaluate run-bert --checkpoint bert-onnx --engine onnx", "plan hf:bert-onnx"],
+    "bert-int8": [PREDICT.format("bert-int8") + " --precision int8",
+                  "evaluate run-bert --checkpoint bert-int8 --precision int8", PREDICT.format("bert-int8")],
     "cache/exports": [f"predict run-bert {TEXT} --engine onnx", "evaluate run-bert --engine onnx"],
     "cache/engines": [f"predict run-bert {TEXT} --engine onnx", f"predict run-bert {TEXT} --precision bf16"],
-    "cache/tokens": ["train gpt.yaml log.dir=o", "train bert.yaml log.dir=o", "show pairs.yaml"],
+    "cache/tokens": ["train gpt.yaml train.steps=2 log.dir=o", "train bert.yaml train.steps=2 log.dir=o",
+                     "show pairs.yaml"],
+    "cache/images": ["train vit.yaml train.steps=2 log.dir=o", "evaluate run-vit", "show vit.yaml"],
+    "cache/tokenizers": ["show llama.yaml", "train llama.yaml train.steps=2 log.dir=o"],
     "cache/profiles": ["plan gpt.yaml", "plan pairs.yaml", "plan bert.yaml --on 2xA100"],
     "studied": ["report studied --to out", "study study.yaml --to studied"],
     "study.yaml": ["study study.yaml --to out"],
-    "args.json": ["train gpt.yaml --json_file args.json log.dir=o", "show gpt.yaml --json_file args.json"],
+    "args.json": ["train gpt.yaml --json_file args.json train.steps=2 log.dir=o",
+                  "show gpt.yaml --json_file args.json"],
     "mine.yaml": ["plan gpt2-small --on 2xX1", "hardware X1", "hardware", "plan gpt2-small --devices"],
-    "gpt.yaml": ["train gpt.yaml log.dir=o", "show gpt.yaml", "plan gpt.yaml", "check gpt.yaml", "fetch gpt.yaml --to out", "launch slurm gpt.yaml --dry-run --to j"],
-    "llama.yaml": ["train llama.yaml log.dir=o", "plan llama.yaml --on 2xA100", "plan llama.yaml --search --on 2xA100"],
-    "vit.yaml": ["train vit.yaml log.dir=o", "plan vit.yaml model.n_classes=2"],
-    "pairs.yaml": ["train pairs.yaml log.dir=o", "show pairs.yaml --processes 2"],
-    "copy.yaml": ["train copy.yaml log.dir=o", "show copy.yaml"],
-    "text.txt": ["train gpt.yaml log.dir=o", "new out.yaml --data text.txt && show out.yaml", "tokenizer train text.txt --vocab-size 300 --to out", "evaluate run-gpt"],
-    "reviews": ["train bert.yaml log.dir=o", "new out.yaml --data reviews && show out.yaml", "evaluate run-bert", "check bert.yaml"],
-    "pairs": ["train pairs.yaml log.dir=o", "new out.yaml --data pairs && show out.yaml", "evaluate run-pairs"],
-    "images": ["train vit.yaml log.dir=o", "new out.yaml --data images && show out.yaml", "evaluate run-vit", "predict run-vit images/valid/cat/0.png"],
-    "tables": [*(f"train bert.yaml data.path=tables data.train=train.{kind} data.valid=valid.{kind} log.dir=o" for kind in ("jsonl", "parquet")),
-               "new out.yaml --data tables/train.parquet && show out.yaml", "new out.yaml --data tables/train.jsonl && show out.yaml"],
-    "ground": ["show gpt.yaml tokenizer.kind=file tokenizer.path=ground", "generate run-gpt line --max-new 2 --tokenizer ground"],
+    "gpt.yaml": ["train gpt.yaml train.steps=2 log.dir=o", "show gpt.yaml", "plan gpt.yaml", "check gpt.yaml",
+                 "fetch gpt.yaml --to out", "launch slurm gpt.yaml --dry-run --to j"],
+    "llama.yaml": ["train llama.yaml train.steps=2 log.dir=o", "plan llama.yaml --on 2xA100",
+                   "plan llama.yaml --search --on 2xA100"],
+    "vit.yaml": ["train vit.yaml train.steps=2 log.dir=o", "plan vit.yaml model.n_classes=2"],
+    "pairs.yaml": ["train pairs.yaml train.steps=2 log.dir=o", "show pairs.yaml --processes 2"],
+    "copy.yaml": ["train copy.yaml train.steps=2 log.dir=o", "show copy.yaml"],
+    "text.txt": ["train gpt.yaml train.steps=2 log.dir=o", "new out.yaml --data text.txt && show out.yaml",
+                 "tokenizer train text.txt --vocab-size 300 --to out", "evaluate run-gpt"],
+    "reviews": ["train bert.yaml train.steps=2 log.dir=o", "new out.yaml --data reviews && show out.yaml",
+                "evaluate run-bert",
+                "check bert.yaml"],
+    "pairs": ["train pairs.yaml train.steps=2 log.dir=o", "new out.yaml --data pairs && show out.yaml",
+              "evaluate run-pairs"],
+    "images": ["train vit.yaml train.steps=2 log.dir=o", "new out.yaml --data images && show out.yaml",
+               "evaluate run-vit",
+               "predict run-vit images/valid/cat/0.png"],
+    "tables": ["train bert.yaml data.path=tables data.train=train.jsonl data.valid=valid.jsonl train.steps=2 log.dir=o",
+               "train bert.yaml data.path=tables data.train=train.parquet data.valid=valid.parquet log.dir=o",
+               "new out.yaml --data tables/train.parquet && show out.yaml",
+               "new out.yaml --data tables/train.jsonl && show out.yaml"],
+    "ground": ["show gpt.yaml tokenizer.kind=file tokenizer.path=ground",
+               "generate run-gpt line --max-new 2 --tokenizer ground"],
     "notes.md": ["report run-gpt --to out --notes notes.md"],
 }  # fmt: skip
 SLOW = ("quantize ", "check ", "--search")  # a few of them
@@ -226,9 +262,8 @@ CHECKED = ("bert-onnx", "bert-int8", "cache")  # all of whose bytes are checked
 
 def world_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
     """n of all (file, damage, command) of the world."""
-    files = [(top, path) for top in USES for path in ([world / top] if (world / top).is_file() else sorted((world / top).rglob("*")))
-             if path.is_file() and not path.is_symlink() and "/checkpoints/step-" not in str(path).replace("step-00000002", "", top not in ("run-gpt", "run-copy", "run-pairs"))]  # fmt: skip
-    by_top = {top: [path for t, path in files if t == top] for top in USES}
+    found = {top: [world / top, *sorted((world / top).rglob("*"))] for top in USES}
+    by_top = {top: [p for p in paths if p.is_file() and not p.is_symlink()] for top, paths in found.items()}
     tops = [top for top in USES if by_top[top]]
     for _ in range(n):
         top = pick.choice(tops)
@@ -244,40 +279,50 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
     if path.suffix in (".json", ".jsonl", ".yaml"):
         kinds = [*pick.sample(kinds, 3), *tree_damages(path, data, pick, 12)]
     elif path.suffix in (".safetensors", ".onnx"):
-        kinds += tensor_damages(data, pick, 4)
+        kinds += tensor_damages(data, pick)
     name, what, why = pick.choice(kinds)
     before = replaced(place, what) if isinstance(what, str) else put(place, what)
     fine: list[Rule] = [same]
     if not top.startswith(CHECKED):
         fine.append(said(path.name, top))
-        own = path.name in ("recipe.yaml", "summary.json", "environment.json", "metrics.jsonl", "plan.jsonl", "proof.jsonl")
+        own = path.name in ("recipe.yaml", "summary.json", "environment.json", "metrics.jsonl", "plan.jsonl",
+                            "proof.jsonl")
         if why and (own or "checkpoints" not in place) and (why != "other weights" or top in NO_DIGESTS):
             fine.append(why)
         if top in NO_DIGESTS and name in ("a bit", "cut", "noise") and path.suffix in (".safetensors", ".json", ".txt"):
             fine.append("other weights or tokens: a layout without digests")
-        if top in DATA and name in ("cut", "zeros", "doubled", "a bit", "noise", *TEXTS) and path.suffix not in (".parquet",):
+        if top in DATA and name in ("cut", "zeros", "doubled", "a bit", "noise",
+                                    *TEXTS) and path.suffix not in (".parquet",):
             fine.append("other data")
     env = {"GRADUS_HARDWARE": "mine.yaml"} if top == "mine.yaml" else {}
     stem = re.sub(r"[0-9a-f]{30,}", "*", place)
     return Case(f"world/{stem}/{name}/{use}", shlex.split(use), before=before, fine=fine, env=env)
 
 
-# ---------------------------------------------------------------- files written for the purpose × the commands that read them
+# ---------------------------------------------------------------- files written for the purpose × commands
 
 WRITES = "a text, whatever it says"
 
 
 def recipe_texts() -> dict[str, tuple[bytes, str | None]]:
     good = json.dumps(RECIPES["gpt"])
-    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"{c}: &{c} [{', '.join(['*' + chr(ord(c) - 1)] * 10)}]\n" for c in "bcdefghijk")
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"{c}: &{c} [{', '.join(['*' + chr(ord(c) - 1)] * 10)}]\n" for c in "bcdefghijk")
     texts: dict[str, bytes | str] = {
-        "bomb": bomb, "bomb-in-model": "x: &x {d_model: 16}\nmodel: [" + "*x, " * 300_000 + "]", "itself": "model: &m {init: *m}", "deep-lists": "model: " + "[" * 100_000,
-        "mapping-bomb": "a0: &a0 {k: v}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 60)), "deep-closed": "model: " + "[" * 500 + "]" * 500,
-        "deep-mappings": "".join(" " * i + "a:\n" for i in range(900)), "binary": bytes(range(256)) * 40, "utf16": good.encode("utf-16"), "bom": b"\xef\xbb\xbf[]", "nul": "model: \0",
-        "empty": "", "null": "null", "list": "[1, 2]", "number": "1e400", "tag": "model: !!python/object/apply:os.system ['true']", "tag-int": "model: {family: gpt, n_layers: !!int x}",
-        "twice": good[:-1] + ', "model": {}}', "cut": good[: len(good) // 2], "large": "# " + "x" * 2_000_000, "surrogate": good.replace('"char"', '"\\ud800"'),
-        "keys-not-text": "? [a, b]\n: 1\n", "date": "model: 2026-99-99\ntask: 2026-01-01", "big-int": good.replace('"steps": 2', '"steps": ' + "9" * 6000),
-        "anchors": "".join(f"a{i}: &a{i} x\n" for i in range(2000)), "two-documents": "a: 1\n---\nb: 2\n", "merge": "a: &a {family: gpt}\nmodel: {<<: *a}\n",
+        "bomb": bomb, "bomb-in-model": "x: &x {d_model: 16}\nmodel: [" + "*x, " * 300_000 + "]",
+        "itself": "model: &m {init: *m}", "deep-lists": "model: " + "[" * 100_000,
+        "mapping-bomb": "a0: &a0 {k: v}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1,
+            60)), "deep-closed": "model: " + "[" * 500 + "]" * 500,
+        "deep-mappings": "".join(" " * i + "a:\n" for i in range(900)), "binary": bytes(range(256)) * 40,
+        "utf16": good.encode("utf-16"), "bom": b"\xef\xbb\xbf[]", "nul": "model: \0",
+        "empty": "", "null": "null", "list": "[1, 2]", "number": "1e400",
+        "tag": "model: !!python/object/apply:os.system ['true']", "tag-int": "model: {family: gpt, n_layers: !!int x}",
+        "twice": good[:-1] + ', "model": {}}', "cut": good[: len(good) // 2], "large": "# " + "x" * 2_000_000,
+        "surrogate": good.replace('"char"', '"\\ud800"'),
+        "keys-not-text": "? [a, b]\n: 1\n", "date": "model: 2026-99-99\ntask: 2026-01-01",
+        "big-int": good.replace('"steps": 2', '"steps": ' + "9" * 6000),
+        "anchors": "".join(f"a{i}: &a{i} x\n" for i in range(2000)), "two-documents": "a: 1\n---\nb: 2\n",
+        "merge": "a: &a {family: gpt}\nmodel: {<<: *a}\n",
     }  # fmt: skip
     return {name: (text if isinstance(text, bytes) else text.encode(), None) for name, text in texts.items()}
 
@@ -290,37 +335,72 @@ def rows(*labels: Any) -> str:
 
 
 TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be accepted)
-    "label-3e9.csv": (rows(0, 3_000_000_000), None), "label-huge.csv": (rows(0, "9" * 5000), None), "label-negative.csv": (rows(-1, 1), "names"), "label-float.csv": (rows(0.5, 1.5), "names"),
-    "label-score.csv": ("text,label\n" + "".join(f"film {i},{i / 7:.3f}\n" for i in range(60)), None), "label-empty.csv": (rows("pos", "", "neg"), None), "label-0-2.csv": (rows(0, 2), "names"),
-    "label-ids.csv": ("text,label\n" + "".join(f"film {i},{i}\n" for i in range(60)), None), "label-yaml.csv": (rows("yes", "no", "null", "1e9", "~", "- x", "# c", ": "), "names"),
-    "label-spaces.csv": (rows("pos", " pos", "Pos", "pos "), "names"), "label-one.csv": (rows("pos"), None), "label-million.csv": (rows(0, 1_000_000), None),
-    "no-label.csv": ("text\na\n", None), "no-header.csv": (ROWS, None), "ragged.csv": ("text,label\n" + ROWS + "a,b,c\n", None), "short.csv": ("text,label\n" + ROWS + "a\n", None),
-    "quote.csv": ('text,label\n"a,0\n' + ROWS, None), "nul.csv": ("text,label\na\0b,pos\n" + ROWS, WRITES), "empty.csv": ("", None), "header.csv": ("text,label\n", None),
-    "one-row.csv": ("text,label\na,pos\n", None), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"), "latin.csv": (("text,label\ncaf\xe9,pos\n" + ROWS).encode("latin-1"), None),
-    "utf16.csv": (("text,label\n" + ROWS).encode("utf-16"), None), "bom.csv": (b"\xef\xbb\xbf" + ("text,label\n" + ROWS).encode(), "a byte order mark is no text"), "cr.csv": (("text,label\n" + ROWS).replace("\n", "\r"), "lines"),
-    "crlf.csv": (("text,label\n" + ROWS).replace("\n", "\r\n"), "lines"), "semicolons.csv": (("text,label\n" + ROWS).replace(",", ";"), "read as pandas does"), "tabs.csv": (("text,label\n" + ROWS).replace(",", "\t"), "read as pandas does"),
-    "twice.csv": ("text,text,label\n" + ROWS.replace(",", ",b,"), None), "no-name.csv": (",label\n" + ROWS, None), "header-yaml.csv": ('"{a: [&x","!!python/object:os.system"\n' + ROWS, None),
-    "header-hash.csv": ('"text # no","label: x"\n' + ROWS, "names, which new quotes"), "wide.csv": (",".join(f"c{i}" for i in range(30_000)) + "\n" + (",".join("x" * 30_000) + "\n") * 3, None),
-    "long-word.csv": ("text,label\n" + ROWS + "x" * 800_000 + ",pos\n", "one long word, read in a linear time"), "long-text.csv": ("text,label\n" + ROWS + "word " * 400_000 + ",pos\n", "a long text, of which the model reads its part"),
-    "pairs-of.csv": ("question1,question2,is_duplicate\n" + "".join(f"is it {i},is this {i},{i % 2}\n" for i in range(60)), None),
-    "label-3e9.jsonl": ('{"text": "a", "label": 3e9}\n', None), "deep.jsonl": ("[" * 90_000 + "\n", None), "surrogate.jsonl": ('{"text": "\\ud800", "label": 0}\n{"text": "b", "label": 1}\n' * 20, None),
-    "big.jsonl": ('{"text": "a", "label": ' + "9" * 6000 + "}\n", None), "nan.jsonl": ('{"text": "a", "label": NaN}\n{"text": "b", "label": 1}\n' * 20, None), "number.jsonl": ('{"text": 5, "label": 0}\n' * 20, None),
-    "list.jsonl": ("[1]\n", None), "inf.jsonl": ('{"text": "a", "label": 1e999}\n' * 20, None), "bool.jsonl": ('{"text": "a", "label": true}\n{"text": "b", "label": false}\n' * 20, "names"),
-    "nested.jsonl": ('{"text": {"a": "b"}, "label": [1]}\n' * 20, None), "keys.jsonl": ('{"text": "a", "label": 1}\n{"foo": "b"}\n' * 20, None), "later.jsonl": ('{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n' * 600 + '{"text": "z"}\n', None),
-    "again.jsonl": ('{"text": "a", "text": "b", "label": 1}\n{"text": "c", "label": 0}\n' * 20, None), "rows.json": (json.dumps([{"text": "a", "label": 1}, {"text": "b", "label": 0}] * 9), "a list of rows"),
-    "bad.parquet": (b"PAR1" + b"\xff" * 100 + b"PAR1", None), "cut.parquet": (b"PAR1", None), "fields.tsv": ("text\tlabel\na\t0\t1\n", None), "bad.csv.gz": (b"\x1f\x8b\x08\x00", None),
-    "cut.csv.gz": (gzip.compress(b"text,label\n" * 50)[:-9], None), "bad.csv.xz": (b"\xfd7zXZ", None), "table.xlsx": (b"PK", None), "none": ("text,label\n" + ROWS, "running text, as its name has no ending"), "table.zip": (b"PK\3\4" + b"x" * 99, None),
+    "label-3e9.csv": (rows(0, 3_000_000_000), None), "label-huge.csv": (rows(0, "9" * 5000), None),
+    "label-negative.csv": (rows(-1, 1), "names"), "label-float.csv": (rows(0.5, 1.5), "names"),
+    "label-score.csv": ("text,label\n" + "".join(f"film {i},{i / 7:.3f}\n" for i in range(60)), None),
+    "label-empty.csv": (rows("pos", "", "neg"), None), "label-0-2.csv": (rows(0, 2), "names"),
+    "label-ids.csv": ("text,label\n" + "".join(f"film {i},{i}\n" for i in range(60)), None),
+    "label-yaml.csv": (rows("yes", "no", "null", "1e9", "~", "- x", "# c", ": "), "names"),
+    "label-spaces.csv": (rows("pos", " pos", "Pos", "pos "), "names"), "label-one.csv": (rows("pos"), None),
+    "label-million.csv": (rows(0, 1_000_000), None),
+    "no-label.csv": ("text\na\n", None), "no-header.csv": (ROWS, None),
+    "ragged.csv": ("text,label\n" + ROWS + "a,b,c\n", None), "short.csv": ("text,label\n" + ROWS + "a\n", None),
+    "quote.csv": ('text,label\n"a,0\n' + ROWS, None), "nul.csv": ("text,label\na\0b,pos\n" + ROWS, WRITES),
+    "empty.csv": ("", None), "header.csv": ("text,label\n", None),
+    "one-row.csv": ("text,label\na,pos\n", None), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"),
+    "latin.csv": (("text,label\ncaf\xe9,pos\n" + ROWS).encode("latin-1"), None),
+    "utf16.csv": (("text,label\n" + ROWS).encode("utf-16"), None),
+    "bom.csv": (b"\xef\xbb\xbf" + ("text,label\n" + ROWS).encode(), "a byte order mark is no text"),
+    "cr.csv": (("text,label\n" + ROWS).replace("\n", "\r"), "lines"),
+    "crlf.csv": (("text,label\n" + ROWS).replace("\n", "\r\n"), "lines"),
+    "semicolons.csv": (("text,label\n" + ROWS).replace(",", ";"), "read as pandas does"),
+    "tabs.csv": (("text,label\n" + ROWS).replace(",", "\t"), "read as pandas does"),
+    "twice.csv": ("text,text,label\n" + ROWS.replace(",", ",b,"), None), "no-name.csv": (",label\n" + ROWS, None),
+    "header-yaml.csv": ('"{a: [&x","!!python/object:os.system"\n' + ROWS, None),
+    "header-hash.csv": ('"text # no","label: x"\n' + ROWS, "names, which new quotes"),
+    "wide.csv": (",".join(f"c{i}" for i in range(30_000)) + "\n" + (",".join("x" * 30_000) + "\n") * 3, None),
+    "long-word.csv": ("text,label\n" + ROWS + "x" * 800_000 + ",pos\n", "one long word, read in a linear time"),
+    "long-text.csv": ("text,label\n" + ROWS + "word " * 400_000 + ",pos\n",
+                      "a long text, of which the model reads its part"),
+    "pairs-of.csv": ("a,b,same\n" + "".join(f"is it {i},is this {i},{i % 2}\n" for i in range(60)), None),
+    "label-3e9.jsonl": ('{"text": "a", "label": 3e9}\n', None), "deep.jsonl": ("[" * 90_000 + "\n", None),
+    "surrogate.jsonl": ('{"text": "\\ud800", "label": 0}\n{"text": "b", "label": 1}\n' * 20, None),
+    "big.jsonl": ('{"text": "a", "label": ' + "9" * 6000 + "}\n", None),
+    "nan.jsonl": ('{"text": "a", "label": NaN}\n{"text": "b", "label": 1}\n' * 20, None),
+    "number.jsonl": ('{"text": 5, "label": 0}\n' * 20, None),
+    "list.jsonl": ("[1]\n", None), "inf.jsonl": ('{"text": "a", "label": 1e999}\n' * 20, None),
+    "bool.jsonl": ('{"text": "a", "label": true}\n{"text": "b", "label": false}\n' * 20, "names"),
+    "nested.jsonl": ('{"text": {"a": "b"}, "label": [1]}\n' * 20, None),
+    "keys.jsonl": ('{"text": "a", "label": 1}\n{"foo": "b"}\n' * 20, None),
+    "later.jsonl": ('{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n' * 600 + '{"text": "z"}\n', None),
+    "again.jsonl": ('{"text": "a", "text": "b", "label": 1}\n{"text": "c", "label": 0}\n' * 20,
+                    "the last of two keys, as readers of JSON do"),
+    "rows.json": (json.dumps([{"text": "a", "label": 1}, {"text": "b", "label": 0}] * 9), "a list of rows"),
+    "bad.parquet": (b"PAR1" + b"\xff" * 100 + b"PAR1", None), "cut.parquet": (b"PAR1", None),
+    "fields.tsv": ("text\tlabel\na\t0\t1\n", None), "bad.csv.gz": (b"\x1f\x8b\x08\x00", None),
+    "cut.csv.gz": (gzip.compress(b"text,label\n" * 50)[:-9], None), "bad.csv.xz": (b"\xfd7zXZ", None),
+    "table.xlsx": (b"PK", None), "none": ("text,label\n" + ROWS, "running text, as its name has no ending"),
+    "table.zip": (b"PK\3\4" + b"x" * 99, None),
 }  # fmt: skip
-FOR_NEW = ("label-score.csv", "label-ids.csv", "label-one.csv", "pairs-of.csv")  # `new` is to ask instead of guessing; a recipe says what they are
+FOR_NEW = ("label-score.csv", "label-ids.csv", "label-one.csv",
+           "pairs-of.csv")  # `new` is to ask instead of guessing; a recipe says what they are
 PARQUETS: dict[str, tuple[dict[str, Any], str | None]] = {  # columns
-    "null": ({"text": ["a b"] * 50, "label": [None] * 50}, None), "nan": ({"text": ["a b", "c d"] * 50, "label": [1.0, math.nan] * 50}, None), "lists": ({"text": [["a"], ["b"]] * 50, "label": [0, 1] * 50}, None),
-    "images": ({"img": [{"bytes": b"x", "path": "a"}] * 50, "label": [0, 1] * 25}, None), "bytes": ({"text": [b"x", b"y"] * 25, "label": [0, 1] * 25}, None), "dotted": ({"a.b": ["a", "b"] * 20, "label": ["x", "y"] * 20}, "names"),
-    "structs": ({"text": [{"a": 1}] * 9, "label": [0] * 9}, None), "big": ({"text": ["a", "b"] * 9, "label": [0, 2**62] * 9}, None), "empty": ({"text": [], "label": []}, None),
+    "null": ({"text": ["a b"] * 50, "label": [None] * 50}, None),
+    "nan": ({"text": ["a b", "c d"] * 50, "label": [1.0, math.nan] * 50}, None),
+    "lists": ({"text": [["a"], ["b"]] * 50, "label": [0, 1] * 50}, None),
+    "images": ({"img": [{"bytes": b"x", "path": "a"}] * 50, "label": [0, 1] * 25}, None),
+    "bytes": ({"text": [b"x", b"y"] * 25, "label": [0, 1] * 25}, None),
+    "dotted": ({"a.b": ["a", "b"] * 20, "label": ["x", "y"] * 20}, "names"),
+    "structs": ({"text": [{"a": 1}] * 9, "label": [0] * 9}, None),
+    "big": ({"text": ["a", "b"] * 9, "label": [0, 2**62] * 9}, None), "empty": ({"text": [], "label": []}, None),
 }  # fmt: skip
 PLAIN: dict[str, tuple[bytes, str | None]] = {
-    "empty.txt": (b"", None), "nul.txt": (b"\0" * 5000, WRITES), "latin.txt": (b"\xe9" * 500, None), "short.txt": (b"ab", None), "blank.txt": (b"\n" * 5000, WRITES), "one.txt": (b"a" * 100_000, WRITES),
-    "utf16.txt": (b"\xff\xfe" + "text".encode("utf-16-le") * 500, None), "lone.txt": (b"\xed\xa0\x80" * 500, None), "cut.txt.gz": (gzip.compress(b"x" * 9999)[:-5], None), "line.txt": (b"a b c " * 50_000, WRITES),
-    "word.txt": (b"x" * 900_000, WRITES), "bomb.txt.gz": (b"".join([gzip.compress(b"a" * (64 << 20))] * 16), None), "page.pdf": (b"%PDF", None),
+    "empty.txt": (b"", None), "nul.txt": (b"\0" * 5000, WRITES), "latin.txt": (b"\xe9" * 500, None),
+    "short.txt": (b"ab", None), "blank.txt": (b"\n" * 5000, WRITES), "one.txt": (b"a" * 100_000, WRITES),
+    "utf16.txt": (b"\xff\xfe" + "text".encode("utf-16-le") * 500, None), "lone.txt": (b"\xed\xa0\x80" * 500, None),
+    "cut.txt.gz": (gzip.compress(b"x" * 9999)[:-5], None), "line.txt": (b"a b c " * 50_000, WRITES),
+    "word.txt": (b"x" * 900_000, WRITES), "bomb.txt.gz": (b"".join([gzip.compress(b"a" * (64 << 20))] * 16), None),
+    "page.pdf": (b"%PDF", None),
 }  # fmt: skip
 
 
@@ -329,89 +409,169 @@ def png(width: int, height: int, pixels: bytes = b"\0" * 99) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + chunk(b"IDAT",
+        zlib.compress(pixels)) + chunk(b"IEND", b"")
 
 
-IMAGES = {"bad.png": b"\x89PNG\r\n\x1a\n" + b"\xff" * 50, "empty.png": b"", "text.png": b"hello", "bomb.png": png(60_000, 60_000), "wide.png": png(2**31 - 1, 1),
+IMAGES = {"bad.png": b"\x89PNG\r\n\x1a\n" + b"\xff" * 50, "empty.png": b"", "text.png": b"hello",
+          "bomb.png": png(60_000, 60_000), "wide.png": png(2**31 - 1, 1),
           "gif.gif": b"GIF89a", "half.png": png(8, 8)[:60], "wrong.jpg": b"\xff\xd8\xff\xe0" + b"\0" * 40}  # fmt: skip
 TRAIN_TABLE = "train bert.yaml data.path=given data.train={0} data.valid={0} model.n_classes=null log.dir=o"
 READ_BY: dict[str, list[str]] = {  # {0}: the file; what a kind of file is given to
-    "recipe": ["train given/{0}", "plan given/{0}", "show given/{0}", "check given/{0}", "fit given/{0}", "fetch given/{0} --to staged", "evaluate given/{0}", "profile given/{0}", "study given/{0}",
-               "scale given/{0} --processes 1", "launch slurm given/{0} --dry-run", "launch ssh given/{0} --host x", "launch modal given/{0}", "ladder given/{0}", "hardware", "quantize given/{0} --to out --as dynamic"],
-    "table": [TRAIN_TABLE, "show bert.yaml data.path=given/{0} model.n_classes=null", "new out.yaml --data given/{0} && show out.yaml", "check bert.yaml data.path=given/{0} model.n_classes=null",
-              "new out.yaml --data given/{0} --text text --label label && train out.yaml train.steps=2 schedule.warmup_steps=1 evaluate.every=2"],
-    "text": ["show gpt.yaml data.path=given/{0}", "train gpt.yaml data.path=given/{0} log.dir=o", "fetch gpt.yaml data.path=given/{0} --to staged", "new out.yaml --data given/{0} && show out.yaml",
+    "recipe": ["train given/{0}", "plan given/{0}", "show given/{0}", "check given/{0}", "fit given/{0}",
+               "fetch given/{0} --to staged", "evaluate given/{0}", "profile given/{0}", "study given/{0}",
+               "scale given/{0} --processes 1", "launch slurm given/{0} --dry-run", "launch ssh given/{0} --host x",
+               "launch modal given/{0}", "ladder given/{0}", "hardware", "quantize given/{0} --to out --as dynamic"],
+    "table": [TRAIN_TABLE, "show bert.yaml data.path=given/{0} model.n_classes=null",
+              "new out.yaml --data given/{0} && show out.yaml",
+              "check bert.yaml data.path=given/{0} model.n_classes=null",
+              "new out.yaml --data given/{0} --text text --label label && train out.yaml train.steps=2"],
+    "text": ["show gpt.yaml data.path=given/{0}", "train gpt.yaml data.path=given/{0} log.dir=o",
+             "fetch gpt.yaml data.path=given/{0} --to staged", "new out.yaml --data given/{0} && show out.yaml",
              "tokenizer train given/{0} --vocab-size 300 --to out", "new out.yaml --data given/{0} given/{0}"],
-    "image": ["predict run-vit given/{0}", "show vit.yaml data.path=folder", "new out.yaml --data folder && show out.yaml", "train vit.yaml data.path=folder log.dir=o"],
+    "image": ["predict run-vit given/{0}", "show vit.yaml data.path=folder",
+              "new out.yaml --data folder && show out.yaml", "train vit.yaml data.path=folder log.dir=o"],
     "hardware": ["plan gpt2-small --on 2xA100", "hardware", "plan gpt2-small --devices"],
-    "tokenizer": ["generate run-gpt line --max-new 2 --tokenizer given", "show gpt.yaml tokenizer.kind=file tokenizer.path=given"],
+    "tokenizer": ["generate run-gpt line --max-new 2 --tokenizer given",
+                  "show gpt.yaml tokenizer.kind=file tokenizer.path=given"],
     "points": ["plan --accuracy given/{0}"], "notes": ["report run-gpt --to out --notes given/{0}"],
-    "arguments": ["train gpt.yaml --json_file given/{0} log.dir=o"], "study": ["study given/{0} --to out"], "config": ["plan hf:given", GENERATE.format("given")],
+    "arguments": ["train gpt.yaml --json_file given/{0} log.dir=o"], "study": ["study given/{0} --to out"],
+    "config": ["plan hf:given", GENERATE.format("given")],
     "weights": ["generate given/{0} line --max-new 2", "predict given/{0} x", "export given/{0} --to out"],
 }  # fmt: skip
 
 
 def tokenizer_files(world: Path) -> dict[str, tuple[bytes, str | None]]:
     good = json.loads((world / "exported" / "tokenizer.json").read_text())
-    first, added = next(iter(good["model"]["vocab"])), {"content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    first, added = next(iter(good["model"]["vocab"])), {"content": "<x>", "single_word": False, "lstrip": False,
+                                                        "rstrip": False, "normalized": False, "special": True}
 
     def model(**more: Any) -> dict[str, Any]:
         return {**good, "model": {**good["model"], **more}}
 
     states: dict[str, Any] = {
-        "added-id": {**good, "added_tokens": [{**added, "id": 4_000_000_000}]}, "added-negative": {**good, "added_tokens": [{**added, "id": -1}]}, "vocab-id": model(vocab={**good["model"]["vocab"], first: 4_000_000_000}),
-        "vocab-huge": model(vocab={**good["model"]["vocab"], first: 10**30}), "vocab-empty": model(vocab={}), "vocab-list": model(vocab=[["a", 0.0]]), "vocab-size": model(vocab_size=10**11), "model-list": {**good, "model": []},
-        "model-null": {**good, "model": None}, "truncation": {**good, "truncation": {"max_length": 10**18, "strategy": "LongestFirst", "stride": 10**18, "direction": "Right"}}, "number": 5, "empty": {},
-        "padding": {**good, "padding": {"strategy": {"Fixed": 10**13}, "direction": "Right", "pad_to_multiple_of": 0, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}},
-        "fixed-length": {**good, "pre_tokenizer": {"type": "FixedLength", "length": 0}}, "regex": {**good, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Removed", "invert": False}},
-        "unigram": {**good, "model": {"type": "Unigram", "unk_id": 10**10, "vocab": [["a", 0.0]], "byte_fallback": False}}, "unigram-empty": {**good, "model": {"type": "Unigram", "unk_id": 0, "vocab": []}},
-        "charsmap": {**good, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "charsmap-long": {**good, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-        "wordpiece": {**good, "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**18, "vocab": {"a": 0}}},
-        "post": {**good, "post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {"x": {"id": "x", "ids": [10**18], "tokens": ["x"]}}}},
+        "added-id": {**good, "added_tokens": [{**added, "id": 4_000_000_000}]},
+        "added-negative": {**good, "added_tokens": [{**added, "id": -1}]},
+        "vocab-id": model(vocab={**good["model"]["vocab"], first: 4_000_000_000}),
+        "vocab-huge": model(vocab={**good["model"]["vocab"], first: 10**30}), "vocab-empty": model(vocab={}),
+        "vocab-list": model(vocab=[["a", 0.0]]), "vocab-size": model(vocab_size=10**11),
+        "model-list": {**good, "model": []},
+        "model-null": {**good, "model": None},
+        "truncation": {**good, "truncation": {"max_length": 10**18, "strategy": "LongestFirst", "stride": 10**18,
+                                              "direction": "Right"}}, "number": 5, "empty": {},
+        "padding": {**good, "padding": {"strategy": {"Fixed": 10**13}, "direction": "Right", "pad_to_multiple_of": 0,
+                                        "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}},
+        "fixed-length": {**good, "pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "regex": {**good, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Removed",
+                                            "invert": False}},
+        "unigram": {**good, "model": {"type": "Unigram", "unk_id": 10**10, "vocab": [["a", 0.0]],
+                                      "byte_fallback": False}},
+                                      "unigram-empty": {**good, "model": {"type": "Unigram", "unk_id": 0, "vocab": []}},
+        "charsmap": {**good, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "charsmap-long": {**good, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        "wordpiece": {**good, "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                                        "max_input_chars_per_word": 10**18, "vocab": {"a": 0}}},
+        "post": {**good, "post_processor": {"type": "TemplateProcessing", "single": [], "pair": [],
+                                            "special_tokens": {"x": {"id": "x", "ids": [10**18], "tokens": ["x"]}}}},
     }  # fmt: skip
     ours = {"kind": "char", "specials": [], "tokens": ["a"]}
     raw: dict[str, Any] = {
-        "gradus_tokenizer.json": {**ours, "tokens": [None, 1]}, "gradus_tokenizer.json 2": {**ours, "specials": 5}, "gradus_tokenizer.json 3": {**ours, "tokens": "abc"}, "gradus_tokenizer.json 4": {**ours, "kind": []},
-        "vocab.txt": b"\xff\n", "vocab.txt 2": b"a\n", "spiece.model": b"\x80" * 100_000, "tokenizer.model": b"", "tokenizer.bin": b"\xff" * 40, "tokenizer.bin 2": b"", "vocab.json": b"{}", "tok.model": b"\x0a\x05\x0a\x01a\x15\x00" * 3,
+        "gradus_tokenizer.json": {**ours, "tokens": [None, 1]}, "gradus_tokenizer.json 2": {**ours, "specials": 5},
+        "gradus_tokenizer.json 3": {**ours, "tokens": "abc"}, "gradus_tokenizer.json 4": {**ours, "kind": []},
+        "vocab.txt": b"\xff\n", "vocab.txt 2": b"a\n", "spiece.model": b"\x80" * 100_000, "tokenizer.model": b"",
+        "tokenizer.bin": b"\xff" * 40, "tokenizer.bin 2": b"", "vocab.json": b"{}",
+        "tok.model": b"\x0a\x05\x0a\x01a\x15\x00" * 3,
         "tokenizer.json 2": b'{"model": {"vocab": {"\\ud800": 0}}}', "tokenizer.json 3": b'{"model": ' + b"[" * 90_000,
     }  # fmt: skip
     files = {f"tokenizer.json {name}": state for name, state in states.items()} | raw
-    return {name: (data if isinstance(data, bytes) else json.dumps(data).encode(), None) for name, data in files.items()}
+    return {name: (data if isinstance(data, bytes) else json.dumps(data).encode(), None) for name,
+            data in files.items()}
 
 
 def study_files() -> dict[str, tuple[bytes, str | None]]:
-    none, one = "recipe: gpt.yaml\nrunner: none\nplan: false\nrounds: 1\n", "configurations: {a: {set: [batch.samples=8]}}\n"
+    none = "recipe: gpt.yaml\nrunner: none\nplan: false\nrounds: 1\n"
+    one = "configurations: {a: {set: [batch.samples=8]}}\n"
     ten = ["  x%d: {%s}\n" % (i, ", ".join(f"n{i}_{j}: null" for j in range(10))) for i in range(12)]  # noqa: UP031
     texts: dict[str, tuple[str, str | None]] = {
-        "twice": (none + none + one, None), "cyclic": ("a: &a [*a]\n" + none + one, None), "cyclic options": (none + "options: &o {a: *o}\n" + one, None), "unknown": (none + "zzz: 1\n" + one, None), "nothing": (none, None),
-        "both": (none + one + "grid: {x: {b: null}}\n", None), "no configurations": (none + "configurations: {}\n", None), "an empty axis": (none + "grid: {x: {}, y: {a: null}}\n", None), "lists": (none + "grid: {x: [1, 2]}\n", None),
-        "name 5": (none + "configurations: {5: null}\n", None), "name null": (none + "configurations: {null: null}\n", None), "name empty": (none + "configurations: {'': null}\n", None),
-        "name path": (none + "configurations: {'../../x': null}\n", "a name, never a path"), "name HTML": (none + "configurations: {'<script>alert(1)</script>': null}\n", "a name"), "name lines": (none + 'configurations: {"a\\nb": null}\n', None),
-        "name pipe": (none + 'configurations: {"a|b": null}\n', "a name"), "names alike": (none + "grid: {p: {'a · b': null, a: null}, q: {c: null, 'b · c': null}}\n", None), "grid 1e6": (none + "grid:\n" + "".join(ten[:6]), None),
-        "grid 1e12": (none + "grid:\n" + "".join(ten), None), "rounds 0": (none + "rounds: 0\n" + one, None), "rounds 1e30": (none.replace("rounds: 1", "rounds: 1" + "0" * 30) + one, None), "rounds x": (none.replace("rounds: 1", "rounds: x") + one, None),
-        "steps -1": (none + "steps: -1\n" + one, None), "seeds": (none + "seeds: [1]\n" + one, None), "seeds negative": ("recipe: gpt.yaml\nrunner: train\nseeds: [-1]\n" + one, None),
-        "seeds huge": ("recipe: gpt.yaml\nrunner: train\nseeds: [99999999999999999999999]\n" + one, None), "processes 0": (none + "processes: 0\n" + one, None), "processes 1e9": (none + "processes: 1000000000\n" + one, None),
-        "against nothing": (none + "configurations: {a: {against: z}}\n", None), "against itself": (none + "configurations: {a: {against: a}}\n", "a ratio of 1"), "against each other": (none + "configurations: {a: {against: b}, b: {against: a}}\n", "two ratios"),
-        "only_with": (none + "grid: {x: {a: {only_with: [z]}}, y: {b: null}}\n", None), "only_with no grid": (none + "configurations: {a: {only_with: [a]}}\n", None), "two axes": (none + "grid: {x: {a: null}, y: {a: null}}\n", None),
-        "no recipe": (none.replace("gpt.yaml", "nope") + one, None), "passwd": (none.replace("gpt.yaml", "/etc/passwd") + one, None), "set zzz": (none + "set: [zzz=1]\n" + one, None), "set no =": (none + "set: [zzz]\n" + one, None),
-        "set 5": (none + "set: [5]\n" + one, None), "runner zzz": (none.replace("none", "zzz") + one, None), "runner gone": (none.replace("none", "x.py:f") + one, None), "runner passwd": (none.replace("none", "/etc/passwd:f") + one, None),
-        "runner dots": (none.replace("none", "runner.py:os.system") + one, None), "runner dunder": (none.replace("none", "runner.py:__import__") + one, None), "runner txt": (none.replace("none", "runner.txt:f") + one, None),
-        "runner exits": (none.replace("none", "runner.py:exits") + one, None), "runner raises": (none.replace("none", "runner.py:raises") + one, None), "runner five": (none.replace("none", "runner.py:five") + one, None),
-        "runner int": (none.replace("none", "runner.py:n") + one, None), "options": (none + "options: {a: 1}\n" + one, None), "source text": (none + "source: {a: x}\n" + one, None), "source nan": (none + "source: {a: .nan}\n" + one, None),
-        "source_devices": (none + "source_devices: zzz\n" + one, None), "devices huge": (none + "source_devices: 99999999xH100\n" + one, None), "columns": (none + "columns: [zzz]\n" + one, None),
-        "about HTML": (none + "about: <script>\nnote: '<img>'\n" + one, "a text, escaped"), "tag": ("recipe: !!python/object/apply:os.system ['true']\n" + one, None), "tab": ("a:\n\tb: 1", None), "deep": ("a: " + "[" * 5000 + "]" * 5000, None),
+        "twice": (none + none + one, None), "cyclic": ("a: &a [*a]\n" + none + one, None),
+        "cyclic options": (none + "options: &o {a: *o}\n" + one, None), "unknown": (none + "zzz: 1\n" + one, None),
+        "nothing": (none, None),
+        "both": (none + one + "grid: {x: {b: null}}\n", None),
+        "no configurations": (none + "configurations: {}\n", None),
+        "an empty axis": (none + "grid: {x: {}, y: {a: null}}\n", None), "lists": (none + "grid: {x: [1, 2]}\n", None),
+        "name 5": (none + "configurations: {5: null}\n", None),
+        "name null": (none + "configurations: {null: null}\n", None),
+        "name empty": (none + "configurations: {'': null}\n", None),
+        "name path": (none + "configurations: {'../../x': null}\n", "a name, never a path"),
+        "name HTML": (none + "configurations: {'<script>alert(1)</script>': null}\n", "a name"),
+        "name lines": (none + 'configurations: {"a\\nb": null}\n', None),
+        "name pipe": (none + 'configurations: {"a|b": null}\n', "a name"),
+        "names alike": (none + "grid: {p: {'a · b': null, a: null}, q: {c: null, 'b · c': null}}\n", None),
+        "grid 1e6": (none + "grid:\n" + "".join(ten[:6]), None),
+        "grid 1e12": (none + "grid:\n" + "".join(ten), None), "rounds 0": (none + "rounds: 0\n" + one, None),
+        "rounds 1e30": (none.replace("rounds: 1", "rounds: 1" + "0" * 30) + one, None),
+        "rounds x": (none.replace("rounds: 1", "rounds: x") + one, None),
+        "steps -1": (none + "steps: -1\n" + one, None), "seeds": (none + "seeds: [1]\n" + one, None),
+        "seeds negative": ("recipe: gpt.yaml\nrunner: train\nseeds: [-1]\n" + one, None),
+        "seeds huge": ("recipe: gpt.yaml\nrunner: train\nseeds: [99999999999999999999999]\n" + one, None),
+        "processes 0": (none + "processes: 0\n" + one, None),
+        "processes 1e9": (none + "processes: 1000000000\n" + one, None),
+        "against nothing": (none + "configurations: {a: {against: z}}\n", None),
+        "against itself": (none + "configurations: {a: {against: a}}\n", "a ratio of 1"),
+        "against each other": (none + "configurations: {a: {against: b}, b: {against: a}}\n", "two ratios"),
+        "only_with": (none + "grid: {x: {a: {only_with: [z]}}, y: {b: null}}\n", None),
+        "only_with no grid": (none + "configurations: {a: {only_with: [a]}}\n", None),
+        "two axes": (none + "grid: {x: {a: null}, y: {a: null}}\n", None),
+        "no recipe": (none.replace("gpt.yaml", "nope") + one, None),
+        "passwd": (none.replace("gpt.yaml", "/etc/passwd") + one, None),
+        "set zzz": (none + "set: [zzz=1]\n" + one, None), "set no =": (none + "set: [zzz]\n" + one, None),
+        "set 5": (none + "set: [5]\n" + one, None), "runner zzz": (none.replace("none", "zzz") + one, None),
+        "runner gone": (none.replace("none", "x.py:f") + one, None),
+        "runner passwd": (none.replace("none", "/etc/passwd:f") + one, None),
+        "runner dots": (none.replace("none", "runner.py:os.system") + one, None),
+        "runner dunder": (none.replace("none", "runner.py:__import__") + one, None),
+        "runner txt": (none.replace("none", "runner.txt:f") + one, None),
+        "runner exits": (none.replace("none", "runner.py:exits") + one, None),
+        "runner raises": (none.replace("none", "runner.py:raises") + one, None),
+        "runner five": (none.replace("none", "runner.py:five") + one, None),
+        "runner int": (none.replace("none", "runner.py:n") + one, None),
+        "options": (none + "options: {a: 1}\n" + one, None), "source text": (none + "source: {a: x}\n" + one, None),
+        "source nan": (none + "source: {a: .nan}\n" + one, None),
+        "source_devices": (none + "source_devices: zzz\n" + one, None),
+        "devices huge": (none + "source_devices: 99999999xH100\n" + one, None),
+        "columns": (none + "columns: [zzz]\n" + one, None),
+        "about HTML": (none + "about: <script>\nnote: '<img>'\n" + one, "a text, escaped"),
+        "tag": ("recipe: !!python/object/apply:os.system ['true']\n" + one, None), "tab": ("a:\n\tb: 1", None),
+        "deep": ("a: " + "[" * 5000 + "]" * 5000, None),
     }  # fmt: skip
     return {f"{name}.yaml": (text.encode(), why) for name, (text, why) in texts.items()}
 
 
-RUNNER = "import sys\nn = 5\ndef exits(r, o): sys.exit(0)\ndef raises(r, o): raise ValueError('first\\nsecond')\ndef five(r, o): return 5\n"
-HARDWARES = {"deep": "devices: " + "[" * 5000, "list": "[1]", "bad": b"\xff", "tag": "devices: !x {}", "date": "date: 2026-99-99", "keys": "devices: {[a]: 1}", "number": "devices: 5"}
-POINTS = {"deep": "[" * 90_000, "number": "5", "points": '[{"id": 1, "value": 1e999, "metric": [], "config": "x", "n_devices": "9"}]', "none": "[null]", "big": "[" + "9" * 6000 + "]"}
-NOTES = {"binary": bytes(range(200, 256)) * 9, "utf16": "hi".encode("utf-16"), "large": "x" * 2_000_000, "surrogate": b"\xed\xa0\x80"}
-WELL_TAKEN = {"nul": "a\0b", "lists": "".join(" " * (2 * i) + "- a\n" for i in range(900)), "quotes": ">" * 5000 + " a", "brackets": "[" * 50_000, "ragged": "|a|b|\n|--|--|\n|1|\n|1|2|3|\n", "html": "# <script>x</script>\n[a](javascript:x)\n"}
-FLAT = {"deep": '{"TrainingArgs": ' + "[" * 90_000, "list": "[]", "none": '{"TrainingArgs": null}', "bad": b"\xff\xfe", "twice": '{"TrainingArgs": {"seed": 1, "seed": 2}}', "big": '{"TrainingArgs": {"seed": ' + "9" * 6000 + "}}"}
-CONFIGS = {"deep": "[" * 90_000, "rope": '{"model_type": "llama", "rope_scaling": "x"}', "type": '{"model_type": []}', "bytes": b"\xff", "big": '{"x": ' + "9" * 6000 + "}", "gradus": '{"model_type": "gpt2", "gradus": 5}', "other": '{"model_type": "mamba"}'}
-WEIGHTS = {"a.bin": b"\xff" * 28, "a.pth": b"\x80\x04cos\nsystem\n(S'true'\ntR.", "a.safetensors": header({"x": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}}) + b"\0" * 4, "a.gguf": b"GGUF", "b.bin": b""}
+RUNNER = """
+import sys
+n = 5
+def exits(recipe, options): sys.exit(0)
+def raises(recipe, options): raise ValueError("first\\nsecond")
+def five(recipe, options): return 5
+"""
+HARDWARES = {"deep": "devices: " + "[" * 5000, "list": "[1]", "bad": b"\xff", "tag": "devices: !x {}",
+             "date": "date: 2026-99-99", "keys": "devices: {[a]: 1}", "number": "devices: 5"}
+POINTS = {"deep": "[" * 90_000, "number": "5",
+          "points": '[{"id": 1, "value": 1e999, "metric": [], "config": "x", "n_devices": "9"}]', "none": "[null]",
+          "big": "[" + "9" * 6000 + "]"}
+NOTES = {"binary": bytes(range(200, 256)) * 9, "utf16": "hi".encode("utf-16"), "large": "x" * 2_000_000,
+         "surrogate": b"\xed\xa0\x80"}
+WELL_TAKEN = {"nul": "a\0b", "lists": "".join(" " * (2 * i) + "- a\n" for i in range(900)), "quotes": ">" * 5000 + " a",
+              "brackets": "[" * 50_000, "ragged": "|a|b|\n|--|--|\n|1|\n|1|2|3|\n",
+              "html": "# <script>x</script>\n[a](javascript:x)\n"}
+FLAT = {"deep": '{"TrainingArgs": ' + "[" * 90_000, "list": "[]", "none": '{"TrainingArgs": null}', "bad": b"\xff\xfe",
+        "twice": '{"TrainingArgs": {"seed": 1, "seed": 2}}', "big": '{"TrainingArgs": {"seed": ' + "9" * 6000 + "}}"}
+CONFIGS = {"deep": "[" * 90_000, "rope": '{"model_type": "llama", "rope_scaling": "x"}', "type": '{"model_type": []}',
+           "bytes": b"\xff", "big": '{"x": ' + "9" * 6000 + "}", "gradus": '{"model_type": "gpt2", "gradus": 5}',
+           "other": '{"model_type": "mamba"}'}
+WEIGHTS = {"a.bin": b"\xff" * 28, "a.pth": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+           "a.safetensors": header({"x": {"dtype": "F32", "shape": [2**40, 2**40],
+                                          "data_offsets": [0, 4]}}) + b"\0" * 4, "a.gguf": b"GGUF", "b.bin": b""}
 
 
 def refused(files: dict[str, Any], name: str = "{}") -> dict[str, tuple[bytes, str | None]]:
@@ -421,9 +581,14 @@ def refused(files: dict[str, Any], name: str = "{}") -> dict[str, tuple[bytes, s
 def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
     notes = {f"{name}.md": (text.encode(), WRITES) for name, text in WELL_TAKEN.items()}
     kinds: dict[str, dict[str, tuple[bytes, str | None]]] = {
-        "recipe": {f"{name}.{pick.choice(('yaml', 'json'))}": found for name, found in recipe_texts().items()}, "hardware": refused(HARDWARES, "{}.yaml"), "study": study_files(),
-        "table": {name: (data if isinstance(data, bytes) else data.encode(), why) for name, (data, why) in TABLES.items()} | {f"{name}.parquet": (b"", why) for name, (_, why) in PARQUETS.items()},
-        "text": PLAIN, "image": refused(IMAGES), "tokenizer": tokenizer_files(world), "points": refused(POINTS, "{}.json"), "notes": refused(NOTES, "{}.md") | notes, "arguments": refused(FLAT, "{}.json"),
+        "recipe": {f"{name}.{pick.choice(('yaml', 'json'))}": found for name, found in recipe_texts().items()},
+        "hardware": refused(HARDWARES, "{}.yaml"), "study": study_files(),
+        "table": {name: (data if isinstance(data, bytes) else data.encode(), why) for name,
+                  (data, why) in TABLES.items()} | {f"{name}.parquet": (b"", why) for name,
+                                                    (_, why) in PARQUETS.items()},
+        "text": PLAIN, "image": refused(IMAGES), "tokenizer": tokenizer_files(world),
+        "points": refused(POINTS, "{}.json"), "notes": refused(NOTES, "{}.md") | notes,
+        "arguments": refused(FLAT, "{}.json"),
         "config": refused(CONFIGS), "weights": refused(WEIGHTS),
     }  # fmt: skip
     every = [(kind, name, use) for kind, files in kinds.items() for name in files for use in READ_BY[kind]]
@@ -432,10 +597,12 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
         data, why = kinds[kind][name]
         file = {"tokenizer": name.split(" ")[0], "config": "config.json"}.get(kind, name)
         before = functools.partial(write_given, kind, file, name, data)
-        env = {pick.choice(["GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"]): f"given/{file}"} if kind == "hardware" or use == "hardware" else {}
+        env = {pick.choice(["GRADUS_HARDWARE", "GRADUS_PRICES",
+                            "GRADUS_GRID"]): f"given/{file}"} if kind == "hardware" or use == "hardware" else {}
         if name in FOR_NEW and not (use.startswith("new") and "--label" not in use):
             why = "columns that the recipe names"
-        yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}", shlex.split(use.format(shlex.quote(file))), before=before, fine=[why] if why else [], env=env)
+        yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}",
+                   shlex.split(use.format(shlex.quote(file))), before=before, fine=[why] if why else [], env=env)
 
 
 def write_given(kind: str, file: str, name: str, data: bytes) -> None:
@@ -476,9 +643,11 @@ def override_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
     from gradus import recipe as recipes
     from gradus.recipe.fields import fields_of
 
-    verbs = ["show {0} --no-data", "plan {0}", "train {0} log.dir=o", "plan {0} --on 2xA100", "show {0}", "launch slurm {0} --dry-run --to j", "evaluate run-{1}"]
+    verbs = ["show {0} --no-data", "plan {0}", "train {0} log.dir=o", "plan {0} --on 2xA100", "show {0}",
+             "launch slurm {0} --dry-run --to j", "evaluate run-{1}"]
     trees = {name: recipes.load(str(world / f"{name}.yaml")).model_dump() for name in RECIPES}
-    keys = [(name, f"{section}.{key}") for name, tree in trees.items() for section, fields in tree.items() if isinstance(fields, dict) for key in fields]
+    keys = [(name, f"{section}.{key}") for name, tree in trees.items() for section,
+            fields in tree.items() if isinstance(fields, dict) for key in fields]
     for _ in range(n):
         (name, key), value, verb = pick.choice(keys), pick.choice(NUMBERS), pick.choice(verbs)
         why = next(filter(None, (fits(str(field), value) for field in fields_of(key))), None)
@@ -486,21 +655,32 @@ def override_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
         yield Case(f"override/{name} {key}={value[:14]}/{verb}", words, fine=[said(key), *([why] if why else [])])
 
 
-LARGE = [["model.n_layers=99999999999"], ["model.d_model=1e18", "model.n_heads=1"], ["layout.threads=1e8"], ["model.n_layers=10000"], ["layout.tensor=1048576"], ["layout.pipeline=7"],
-         ["model.d_ff=8388608", "model.d_model=1048576", "model.n_layers=2000"], ["optimizer.betas=[&a [*a], 0.9]"], ["optimizer.betas=" + "[" * 300], ["a.b.c.d=1"], ["=1"], ["model=5"],
-         ["train.steps=2", "train.steps=x"], ["layout.\ud800=1"], ["data.n_train=1000000000000"], ["name=" + "x" * 5000], ["layout.shard=3"], ["model.preset=zzz"], ["model.init=nowhere"]]  # fmt: skip
-BENCH = "--engines=torch --precisions=fp32 --batch=1 --runs=1 --seconds=0.01 --warmup=1 --rounds=1 --to=out"  # what is bad comes after
+LARGE = [["model.n_layers=99999999999"], ["model.d_model=1e18", "model.n_heads=1"], ["layout.threads=1e8"],
+         ["model.n_layers=10000"], ["layout.tensor=1048576"], ["layout.pipeline=7"],
+         ["model.d_ff=8388608", "model.d_model=1048576", "model.n_layers=2000"], ["optimizer.betas=[&a [*a], 0.9]"],
+         ["optimizer.betas=" + "[" * 300], ["a.b.c.d=1"], ["=1"], ["model=5"],
+         ["train.steps=2", "train.steps=x"], ["layout.\ud800=1"], ["data.n_train=1000000000000"],
+         ["name=" + "x" * 5000], ["layout.shard=3"], ["model.preset=zzz"], ["model.init=nowhere"]]  # fmt: skip
+BENCH = "--engines=torch --precisions=fp32 --batch=1 --runs=1 --seconds=0.01 --warmup=1 --rounds=1 --to=out"
 POSITIONAL = {
-    "train": "gpt.yaml log.dir=o", "plan": "gpt2-small", "prove": "run-gpt", "check": "gpt.yaml", "fit": "gpt.yaml", "show": "gpt.yaml", "fetch": "gpt.yaml", "tokenizer": "train text.txt", "profile": "gpt.yaml",
-    "evaluate": "run-gpt", "predict": f"run-bert {TEXT}", "generate": "run-gpt line", "scale": "gpt.yaml", "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
-    "report": "run-gpt", "new": "out.yaml", "ladder": "gpt.yaml", "slurm": "gpt.yaml --dry-run --to j", "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml",
+    "train": "gpt.yaml log.dir=o", "plan": "gpt2-small", "prove": "run-gpt", "check": "gpt.yaml", "fit": "gpt.yaml",
+    "show": "gpt.yaml", "fetch": "gpt.yaml", "tokenizer": "train text.txt", "profile": "gpt.yaml",
+    "evaluate": "run-gpt", "predict": f"run-bert {TEXT}", "generate": "run-gpt line", "scale": "gpt.yaml",
+    "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
+    "report": "run-gpt", "new": "out.yaml", "ladder": "gpt.yaml", "slurm": "gpt.yaml --dry-run --to j",
+    "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml",
 }  # fmt: skip
-REQUIRED = {"fetch": "--to x", "tokenizer": "--vocab-size 300 --to x", "scale": "--processes 1", "export": "--to x", "quantize": "--to x --as static", "generate": "--max-new 2", "report": "--to x", "new": "--data text.txt"}
-FREE = {"--to", "--grid", "--chdir", "--host", "--notes", "--page", "--init", "--checkpoint", "--tokenizer", "--data", "--port"}  # paths: below
+REQUIRED = {"fetch": "--to x", "tokenizer": "--vocab-size 300 --to x", "scale": "--processes 1", "export": "--to x",
+            "quantize": "--to x --as static", "generate": "--max-new 2", "report": "--to x", "new": "--data text.txt"}
+FREE = {"--to", "--grid", "--chdir", "--host", "--notes", "--page", "--init", "--checkpoint", "--tokenizer", "--data",
+        "--port"}  # paths: below
 GOOD_OPTIONS: dict[tuple[str, str], str] = {  # (option, value) that one may mean
-    **{(option, value): "zero is a number here" for option in ("--seed", "--accuracy", "--warmup", "--max-restarts", "--rank", "--max-loss", "--temperature", "--max-requeues") for value in ("0", "-0")},
-    **{(option, "1.5"): "a number" for option in ("--days", "--seconds", "--tokens", "--shard-gb", "--temperature", "--max-loss")}, ("--max-loss", "-1"): "points that it is to gain",
-    **{(option, "1e-400"): "0" for option in ("--temperature", "--max-loss")}, ("--temperature", "1e200"): "a temperature",
+    **{(option, value): "zero is a number here" for option in ("--seed", "--accuracy", "--warmup", "--max-restarts",
+        "--rank", "--max-loss", "--temperature", "--max-requeues") for value in ("0", "-0")},
+    **{(option, "1.5"): "a number" for option in ("--days", "--seconds", "--tokens", "--shard-gb", "--temperature",
+                                                  "--max-loss")}, ("--max-loss", "-1"): "points that it is to gain",
+    **{(option, "1e-400"): "0" for option in ("--temperature", "--max-loss")},
+    ("--temperature", "1e200"): "a temperature",
 }  # fmt: skip
 
 
@@ -511,25 +691,33 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
     verbs = parser()._subparsers._group_actions[0].choices
     places = verbs["launch"]._subparsers._group_actions[0].choices
     every = []
-    for words, p in {**{(name,): p for name, p in verbs.items() if name != "launch"}, **{("launch", name): p for name, p in places.items()}}.items():
+    for words, p in {**{(name,): p for name, p in verbs.items() if name != "launch"},
+                     **{("launch", name): p for name, p in places.items()}}.items():
         start = [*words, *shlex.split(POSITIONAL.get(words[-1], ""))]
-        options = [(o, action) for action in p._actions if action.nargs != 0 and (o := next((s for s in action.option_strings if s.startswith("--")), None))]
-        every += [(start, o, action) for o, action in options] + [(start, "--nothing", None), (list(words), "word", None)]
+        taking = {o: a for a in p._actions if a.nargs != 0 for o in a.option_strings if o.startswith("--")}
+        every += [(start, option, action) for option, action in taking.items()] + [(start, "--nothing", None),
+            (list(words), "word", None)]
     for _ in range(n):
         start, option, action = pick.choice(every)
         more = [word for word in shlex.split(REQUIRED.get(start[0], "")) if not word.startswith(option)]
-        named = "launch slurm: names that Slurm knows" if start[:2] == ["launch", "slurm"] or start[:2] == ["launch", "ssh"] else None
+        named = "launch slurm: names that Slurm knows" if start[:2] == ["launch", "slurm"] or start[:2] == ["launch",
+            "ssh"] else None
         if action is None:
             value = pick.choice(WORDS)
             argv = [*start, value] if option == "word" else [*start, "--nothing"]
-            yield Case(f"option/{' '.join(start[:2])} {option} {short(value)}", argv, fine=list(filter(None, [word_fits(start[0], value)])))
+            yield Case(f"option/{' '.join(start[:2])} {option} {short(value)}", argv,
+                       fine=list(filter(None, [word_fits(start[0], value)])))
             continue
         value = pick.choice(PATHS if option in FREE else OPTIONS)
-        extra = ["--serve"] if start[0] == "plan" and option in ("--batch", "--length", "--bits") else ["--on", "A100"] if option == "--days" else []
-        extra = ["--modules"] if option == "--rank" else ["--temperature=1"] if option in ("--top-k", "--top-p") else extra
+        extra = ["--serve"] if start[0] == "plan" and option in ("--batch", "--length", "--bits") else ["--on",
+            "A100"] if option == "--days" else []
+        extra = ["--modules"] if option == "--rank" else ["--temperature=1"] if option in ("--top-k",
+            "--top-p") else extra
         more = [] if option in (o.partition(" ")[0] for o in [REQUIRED.get(start[0], "")]) else more
-        why = GOOD_OPTIONS.get((option, value)) or (named if action.type is None else path_fits(option, value) if option in FREE else "a column that no text file has" if option == "--text" else None)
-        yield Case(f"option/{' '.join(start[:2])} {option}={value[:14]}", [*start, *more, *extra, f"{option}={value}"], fine=[why] if why else [])
+        why = GOOD_OPTIONS.get((option, value)) or (named if action.type is None else path_fits(option,
+            value) if option in FREE else "a column that no text file has" if option == "--text" else None)
+        yield Case(f"option/{' '.join(start[:2])} {option}={value[:14]}", [*start, *more, *extra, f"{option}={value}"],
+                   fine=[why] if why else [])
 
 
 def word_fits(verb: str, value: str) -> str | None:
@@ -540,7 +728,9 @@ def word_fits(verb: str, value: str) -> str | None:
 
 def path_fits(option: str, value: str) -> str | None:
     new = value not in ("", "a\0b.yaml", "gpt.yaml/x") and "zero" not in value and len(value) < 99
-    return "a folder or file to write" if option in ("--to", "--chdir", "--grid", "--page") and new else "a host" if option == "--host" and value else None
+    if option in ("--to", "--chdir", "--grid", "--page") and new:
+        return "a folder or file to write"
+    return "a host" if option == "--host" and value else None
 
 
 LINES = """
@@ -767,12 +957,19 @@ def line_cases() -> Iterator[Case]:
     for words in LARGE:
         verb = ["plan"], ["plan", "--on", "8xH100"], ["plan", "--search", "--on", "8xH100"]
         for v in verb:
-            yield Case(f"line/{' '.join(v)} {' '.join(words)[:40]}", [*v, "gpt2-small", *words], fine=["a name"] if words[0].startswith("name=") else [])
+            yield Case(f"line/{' '.join(v)} {' '.join(words)[:40]}", [*v, "gpt2-small", *words],
+                       fine=["a name"] if words[0].startswith("name=") else [])
     for path in PATHS:
-        for verb in ("train {}", "show {}", "plan {}", "show gpt.yaml data.path={}", "show gpt.yaml tokenizer.kind=file tokenizer.path={}", "train gpt.yaml --json_file {}", "plan --accuracy {}", "report {} --to out",
-                     "check bert.yaml data.path={}", "generate run-gpt line --tokenizer {}", "predict run-vit {}", "evaluate run-bert --checkpoint {}", "show pairs.yaml data.path={}", "show vit.yaml data.path={}"):  # fmt: skip
+        for verb in ("train {}", "show {}", "plan {}", "show gpt.yaml data.path={}",
+                     "show gpt.yaml tokenizer.kind=file tokenizer.path={}", "train gpt.yaml --json_file {}",
+                     "plan --accuracy {}", "report {} --to out",
+                     "check bert.yaml data.path={}", "generate run-gpt line --tokenizer {}", "predict run-vit {}",
+                     "evaluate run-bert --checkpoint {}", "show pairs.yaml data.path={}",
+                     "show vit.yaml data.path={}"):  # fmt: skip
             fine = ["an empty file"] if path == "/dev/null" else []
-            yield Case(f"path/{short(path)}/{verb}", [path if word == "{}" else word.replace("{}", path) for word in verb.split(" ")], before=loop, fine=fine)
+            yield Case(f"path/{short(path)}/{verb}",
+                       [path if word == "{}" else word.replace("{}", path) for word in verb.split(" ")], before=loop,
+                       fine=fine)
 
 
 def loop() -> None:
@@ -780,17 +977,25 @@ def loop() -> None:
 
 
 STDIN: dict[str, tuple[bytes, str | None]] = {
-    "binary": (b"\xff\xfe\n", None), "noise": (bytes(range(128, 256)) * 40, None), "nul": (b"a\0b\n", WRITES), "nothing": (b"", "no lines, no answers"), "lines": (b"\n\n\n", WRITES), "crlf": (b"a film\r\nb\r\n", WRITES),
-    "mark": (b"\xef\xbb\xbfa film\n", WRITES), "latin": (b"caf\xe9\n", None), "later": (b"a good film\n\xff\xfe\n", None), "long": (b"word " * 200_000, "a long text, of which the model reads its part"), "utf16": ("hi".encode("utf-16"), None),
-    "surrogate": (b"\xed\xa0\x80\n", None), "escape": (b"\x1b[2J\x1b]0;x\x07 film\n", WRITES), "many": (b"a\n" * 300, WRITES), "word": (b"x" * 900_000, WRITES),
+    "binary": (b"\xff\xfe\n", None), "noise": (bytes(range(128, 256)) * 40, None), "nul": (b"a\0b\n", WRITES),
+    "nothing": (b"", "no lines, no answers"), "lines": (b"\n\n\n", WRITES), "crlf": (b"a film\r\nb\r\n", WRITES),
+    "mark": (b"\xef\xbb\xbfa film\n", WRITES), "latin": (b"caf\xe9\n", None),
+    "later": (b"a good film\n\xff\xfe\n", None),
+    "long": (b"word " * 200_000, "a long text, of which the model reads its part"),
+    "utf16": ("hi".encode("utf-16"), None),
+    "surrogate": (b"\xed\xa0\x80\n", None), "escape": (b"\x1b[2J\x1b]0;x\x07 film\n", WRITES),
+    "many": (b"a\n" * 300, WRITES), "word": (b"x" * 900_000, WRITES),
 }  # fmt: skip
 
 
 def stdin_cases() -> Iterator[Case]:
-    for name, (data, why) in STDIN.items():
-        for command in ("predict run-bert", "predict run-bert -", "predict run-pairs -", "predict run-vit -", "predict run-copy -", "generate run-gpt -"):
-            ours = "vit" not in command and "copy" not in command
-            yield Case(f"stdin/{name}/{command}", command.split(), stdin=data, fine=[why] if why and ours else ["no lines"] if not data.strip() else ["a prompt of one sign"] if "generate" in command else [])
+    for name, (data, allowed) in STDIN.items():
+        for command in ("predict run-bert", "predict run-bert -", "predict run-pairs -", "predict run-vit -",
+                        "predict run-copy -", "generate run-gpt -"):
+            reads = "vit" not in command and "copy" not in command
+            why = "a prompt of one sign" if "generate" in command else "no lines" if not data.strip() else allowed
+            fine = [why] if why and (reads or why == "no lines") else []
+            yield Case(f"stdin/{name}/{command}", command.split(), stdin=data, fine=fine)
 
 
 # ---------------------------------------------------------------- the process: closed streams, full disks
@@ -819,16 +1024,25 @@ def smallest(size: int) -> Callable[[], None]:
     return limit
 
 
-WRITING = ["train gpt.yaml log.dir=out", "export run-gpt --to out", "quantize run-bert --to out --as dynamic --force", "report run-gpt --to out", "new out.yaml --data reviews", "tokenizer train text.txt --vocab-size 300 --to out",
-           "study study.yaml --to out", f"predict run-bert {TEXT} --to out.jsonl", "predict run-bert --split valid --features --to out.npy", f"predict run-bert {TEXT} --engine onnx", "fetch gpt.yaml --to out",
-           "launch slurm gpt.yaml --dry-run --to j", "train run-gpt --resume train.steps=3", f"predict run-bert {TEXT} --precision bf16", "plan gpt.yaml"]  # fmt: skip
-READING = ["keys", "models", "show gpt.yaml", "plan gpt2-small", f"predict run-bert {TEXT}", "generate run-gpt line --max-new 4", "evaluate run-bert", "prove run-gpt", "report run-gpt --to out", "hardware"]
+WRITING = ["train gpt.yaml log.dir=out", "export run-gpt --to out", "quantize run-bert --to out --as dynamic --force",
+           "report run-gpt --to out", "new out.yaml --data reviews",
+           "tokenizer train text.txt --vocab-size 300 --to out",
+           "study study.yaml --to out", f"predict run-bert {TEXT} --to out.jsonl",
+           "predict run-bert --split valid --features --to out.npy", f"predict run-bert {TEXT} --engine onnx",
+           "fetch gpt.yaml --to out",
+           "launch slurm gpt.yaml --dry-run --to j", "train run-gpt --resume train.steps=3",
+           f"predict run-bert {TEXT} --precision bf16", "plan gpt.yaml"]  # fmt: skip
+READING = ["keys", "models", "show gpt.yaml", "plan gpt2-small", f"predict run-bert {TEXT}",
+           "generate run-gpt line --max-new 4", "evaluate run-bert", "prove run-gpt", "report run-gpt --to out",
+           "hardware"]
 
 
 def process_cases() -> Iterator[Case]:
     for size, use in itertools.product((3000, 9000), WRITING):
-        yield Case(f"process/files of {size} bytes/{use}", shlex.split(use), before=smallest(size), fine=[same, "nothing larger was written"])
-    for (name, before), use in itertools.product({"stdout closed": closed(1), "stderr closed": closed(2), "stdin closed": closed(0)}.items(), READING):
+        yield Case(f"process/files of {size} bytes/{use}", shlex.split(use), before=smallest(size),
+                   fine=[same, "nothing larger was written"])
+    for (name, before), use in itertools.product({"stdout closed": closed(1), "stderr closed": closed(2),
+                                                  "stdin closed": closed(0)}.items(), READING):
         yield Case(f"process/{name}/{use}", shlex.split(use), before=before, fine=["nobody reads it"])
     for use in READING:
         yield Case(f"process/stdout full/{use}", shlex.split(use), before=full(1), fine=[])
@@ -836,19 +1050,44 @@ def process_cases() -> Iterator[Case]:
 
 # ---------------------------------------------------------------- gradus.api
 
-EXPRESSIONS = ["5", "None", "''", "b'x'", "[]", "{}", "object()", "float('nan')", "-1", "1.5", "10**30", "True", "'x\\0'", "['a', 5]", "[None]", "lambda: 0", "(1,)", "'nowhere'", "[b'x']", "{'a': 1}", "-10**400", "float('inf')"]
+EXPRESSIONS = ["5", "None", "''", "b'x'", "[]", "{}", "object()", "float('nan')", "-1", "1.5", "10**30", "True",
+               "'x\\0'", "['a', 5]", "[None]", "lambda: 0", "(1,)", "'nowhere'", "[b'x']", "{'a': 1}", "-10**400",
+               "float('inf')"]
 CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → the values that are none, and why
-    "api.train({})": {}, "api.train('gpt.yaml', {})": {}, "api.train('gpt.yaml', 'log.dir=o', train={})": {"{}": "no settings"}, "api.train('gpt.yaml', 'log.dir=o', train={{'steps': {}}})": {"True": "1", "None": "unset"},
-    "api.train('gpt.yaml', 'log.dir=o', hooks={})": {"[]": "no hooks", "{}": "no hooks", "''": "no hooks"}, "api.train('gpt.yaml', 'log.dir=o', optimizer={{'betas': {}}})": {}, "api.train('gpt.yaml', 'log.dir=o', optimizer={{'lr': {}}})": {"5": "a rate", "1.5": "a rate", "True": "1"},
-    "api.train('gpt.yaml', 'log.dir=o', name={})": {"'x\\0'": "a name", "'nowhere'": "a name", "5": "a name", "None": "unset", "''": "a name"}, "api.train('run-gpt', resume={})": {}, "api.train('gpt.yaml', zzz={})": {},
-    "api.plan({})": {}, "api.plan('gpt2-small', {})": {}, "api.plan('gpt2-small', on={})": {"None": "no hardware"}, "api.plan('gpt2-small', on='H100', tokens={})": {"5": "tokens", "None": "the recipe's", "1.5": "tokens"},
-    "api.plan('gpt2-small', on='H100', days={})": {"5": "days", "1.5": "days", "None": "no deadline"}, "api.plan('gpt2-small').value({})": dict.fromkeys(("''", "'nowhere'", "'x\\0'"), "a figure that there is none of"),
-    "api.load({})": {}, "api.load('run-bert', {})": {}, "api.load('run-bert')({})": {}, "api.load('run-bert')(input_ids={})": {}, "api.predict({}, 'a')": {}, "api.predict('run-bert', {})": {"[]": "no inputs", "''": "a text", "'x\\0'": "a text", "'nowhere'": "a text", "{}": "no inputs"},
-    "api.predict('run-bert', 'a', top={})": {"5": "all classes", "10**30": "all classes"}, "api.predict('run-vit', {})": {"[]": "no inputs", "{}": "no inputs"}, "api.predict('run-copy', {})": {"[]": "no inputs", "{}": "no inputs"}, "api.predict('run-gpt', {})": {"[]": "no inputs", "{}": "no inputs"},
-    "api.generate({}, 'a')": {}, "api.generate('run-gpt', {})": {"''": "from the begin token", "[]": "no prompts", "{}": "no prompts", "'nowhere'": "a prompt"}, "api.generate('run-gpt', 'line', max_new={})": {"5": "tokens"},
-    "api.generate('run-gpt', 'line', max_new=3, temperature={})": {"5": "a temperature", "1.5": "a temperature"}, "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_k={})": {"5": "tokens", "None": "all", "10**30": "all"},
-    "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_p={})": {"None": "all"}, "api.generate('run-gpt', 'line', max_new=3, temperature=1, seed={})": {"5": "a seed"}, "api.generate('run-gpt', 'line', max_new=3, sliding_window={})": {"True": "it slides"},
-    "api.evaluate({})": {}, "api.evaluate('run-bert', {})": {}, "api.evaluate('run-bert', split={})": {}, "api.evaluate('run-bert', checkpoint={})": {"None": "the best"}, "api.Run({})": {},
+    "api.train({})": {}, "api.train('gpt.yaml', {})": {},
+    "api.train('gpt.yaml', 'log.dir=o', train={})": {"{}": "no settings"},
+    "api.train('gpt.yaml', 'log.dir=o', train={{'steps': {}}})": {"True": "1", "None": "unset"},
+    "api.train('gpt.yaml', 'log.dir=o', hooks={})": {"[]": "no hooks", "{}": "no hooks", "''": "no hooks"},
+    "api.train('gpt.yaml', 'log.dir=o', optimizer={{'betas': {}}})": {},
+    "api.train('gpt.yaml', 'log.dir=o', optimizer={{'lr': {}}})": {"5": "a rate", "1.5": "a rate", "True": "1"},
+    "api.train('gpt.yaml', 'log.dir=o', name={})": {"'x\\0'": "a name", "'nowhere'": "a name", "5": "a name",
+                                                    "None": "unset", "''": "a name"},
+                                                    "api.train('run-gpt', resume={})": {},
+                                                    "api.train('gpt.yaml', zzz={})": {},
+    "api.plan({})": {}, "api.plan('gpt2-small', {})": {}, "api.plan('gpt2-small', on={})": {"None": "no hardware"},
+    "api.plan('gpt2-small', on='H100', tokens={})": {"5": "tokens", "None": "the recipe's", "1.5": "tokens"},
+    "api.plan('gpt2-small', on='H100', days={})": {"5": "days", "1.5": "days", "None": "no deadline"},
+    "api.plan('gpt2-small').value({})": dict.fromkeys(("''", "'nowhere'", "'x\\0'"), "a figure that there is none of"),
+    "api.load({})": {}, "api.load('run-bert', {})": {}, "api.load('run-bert')({})": {},
+    "api.load('run-bert')(input_ids={})": {}, "api.predict({}, 'a')": {},
+    "api.predict('run-bert', {})": {"[]": "no inputs", "''": "a text", "'x\\0'": "a text", "'nowhere'": "a text",
+                                    "{}": "no inputs"},
+    "api.predict('run-bert', 'a', top={})": {"5": "all classes", "10**30": "all classes"},
+    "api.predict('run-vit', {})": {"[]": "no inputs", "{}": "no inputs"},
+    "api.predict('run-copy', {})": {"[]": "no inputs", "{}": "no inputs"},
+    "api.predict('run-gpt', {})": {"[]": "no inputs", "{}": "no inputs"},
+    "api.generate({}, 'a')": {},
+    "api.generate('run-gpt', {})": {"''": "from the begin token", "[]": "no prompts", "{}": "no prompts",
+                                    "'nowhere'": "a prompt"},
+                                    "api.generate('run-gpt', 'line', max_new={})": {"5": "tokens"},
+    "api.generate('run-gpt', 'line', max_new=3, temperature={})": {"5": "a temperature", "1.5": "a temperature"},
+    "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_k={})": {"5": "tokens", "None": "all",
+        "10**30": "all"},
+    "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_p={})": {"None": "all"},
+    "api.generate('run-gpt', 'line', max_new=3, temperature=1, seed={})": {"5": "a seed"},
+    "api.generate('run-gpt', 'line', max_new=3, sliding_window={})": {"True": "it slides"},
+    "api.evaluate({})": {}, "api.evaluate('run-bert', {})": {}, "api.evaluate('run-bert', split={})": {},
+    "api.evaluate('run-bert', checkpoint={})": {"None": "the best"}, "api.Run({})": {},
 }  # fmt: skip
 
 
@@ -856,7 +1095,8 @@ def api_cases(pick: random.Random, n: int) -> Iterator[Case]:
     every = list(itertools.product(CALLS, EXPRESSIONS))
     for call, value in pick.sample(every, min(n, len(every))):
         why = CALLS[call].get(value)
-        yield Case(f"api/{call.replace('{}', value)}", run=functools.partial(api, call.format(value)), fine=[why] if why else [])
+        yield Case(f"api/{call.replace('{}', value)}", run=functools.partial(api, call.format(value)),
+                   fine=[why] if why else [])
 
 
 def api(code: str) -> int:
@@ -876,7 +1116,7 @@ def api(code: str) -> int:
 
 
 def page(sent: bytes | list[bytes], pause: float = 0.0, receiving: float | None = None) -> Callable[[], int]:
-    """Serve, send, and look at the answer: 0 where it is 200, 2 where it is an error in JSON or a plain refusal of HTTP."""
+    """Serve, send, and look at the answer: 0 where it is 200, 2 where it is an error in JSON or a refusal of HTTP."""
 
     def run() -> int:
         from gradus import limits
@@ -909,43 +1149,65 @@ def page(sent: bytes | list[bytes], pause: float = 0.0, receiving: float | None 
 
 
 def post(body: bytes, path: str = "/api/plan", **headers: str) -> bytes:
-    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body)), **{k.replace("_", "-"): v for k, v in headers.items()}}
-    return f"POST {path} HTTP/1.1\r\n".encode() + "".join(f"{k}: {v}\r\n" for k, v in lines.items()).encode() + b"\r\n" + body
+    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body)),
+             **{k.replace("_", "-"): v for k, v in headers.items()}}
+    return f"POST {path} HTTP/1.1\r\n".encode() + "".join(f"{k}: {v}\r\n" for k,
+        v in lines.items()).encode() + b"\r\n" + body
 
 
 def get(host: str = "localhost", **headers: str) -> bytes:
-    return f"GET / HTTP/1.1\r\nHost: {host}\r\n{''.join(f'{k}: {v}' + chr(13) + chr(10) for k, v in headers.items())}\r\n".encode()
+    lines = {"Host": host, **headers}
+    return ("GET / HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n").encode()
 
 
 RAW: dict[str, bytes] = {
-    "bracket": b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", "host": get("["), "origin": get(Origin="http://["), "other host": get("evil.example"), "other origin": get(Origin="http://evil.example"), "https": get(Origin="https://localhost"),
-    "no-host": b"GET / HTTP/1.1\r\n\r\n", "binary": bytes(range(256)) * 20 + b"\r\n\r\n", "long-line": b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", "many-headers": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500 + b"\r\n",
-    "version": b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", "method": b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n", "nothing": b"\r\n\r\n", "negative": post(b"{}", Content_Length="-5"), "length": post(b"{}", Content_Length="x"),
-    "huge": post(b"{}", Content_Length="999999999999"), "digits": post(b"{}", Content_Length="٣"), "chunked": post(b"2\r\n{}\r\n0\r\n\r\n", Transfer_Encoding="chunked"), "list": post(b"[]"), "number": post(b"5"), "null": post(b"null"),
-    "deep": post(b"[" * 60_000), "deep-object": post(b'{"a":' * 500 + b"1" + b"}" * 500), "digits-body": post(b'{"tokens": ' + b"9" * 6000 + b"}"), "utf16": post('{"recipe": "x"}'.encode("utf-16")), "bytes": post(b"\xff"),
-    "kind": post(b"{}", Content_Type="text/plain"), "path": post(b"{}", "/../../etc/passwd"), "twice": post(b'{"recipe": "x", "recipe": "y"}'), "surrogate": post(b'{"recipe": "\\ud800"}'),
+    "bracket": b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", "host": get("["), "origin": get(Origin="http://["),
+    "other host": get("evil.example"), "other origin": get(Origin="http://evil.example"),
+    "https": get(Origin="https://localhost"),
+    "no-host": b"GET / HTTP/1.1\r\n\r\n", "binary": bytes(range(256)) * 20 + b"\r\n\r\n",
+    "long-line": b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    "many-headers": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500 + b"\r\n",
+    "version": b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", "method": b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "nothing": b"\r\n\r\n", "negative": post(b"{}", Content_Length="-5"), "length": post(b"{}", Content_Length="x"),
+    "huge": post(b"{}", Content_Length="999999999999"), "digits": post(b"{}", Content_Length="٣"),
+    "chunked": post(b"2\r\n{}\r\n0\r\n\r\n", Transfer_Encoding="chunked"), "list": post(b"[]"), "number": post(b"5"),
+    "null": post(b"null"),
+    "deep": post(b"[" * 60_000), "deep-object": post(b'{"a":' * 500 + b"1" + b"}" * 500),
+    "digits-body": post(b'{"tokens": ' + b"9" * 6000 + b"}"), "utf16": post('{"recipe": "x"}'.encode("utf-16")),
+    "bytes": post(b"\xff"),
+    "kind": post(b"{}", Content_Type="text/plain"), "path": post(b"{}", "/../../etc/passwd"),
+    "twice": post(b'{"recipe": "x", "recipe": "y"}'), "surrogate": post(b'{"recipe": "\\ud800"}'),
 }  # fmt: skip
-OVERRIDES = ["model.n_layers=99999999999", "model.d_model=1e18", "layout.threads=1e8", "layout.tensor=99999999999", "model.n_layers=[&a [*a]]", "x" * 399, "batch.samples=" + "9" * 380, "\ud800=1", "model.dropout=nan", "layout={}",
-             "train.steps=1e400", "optimizer.lr=1e999", "model.init=/dev/zero", "data.path=pipe.txt", "model.init=run-gpt"]  # fmt: skip
+OVERRIDES = ["model.n_layers=99999999999", "model.d_model=1e18", "layout.threads=1e8", "layout.tensor=99999999999",
+             "model.n_layers=[&a [*a]]", "x" * 399, "batch.samples=" + "9" * 380, "\ud800=1", "model.dropout=nan",
+             "layout={}",
+             "train.steps=1e400", "optimizer.lr=1e999", "model.init=/dev/zero", "data.path=pipe.txt",
+             "model.init=run-gpt"]  # fmt: skip
 
 
 def page_cases(pick: random.Random, n: int) -> Iterator[Case]:
     good: dict[str, Any] = {"recipe": "gpt2-small", "on": "A100", "tokens": 1e9, "days": None, "overrides": []}
-    allowed = {"tokens": lambda v: not isinstance(v, str) and v and v > 0, "days": lambda v: v is None or v, "on": lambda v: v in (None, ""), "overrides": lambda v: v == [] or v is None, "recipe": lambda v: False}
+    allowed = {"tokens": lambda v: not isinstance(v, str) and v and v > 0, "days": lambda v: v is None or v,
+               "on": lambda v: v in (None, ""), "overrides": lambda v: v == [] or v is None, "recipe": lambda v: False}
     every = [Case(f"page/{name}", run=page(data, receiving=2.0)) for name, data in RAW.items()]
     for key, value, path in itertools.product(good, VALUES, ("/api/plan", "/api/search")):
         with contextlib.suppress(TypeError):
-            fine = ["a value that one may mean"] if isinstance(value, int | float | None | list | str) and not isinstance(value, bool) and allowed[key](value) else []
-            every.append(Case(f"page/{key}={short(value)} {path}", run=page(post(json.dumps({**good, key: value}).encode(), path)), fine=fine))
-    every += [Case(f"page/override {value[:30]!r}", run=page(post(json.dumps({**good, "overrides": [value]}).encode()))) for value in OVERRIDES]
-    every.append(Case("page/a byte at a time", run=page([post(b"", Content_Length="60")] + [b"x"] * 60, pause=0.2, receiving=1.0)))
+            fine = ["a value that one may mean"] if isinstance(value,
+                int | float | None | list | str) and not isinstance(value, bool) and allowed[key](value) else []
+            every.append(Case(f"page/{key}={short(value)} {path}",
+                              run=page(post(json.dumps({**good, key: value}).encode(), path)), fine=fine))
+    every += [Case(f"page/override {value[:30]!r}",
+                   run=page(post(json.dumps({**good, "overrides": [value]}).encode()))) for value in OVERRIDES]
+    every.append(Case("page/a byte at a time",
+                      run=page([post(b"", Content_Length="60")] + [b"x"] * 60, pause=0.2, receiving=1.0)))
     every.append(Case("page/a head byte at a time", run=page([b"G"] * 60, pause=0.2, receiving=1.0)))
     yield from pick.sample(every, min(n, len(every)))
 
 
 # ---------------------------------------------------------------- all of them
 
-SHARES = {"world": 0.36, "written": 0.18, "override": 0.08, "option": 0.11, "line": 0.13, "stdin": 0.02, "process": 0.03, "api": 0.05, "page": 0.04}
+SHARES = {"world": 0.36, "written": 0.18, "override": 0.08, "option": 0.11, "line": 0.13, "stdin": 0.02,
+          "process": 0.03, "api": 0.05, "page": 0.04}
 
 
 def table(world: Path, seed: int = 0, n: int = 1000) -> list[Case]:

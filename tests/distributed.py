@@ -1,4 +1,4 @@
-"""Start a function on n processes that have met over gloo. The processes come from a server that has imported torch already: 0.3 s, not 5."""
+"""Start a function on n processes that have met over gloo. The processes come from a server that has imported torch and gradus: 0.3 s, not 7."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import traceback
 
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "pytest"]
-    )
+    below = ("fsdp", "tensor.parallel", "checkpoint", "pipelining")
+    context.set_forkserver_preload(["pytest", *(f"torch.distributed.{name}" for name in below), "gradus.proof.prove"])
     return context
 
 

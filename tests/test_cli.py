@@ -18,6 +18,7 @@ import pytest
 
 from gradus import cli
 from gradus.cli import main
+from gradus.data import tokenizers
 from gradus.errors import FAULT, EnvironmentFault, UserError
 from gradus.rows import Row, RowFile
 
@@ -244,6 +245,20 @@ def test_tokenizer_train(capsys, tmp_path):
     assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
 
 
+def test_a_full_disk_leaves_nothing_of_a_tokenizer(capsys, monkeypatch, tmp_path):
+    def full(self, path):  # as the library in Rust words it
+        Path(path).write_text("half")
+        raise Exception("Error while serializing: No space left on device (os error 28)")
+
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 50)
+    monkeypatch.setattr(tokenizers.FastTokenizer, "save", lambda self, folder: (folder.mkdir(), full(self, folder / "tokenizer.json")))
+    words = ["tokenizer", "train", str(tmp_path / "text.txt"), "--vocab-size", "280", "--to"]
+    assert main([*words, str(tmp_path / "bpe")]) == FAULT
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"error: {tmp_path}/bpe: the disk is full \(.* GB free\): the tokenizer was not written\. .*\n", told)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
 @pytest.mark.slow
 def test_a_full_disk_anywhere_is_one_clear_line(capsys, monkeypatch, tmp_path):
     def full(self, rows):
@@ -267,6 +282,8 @@ EIO, ENOSPC, ENETDOWN = ((number, os.strerror(number)) for number in (errno.EIO,
         (OSError(*EIO, "/x"), FAULT, "error: /x: Input/output error: a fault of the machine, not of the recipe."),
         (OSError(errno.ESTALE, "Stale file handle", "/x"), FAULT, "error: /x: Stale file handle: a fault of the machine"),
         (OSError(*ENOSPC, "/x"), FAULT, "error: /x: the disk is full ("),
+        (OSError(*ENOSPC), FAULT, "error: No space left on device: a fault of the machine"),
+        (Exception("while writing: No space left on device (os error 28)"), FAULT, "error: while writing: No space left on device"),
         (OSError(*ENETDOWN), FAULT, "Traceback"),  # no file is named: where it was is told by the traceback
         (ConnectionResetError("Connection reset by peer"), FAULT, "Traceback"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), FAULT, "Traceback"),  # of a connection, while standard output is read
@@ -284,6 +301,17 @@ def test_a_fault_of_the_machine_has_an_exit_code_of_its_own(capsys, monkeypatch,
     assert error.startswith(told) and (error.count("\n") == 1 or told == "Traceback")
     if told == "Traceback":
         assert f"{type(raised).__name__}: {raised}" in error, "its own text"
+
+
+def test_closed_standard_streams_lead_to_nothing(tmp_path):
+    """`gradus ... <&- >&- 2>&-`; and a full disk behind standard output is one line."""
+    code = "import sys; from gradus import cli; sys.exit(cli.main(sys.argv[1:]))"
+    python = shlex.join([sys.executable, "-c", code])
+    for words, wanted in (("recipes >&-", 0), ("recipes <&- >&- 2>&-", 0), ("recipes zzz 2>&-", 2), ("recipes >/dev/full", FAULT)):
+        done = subprocess.run(f"{python} {words}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (wanted, ""), done.stderr
+        said = "error: No space left on device: a fault of the machine" if wanted == FAULT else ""
+        assert done.stderr.startswith(said) and done.stderr.count("\n") == (wanted == FAULT)
 
 
 @pytest.mark.parametrize(("cause", "code"), [(OSError(*EIO, "/x"), FAULT), (FileNotFoundError(errno.ENOENT, "no", "/x"), 2), (KeyError("x"), 2)])
@@ -406,3 +434,8 @@ def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "gradus[track]" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0
+
+
+def test_a_word_with_a_zero_byte_is_one_error(capsys):
+    assert cli.main(["profile", "copy-task", "--to=a\0b"]) == 2
+    assert capsys.readouterr().err == "error: '--to=a\\x00b': holds a zero byte. Leave it out.\n"

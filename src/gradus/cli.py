@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gradus import __version__, limits
+from gradus import __version__, errors, files, limits
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
@@ -224,27 +224,27 @@ def _measuring(verb: Verb) -> None:
     add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
     add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped goes on there")
-    text = "faster, or smaller, step by step: each optimisation measured beside the best before it"
-    add = verb("ladder", lambda a: room("proof.ladder").ladder(load_recipe(a), a), text).add_argument
+    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped continues there")
+    text = "faster, or smaller, step by step: each optimisation measured side by side with the best before it"
+    add = verb("ladder", lambda a: told(room("proof.ladder").ladder(load_recipe(a), a), a.json), text).add_argument
     add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what is to be gained (default speed)")
     add("--steps", **whole(limits.STEPS), default=8, help="steps that are timed in a round (default 8)")
     add("--rounds", **whole(10**6), default=3, help="rounds of each comparison (default 3)")
     add("--to-the-end", **FLAG, help="also the whole training of the first and the last rung, with its accuracy")
-    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped continues there")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "a table of any configurations: planned, measured, accuracy"
-    add = verb("study", lambda a: room("proof.study_file").study(a), text, "overrides").add_argument
+    add = verb("study", lambda a: told(room("proof.study_file").study(a), a.json), text, "overrides").add_argument
     add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")
     add("overrides", nargs="*", metavar="key=value", help="keys of every recipe")
     add("--only", metavar="TEXT,...", help="only what has one of these in its name, and what that is compared with")
     add("--rounds", **whole(10**6), help="instead of the file's")
     add("--steps", **whole(limits.STEPS), help="instead of the file's: steps that are timed in a round")
-    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped continues there")
     add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "latency, tokens/s, memory and accuracy of a trained model in every engine and precision"
-    add = verb("bench", lambda a: room("proof.bench").bench(a), text, "").add_argument
+    add = verb("bench", lambda a: told(room("proof.bench").bench(a), a.json), text, "").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("--engines", metavar="NAME,...", default="all", help="torch, compiled, ... (default: all)")
     add("--precisions", metavar="NAME,...", default="all", help="fp32, bf16, fp16, int8, int4 (default: all)")
@@ -259,7 +259,7 @@ def _measuring(verb: Verb) -> None:
     add("--seconds", type=limits.real(above=0, most=1e6), default=10.0, metavar="S", help=text)
     add("--warmup", **whole(limits.STEPS), default=10, help="runs before them, in each round (default 10)")
     add("--rounds", **whole(10**6), default=2, help="each with every configuration in a new process (default 2)")
-    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped goes on there")
+    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped continues there")
     add("--json", **FLAG, help="the rows as JSON lines")
 
 
@@ -320,6 +320,11 @@ def _quantizing(verb: Verb) -> None:
 def room(name: str):
     """Imported when a verb is called, so that `--help` is quick."""
     return importlib.import_module(f"gradus.{name}")
+
+
+def told(lines: Iterable[str], as_json: bool = False) -> int:
+    """Printed as a terminal holds them, or as they are; the exit code that they end with."""
+    return room("proof.results").tell(lines, as_json)
 
 
 def load_recipe(args, here=None):
@@ -485,7 +490,11 @@ def tokenizer(args) -> Iterable[str]:
 
     texts = (piece for file in args.files for piece in Corpus.open(file, args.text))
     made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
-    made.save(Path(args.to))
+    to = Path(args.to)
+    with errors.writing(to, "the tokenizer was not written. Free some space, or give another --to."):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext(to) if to.exists() else files.aside(to) as folder:
+            made.save(folder)
     use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
     return [f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}"]
 
@@ -503,9 +512,10 @@ def evaluate(args) -> Iterable[str]:
     return (f"{name:26} {value:.4f}" for name, value in metrics.items())
 
 
-def scale(args) -> Iterable[str]:
+def scale(args) -> int:
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
-    return room("proof.scale").scale(load_recipe(args, on_this_host(1 if args.weak else max(counts))), counts, args)
+    recipe = load_recipe(args, on_this_host(1 if args.weak else max(counts)))
+    return told(room("proof.scale").scale(recipe, counts, args))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -527,6 +537,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Parse, call the verb, turn a user's mistake into one line on standard error and exit code 2 (a fault of the
     machine: `errors.FAULT`). One of several processes does not come back from here: it ends when the others do."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # the Pythons started from here import nothing from the working folder
+    _open_streams()
     code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
     try:
         code = run(argv)
@@ -537,6 +549,19 @@ def main(argv: list[str] | None = None) -> int:
     if joined():
         sys.modules["gradus.parallel.world"].leave(code)
     return code
+
+
+def _open_streams() -> None:
+    """Standard streams that whoever started this closed (`>&-`) lead to nothing."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            with contextlib.suppress(OSError):  # its number may be another file's by now
+                os.fstat(number)
+                number = handle
+            if number != handle:
+                os.dup2(handle, number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def run(argv: list[str] | None) -> int:
@@ -564,29 +589,39 @@ def run(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except OSError as e:  # a file that may not be read, a disk that fails: where nothing nearer by has a message
-        if isinstance(e, BrokenPipeError) and _nobody_reads():  # what is left to be flushed at the end goes nowhere
-            with contextlib.suppress(ValueError):  # standard output may be no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        code = exit_code(e)
+    except Exception as e:  # a file that may not be read, a disk that fails: where nothing nearer by has a message
+        unread, code = isinstance(e, BrokenPipeError) and _nobody_reads(), exit_code(e)
         if code == 1:
             raise
-        if code == FAULT and not e.filename:  # its text does not say where
+        _forget_unwritable_output()
+        if unread:
+            return 0
+        if code == FAULT and not getattr(e, "filename", None) and not disk_full(e):  # its text does not say where
             traceback.print_exc()
         tell_error(_os_error(e, code))
         return code
 
 
-def _os_error(e: OSError, code: int) -> str:
+def _os_error(e: Exception, code: int) -> str:
     """One line for an error of the system without a message nearer by."""
-    if disk_full(e) and e.filename:
+    file = getattr(e, "filename", None)
+    if disk_full(e) and file:
         then = "free some space; a run goes on with --resume, from its last checkpoint."
-        return str(not_written(Path(e.filename), e, then))
-    text = f"{f'{e.filename}: ' if e.filename else ''}{e.strerror or e}"
+        return str(not_written(Path(file), e, then))
+    text = f"{f'{file}: ' if file else ''}{getattr(e, 'strerror', None) or e}"
     if code == FAULT:
         text += ": a fault of the machine, not of the recipe. Try again; a run goes on with --resume."
     return limits.shown(text)
+
+
+def _forget_unwritable_output() -> None:
+    """What cannot be written to standard output (its reader has gone, or its disk is full) goes nowhere, so that
+    Python does not try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(ValueError):  # it may be no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nobody_reads() -> bool:

@@ -42,6 +42,9 @@ AXIS = 2**20  # devices along one axis of the layout, and in all
 THREADS = 1_024  # of one process: more than a machine of four sockets has
 WORKERS = 512  # loaders of one process
 PROCESSES = 512  # started on this machine by one command
+ROUNDS = 10_000  # of a study: each starts processes for every configuration
+CONFIGURATIONS = 1_000  # of a study: a round of so many takes an hour at least
+GRID = 100_000  # combinations of a study's grid, before only_with
 EPSILON = 1.0  # of a norm or an optimizer
 RATE = 1e30  # a learning rate: above it fp32 has no square
 REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
@@ -59,6 +62,7 @@ RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
 NODES = 2_000_000  # the same of the hardware files
 TOKEN_IDS = 2**24  # the highest id that a tokenizer may have; tables of that length are held
 LINE = 2**28  # characters of one line of data
+UNPACKED, RATIO = 256 * MB, 250  # what a packed file may always unpack to, and how many times its size beyond
 FIELD = 2**22  # characters that are read of a labelled text; War and Peace has 3.2 million
 TOKEN = 256  # characters of a token of a text that a model reads; those of published vocabularies have at most 128
 WORD = 1_000  # characters of a word from which a tokenizer is made: a longer one counts in parts
@@ -148,8 +152,14 @@ def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES
     """The content of a YAML text, of at most `most` values, with the limits of JSON. Raises UserError with one line."""
     import yaml
 
+    quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = yaml.load(text, loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        depth = 0
+        for event in () if loader else yaml.parse(text, quick):  # loading calls itself in C: too deep, the process dies
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEPTH:
+                raise RecursionError
+        found = yaml.load(text, loader or quick)
         shallow(found, where, most)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
@@ -215,9 +225,11 @@ def shown(text: str) -> str:
 
 
 def words(arguments: list[str]) -> None:
-    """Raises UserError for a word of the command line that is not text in UTF-8. Python turns bytes that are not UTF-8
-    into half characters (lone surrogates)."""
+    """Raises UserError for a word of the command line that is not text in UTF-8, or holds a zero byte. Python turns
+    bytes that are not UTF-8 into half characters (lone surrogates)."""
     for word in arguments:
+        if "\0" in word:
+            raise UserError(f"{word!r}: holds a zero byte. Leave it out.")
         if word != word.encode(errors="replace").decode():
             raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.")
 

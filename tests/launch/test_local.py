@@ -345,6 +345,19 @@ def test_the_command_line(capsys):
     assert json.dumps(capsys.readouterr().err).count("error:") == 1
 
 
+def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    from gradus.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # so that it is put back afterwards
+    monkeypatch.delenv("PYTHONSAFEPATH")
+    Path("colorsys.py").write_text("raise SystemExit(3)")
+    command = (sys.executable, "-m", "colorsys")  # Python's own does nothing
+    assert local.run(1, [], folder=tmp_path / "a", timeout=10, command=command) == 1
+    assert main(["recipes"]) == 0
+    assert local.run(1, [], folder=tmp_path / "b", timeout=10, command=command) == 0
+
+
 def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(local, "run", lambda *_, **__: 1)
     for saved in (False, True):

@@ -41,8 +41,9 @@ def shares(family: str, model: nn.Module, b: dict, tokens: int, sequences: int) 
 
 
 def curve(
-    family: str, mesh: DeviceMesh | None = None, checkpointing: str = "none", micro_batches: int = 1, idle: int | None = None, few: bool = False
-) -> tuple:
+    family: str, mesh: DeviceMesh | None = None, checkpointing: str = "none", micro_batches: int = 1, idle: int | None = None, few: bool = False,
+    n_steps: int = STEPS,
+) -> tuple:  # fmt: skip
     """(loss, gradient norm) of every step, and the whole weights at the end. mesh: replicate × expert. idle: a rank without samples,
     which computes a batch of no weight."""
     model = common.build(family, **(FEW if few else CHANGES))
@@ -64,7 +65,7 @@ def curve(
     optimizer = torch.optim.AdamW(local.values(), lr=1e-3)
     working = [r for r in range(n) if r != idle]
     found = []
-    for step in range(STEPS):
+    for step in range(n_steps):
         b = common.batch(family, step, rows=12)
         each = 12 // len(working) // micro_batches
         loss = torch.zeros(())
@@ -180,8 +181,8 @@ def same(checks: list, found: list[list], alone: dict) -> None:
 
 
 def test_experts_on_two_processes():
-    checks = [("gpt", 2, {})]
-    same(checks, distributed.run(2, several, checks, ""), {("gpt", False): curve("gpt")})
+    checks = [("gpt", 2, {"n_steps": 5})]
+    same(checks, distributed.run(2, several, checks, ""), {("gpt", False): curve("gpt", n_steps=5)})
 
 
 @pytest.mark.slow

@@ -57,27 +57,36 @@ def curves(world, cases: list[tuple]) -> list:
     return [curve(world, *case) for case in cases]
 
 
-def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
-    told = run(n, curves, cases)
+def check(n: int, cases: list[tuple], tolerance: float = 1e-5, told: list | None = None) -> None:
+    told = told or run(n, curves, cases)
     for i, (family, *case) in enumerate(cases):
         for rank in range(n):
             worst = max(abs(a - b) / abs(b) for pair, right in zip(told[rank][i], reference(family)) for a, b in zip(pair, right))
             assert worst < tolerance, f"{family} {case} rank {rank} of {n}: {worst:.1e} from one process"
 
 
-def test_one_layout_of_each_axis():
-    check(2, [("gpt", {}), *(("gpt", {axis: 2}) for axis in ("shard", "tensor", "pipeline", "context"))])
+STEM = {"patches": "stem", "patch_size": 4}
+QUICK = [("gpt", layout) for layout in ({}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2})]
+STEMS = [{}, {"shard": 2}, {"context": 2}]
 
 
-def stems(world, layouts: list[dict]) -> list:
-    return [curve(world, "vit", layout, steps=5, patches="stem", patch_size=4) for layout in layouts]
+def quick(world) -> tuple[list, list]:
+    return [curve(world, *case, steps=5) for case in QUICK], [curve(world, "vit", layout, steps=3, **STEM) for layout in STEMS]
 
 
-def test_a_convolutional_stem():
-    layouts = [{}, {"shard": 2}, {"context": 2}]
-    expected = common.reference("vit", 5, patches="stem", patch_size=4)
-    for told in run(2, stems, layouts):
-        for layout, found in zip(layouts, told, strict=True):
+@pytest.fixture(scope="module")
+def on_two():
+    return run(2, quick)
+
+
+def test_one_layout_of_each_axis(on_two):
+    check(2, QUICK, told=[curves for curves, _ in on_two])
+
+
+def test_a_convolutional_stem(on_two):
+    expected = common.reference("vit", 3, **STEM)
+    for _, stems in on_two:
+        for layout, found in zip(STEMS, stems, strict=True):
             assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0), layout
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+import types
 
 import pytest
 import torch
 
 from gradus import models
 from gradus.cli import main
+from gradus.errors import UserError
 from gradus.infer import engines, find
+from gradus.parallel.world import World
 from gradus.proof import bench, study
 from gradus.proof.timing import Timed, Window
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
@@ -118,7 +122,7 @@ def test_it_is_drawn(made, tmp_path, capsys):
     folder, _, _ = made
     assert main(["report", str(folder / "out"), "--to", str(tmp_path)]) == 0, capsys.readouterr().err
     page = next(tmp_path.glob("*.html")).read_text()
-    assert "Latency by the number of samples at a time" in page and "tokens/s" in page
+    assert "latency by the number of samples at a time" in page and "tokens/s" in page
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_it_is_drawn(made, tmp_path, capsys):
         (["--engines", "torch", "--precisions", "int8"], "Use --precision fp32"),
         (["--batch", "0"], "--batch"),
         (["--length", "40"], "Set --length 21 or fewer"),
-        (["--new", "60", "--length", "2"], "the model has 40 places"),
+        (["--new", "60", "--length", "2"], "the model has 40 positions"),
         (["--accuracy"], "belongs to no run"),
     ],
 )
@@ -174,3 +178,76 @@ def test_a_window_has_enough_by_number_and_time():
     assert not window.enough(9, 11) and not window.enough(11, 9) and window.enough(10, 10)
     assert window.enough(100, 1) and window.enough(1, 60) and not window.enough(0, 99)
     assert Window(3, 0, 0).enough(3, 0.0) and not Window(3, 0, 0).enough(2, 99.0)
+
+
+def rounds(*latencies: list[float]) -> list[study.Sample]:
+    """Samples of a batch of 1 as a process keeps them: of each round its runs."""
+    near = {"check/max_abs_delta": [0.0, ""], "check/largest": [3.0, ""]}
+    more = {"roof/bandwidth": [1e9, ""], "roof/rate": [1e9, ""], **near}
+    return [
+        study.Sample(k, [Timed([], sum(runs), [[0, x, 0, 0] for x in runs], len(runs), [], {}, None, 0, raw={"latency": runs}, facts={"computes": "fp32", "cache_bytes": 0},
+                               values={"time/step": [statistics.median(runs), "s"], **more})])
+        for k, runs in enumerate(latencies, 1)
+    ]  # fmt: skip
+
+
+def test_best_and_rates_are_by_the_medians_that_are_shown(tmp_path):
+    """One run in ten of the faster engine took a hundred times as long: by the mean it would be the slower one."""
+    models.save(models.build(BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)), tmp_path / "bert")
+    place = find(str(tmp_path / "bert"))
+    made = [
+        study.Configuration(name, None, {"engine": f"{name} fp32", "batch": "1"}, "bench.py:cell", options={
+            "engine": name, "precision": "fp32", "batch": 1, "length": 8, "new": None, "check": True, "threads": 1})
+        for name in ("torch", "onnx")
+    ]  # fmt: skip
+    samples = {"torch": rounds([0.2] * 10, [0.24] * 10), "onnx": rounds([0.1] * 9 + [10.0], [0.1] * 10)}
+    notebook = types.SimpleNamespace(samples=samples, common={})
+    of = {(r.name, r.conditions["configuration"]): r for r in bench.derived(place, {}, set(), study.Study("x", made, against="torch fp32"), notebook)}
+    for name in ("torch", "onnx"):
+        assert of["samples_per_s", name].value == pytest.approx(1 / of["latency/median", name].value)
+    ratio = of["ratio", "onnx"]
+    assert ratio.value == pytest.approx(of["latency/median", "torch"].value / of["latency/median", "onnx"].value) == pytest.approx(2.2)
+    assert ratio.conditions["samples"] == pytest.approx([2.0, 2.4]) and ratio.conditions["against"] == "torch"
+    assert of["best", "onnx"].conditions["of"]["any"] == ("onnx", "fp32") and ("best", "torch") not in of
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """What is measured, measured here: quick."""
+    monkeypatch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])
+
+
+def test_a_folder_that_was_made_for_an_engine_is_measured_in_it(in_process, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    bert = BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)
+    models.save(models.build(bert), tmp_path / "bert")
+    assert main(["export", str(tmp_path / "bert"), "--to", str(tmp_path / "made"), "--as", "torchscript"]) == 0
+    words = ["bench", str(tmp_path / "made"), "--batch", "1", *SHORT, "--to", str(tmp_path / "out")]
+    assert main(words) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "best at batch 1: torchscript fp32\n" in out and "auto" not in out
+    rows = read_rows(tmp_path / "out/rows.jsonl")
+    assert {r["at"]["engine"] for r in rows if "at" in r} == {"torchscript fp32"} and not any(r["name"] == "failed" for r in rows)
+    assert main([*words[:-1], str(tmp_path / "other"), "--engines", "torch"]) == 2
+    assert "made for --engines torchscript --precisions fp32. Use that" in capsys.readouterr().err
+
+
+def test_it_fails_where_every_engine_did(tmp_path, monkeypatch, capsys):
+    models.save(models.build(BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)), tmp_path / "bert")
+
+    def fail(*args, log):
+        raise UserError("does not run here")
+
+    monkeypatch.setattr(study, "start", fail)
+    words = ["bench", str(tmp_path / "bert"), "--engines", "torch", "--precisions", "fp32,bf16", "--batch", "1", *SHORT, "--to", str(tmp_path / "out")]
+    assert main(words) == 1 and "best at batch 1: not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "null", "{", '{"any": ["torch", "fp32"]}', '{"any": ["torch"], "when": "x"}', '{"any": "torch", "when": "x"}', '{"any": ["zzz", "fp32"], "when": "x"}'])
+def test_auto_does_without_a_damaged_memory(content, made, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    place = find(str(made[0] / "llama"))
+    engines.best_at(place).parent.mkdir(parents=True)
+    engines.best_at(place).write_text(content)
+    assert engines.best(place, None) == ("torch", "fp32")
+    assert "no gradus bench of" in capsys.readouterr().err

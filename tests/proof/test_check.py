@@ -54,6 +54,20 @@ def test_images_pass_and_lengths_are_skipped_with_the_reason(monkeypatch):
     assert lines["lengths"].ok is None and "one size" in lines["lengths"].text
     assert "after two steps" in lines["gradients"].text, "its head of zeros lets nothing through at the first"
     assert "label smoothing leaves" in lines["overfit"].text
+    said = {"start": "at most 1 apart", "gradients": "finite, not zero, 1000 at most", "attention": "(0.01 is allowed)", "overfit": "it must fall to 1/2",
+            "loader": "100% is allowed"}  # fmt: skip
+    assert {name: text for name, text in said.items() if text not in lines[name].text} == {}, "each says by what it is judged"
+
+
+def test_a_line_is_coloured_and_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    line = str(checking.Line("start", False, "a loss that is far away from what even odds would give it", "Look at the initialisation first."))
+    assert line.splitlines() == ["\x1b[31mFAIL\x1b[0m  start        a loss that is far away from what even", " " * 19 + "odds would give it", " " * 19 + "Look at the initialisation first."]
+    assert str(checking.Line("start", True, "fine")) == "\x1b[32mpass\x1b[0m  start        fine"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert str(checking.Line("start", True, "fine")) == "pass  start        fine"
 
 
 # ------------------------------------------------------------ wrong ones
@@ -243,14 +257,14 @@ def test_a_slow_loader():
 @pytest.mark.parametrize(
     ("workers", "step_ms", "data_ms", "ok", "said"),
     [
-        (0, 4, 0.5, True, "11% of the time is waiting, but no more than 2 ms a step, which more workers would hardly save"),
-        (0, 4, 1.9, True, "32% of the time is waiting, but no more than 2 ms a step"),
-        (0, 4, 2.1, False, "34% of the time is waiting"),
-        (0, 100, 20, False, "17% of the time is waiting"),
-        (0, 100, 10, True, "10.0 ms for the 16 of a step that takes 100"),
-        (2, 4, 5, True, "20% of the time is waiting, but no more than 2 ms a step"),
-        (2, 4, 12, False, "67% of the time is waiting"),
-        (2, 100, 90, True, "90.0 ms for the 16 of a step that takes 100"),
+        (0, 4, 0.5, True, "11% of the time is waiting, 10% is allowed, but no more than 2 ms per step, which more workers would hardly save"),
+        (0, 4, 1.9, True, "32% of the time is waiting, 10% is allowed, but no more than 2 ms per step"),
+        (0, 4, 2.1, False, "34% of the time is waiting, 10% is allowed"),
+        (0, 100, 20, False, "17% of the time is waiting, 10% is allowed"),
+        (0, 100, 10, True, "10.0 ms for the 16 samples of a step that takes 100 ms; 9% of the time is waiting, 10% is allowed"),
+        (2, 4, 5, True, "20% of the time is waiting, 10% is allowed, but no more than 2 ms per step"),
+        (2, 4, 12, False, "67% of the time is waiting, 10% is allowed"),
+        (2, 100, 90, True, "90.0 ms for the 16 samples of a step that takes 100 ms; 0% of the time is waiting, 10% is allowed"),
     ],
 )
 def test_a_loader_is_judged_by_share_and_milliseconds(workers, step_ms, data_ms, ok, said, monkeypatch):

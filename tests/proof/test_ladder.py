@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 
 import pytest
 import torch
 
+from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
+from gradus.errors import UserError
+from gradus.hardware.tables import visible
 from gradus.parallel.world import World
-from gradus.proof import ladder, rungs, study
+from gradus.proof import ladder, results, rungs, study
 from gradus.proof.climb import Found, climb
 from gradus.proof.ladder import Bench
 from gradus.proof.rungs import RUNGS, Place, Rung, words
 from gradus.proof.timing import Timed
+from gradus.train.session import open_for
 
 COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
         "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
@@ -215,3 +222,85 @@ def test_measured_for_real_sdpa_takes_less_memory_than_naive(tmp_path, monkeypat
     [f] = bench("01-attention", long, [{"layout.attention": "sdpa"}], True)
     assert f.failed is None and f.saved > 0.1 and f.loss < 1e-5 and f.ratio > 0 and f.first_call > 0
     assert {row.conditions["rung"] for row in bench.rows} == {"01-attention"}
+
+
+# ------------------------------------------------------------ every kind of recipe
+
+LINES = [f"{word} film number {i} of many" for i in range(30) for word in ("good", "bad")]
+
+
+def written(kind: str, folder) -> list[str]:
+    """RECIPE key=value of a task whose vocabulary or classes only its data know, the data in `folder`."""
+    (folder / "train.txt").write_text("\n".join(LINES))
+    (folder / "train.csv").write_text("text,label\n" + "\n".join(f"{line},{line.split()[0]}" for line in LINES))
+    for language in ("de", "en"):
+        (folder / f"train.{language}").write_text("\n".join(LINES))
+    bpe, text, pad = ["tokenizer.kind=bpe", "tokenizer.path=null", "tokenizer.vocab_size=400"], f"data.path={folder / 'train.txt'}", "data.workers=0"
+    if kind == "new":
+        assert main(["new", str(folder / "own.yaml"), "--data", str(folder / "train.csv")]) == 0
+        return [str(folder / "own.yaml"), pad]
+    return {
+        "images": ["digits-vit"], "next token": ["shakespeare-char-gpt", text], "masked": ["wikitext2-bert", text, "data.valid=train.txt", "evaluate.test=false", *bpe],
+        "spans": ["wikitext2-t5", text, "data.valid=train.txt", "evaluate.test=false", *bpe], "translation": ["multi30k-seq2seq", f"data.path={folder}", *bpe[::2], "evaluate.test=false", "data.test=null"],
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["images", "next token", "masked", "spans", "translation", "new"])
+def test_every_kind_of_recipe_is_completed_from_its_data(kind, taken, tmp_path, monkeypatch, capsys):
+    taken.pop()
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(ladder, "RUNGS", RUNGS[:1])
+    monkeypatch.setattr(ladder, "largest_micro_batch", lambda recipe, room: models.count(recipe.model) and 16)  # raises where a size is not known
+    (tmp_path / "data").mkdir()
+    fake = study.take
+    opened: set[str] = set()
+
+    def take(made, c, number, folder):
+        if made.name == "ladder" and not opened:
+            opened.add(open_for(c.recipe, 1).recipe.name)  # with a limit on the samples, as the rounds are timed
+        return fake(made, c, number, folder)
+
+    monkeypatch.setattr(study, "take", take)
+    small = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "layout.device=cpu", "layout.threads=1", "batch.samples=16", "batch.tokens=null"]
+    code = main(["ladder", *written(kind, tmp_path / "data"), *small, "--steps", "1", "--rounds", "1", "--to", str(tmp_path / "ladder")])
+    assert code == 0, capsys.readouterr().err
+    assert opened and "layout.attention=sdpa" in capsys.readouterr().out.split("keys: ")[1]
+
+
+def test_a_folder_without_samples_is_free(tmp_path):
+    with study.claimed(tmp_path / "a", "ladder", {"digest": "one"}, {}):
+        (tmp_path / "a" / "once").mkdir()
+    file = tmp_path / "a" / "once" / study.SAMPLES
+    file.write_text(json.dumps({"name": "sample", "value": 0, "failed": "the first rung"}) + "\n")
+    with study.claimed(tmp_path / "a", "ladder", {"digest": "two"}, {}):
+        assert json.loads((tmp_path / "a" / "ladder.json").read_text()) == {"digest": "two"}
+    (tmp_path / "a" / "runs" / "first-1").mkdir(parents=True)
+    (tmp_path / "a" / "runs" / "first-1" / "recipe.yaml").touch()
+    with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
+        pass  # a training was begun there
+    shutil.rmtree(tmp_path / "a" / "runs")
+    file.write_text(json.dumps({"name": "sample", "value": 1.0}) + "\n")
+    with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
+        pass
+
+
+def test_nothing_breaks_inside_a_word_at_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    long = {"layout.checkpointing": "selective", "layout.micro_batch": 12}
+    found = [
+        Found("01-attention-kernel", {"layout.attention": "sdpa"}, 1234.5, 1.5, 1.49, 1.51, 8.61e8, 8.6e8, 1.2e9, 0.24, 2.2, 0.1, 1e-7, None, True, "faster"),
+        Found("07-checkpointing", long, 7.3, 0.87, 0.86, 0.87, verdict="refused: a loss is off by 1.0e-02, more than 1e-03; another is better by far"),
+        Found("04-loader", {}, verdict="left out: data.workers: a step waits 0.1% of its time for data, and so on"),
+    ]
+    lines = [*ladder.table({"tensors": 8e8, "planned": 8e8, "process": 1e9}, found)]
+    lines += ladder.summary(found[0], {"tensors": 8e8}, found[0].keys, found, ["gradus", "train", "sst2-bert", "model.init=a folder", *long])
+    assert results.tell(iter(lines), False) == 0
+    out = capsys.readouterr().out
+    assert max(map(visible, out.splitlines())) <= 80
+    assert "\x1b[32myes\x1b[0m" in out and "\x1b[31mno\x1b[0m" in out
+    words = set(re.sub("\x1b.*?m", "", out).split())
+    assert {word for line in lines for word in re.sub("\x1b.*?m", "", line).split()} <= words, "none is broken"
+    command = out[out.index("gradus train") : out.index("first against last")]
+    assert shlex.split(command.replace("\\\n", "")) == ["gradus", "train", "sst2-bert", "model.init=a folder", *long, "layout.attention=sdpa"]

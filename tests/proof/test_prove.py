@@ -242,7 +242,7 @@ def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
     folder = tmp_path / "run"
     assert main(["train", *words(**{"log.dir": folder, "train.steps": 8}), "--processes", "2", "--auto-resume"]) == 0
     out, err = capfd.readouterr()
-    assert "plan: " in out and " sent a step" in out and "no plan" not in out, out + err
+    assert "plan: " in out and " sent per step" in out and "no plan" not in out, out + err
     said, seen = by_name(folder, "plan.jsonl"), by_name(folder, "proof.jsonl")
     assert said["traffic/all_reduce"]["value"] == pytest.approx(seen["traffic/all_reduce"]["value"], rel=0.001)
     for name in ("weights", "gradients", "optimizer"):

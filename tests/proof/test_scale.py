@@ -312,3 +312,26 @@ def wait_for(true, seconds: float) -> None:
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
+
+
+def test_noise_is_named_as_noise():
+    """What is smaller than the rounds differ among themselves is no finding."""
+
+    def rows(n: int, steps: tuple[float, float, float], ratio: tuple[float, float, float], lost: float):
+        c = {"configuration": f"{n} process{'es' * (n > 1)}", "kind": "measured", "against": "1 process"}
+        low, middle, high = steps
+        yield {**c, "name": "time/step", "value": middle, "low": low, "high": high, "samples": list(steps), "unit": "s"}
+        yield {**c, "name": "efficiency", "value": ratio[1] / n}
+        yield {**c, "name": "time/step/data", "value": 0.001}
+        if n > 1:
+            low, middle, high = ratio
+            yield {**c, "name": "ratio", "value": middle, "low": low, "high": high, "samples": list(ratio)}
+            yield from ({**c, "name": f"lost/{part}", "value": lost if part == "data" else 0.3} for part in ("data", "computing"))
+
+    told = [*rows(1, (0.98, 1.0, 1.02), (1.0, 1.0, 1.0), 0.0), *rows(2, (0.99, 1.0, 1.01), (0.97, 1.01, 1.03), 0.015), *rows(4, (0.5, 0.5, 0.5), (1.9, 2.0, 2.1), 0.04)]
+    lines = list(scale.lines(told))
+    table = {line.split("  ")[0]: line.split() for line in lines[next(i for i, line in enumerate(lines) if line.startswith("\nlost against")) :]}
+    assert "noise" in table["2 processes"] and "+30.0" in table["2 processes"] and "noise" not in table["4 processes"] and "+4.0" in table["4 processes"]
+    assert "noise: less than the rounds differ among themselves (1 process ±2.0, 2 processes ±2.0, 4 processes ±2.0)" in lines
+    assert "\n2 processes against 1 process: 1.01 [0.97, 1.03] times the samples/s: noise, no difference" in lines
+    assert not any("4 processes against" in line for line in lines)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -16,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradus.cli import main
-from gradus.errors import UserError
+from gradus.errors import FAULT, UserError
+from gradus.parallel.world import World
 from gradus.proof import results, study, study_file, timing
+from gradus.proof.study import SAMPLES
 from gradus.rows import Row, read_rows
 
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=4",
@@ -151,6 +157,10 @@ def test_what_a_configuration_fails_of_is_told_in_its_row(tmp_path, capsys):
     assert "broken: runner=" in capsys.readouterr().out and 'options["seconds"]' in (tmp_path / "out/workers.log").read_text()
 
 
+def grid(axes: int, names: int) -> str:
+    return "recipe: copy-task\nrunner: none\ngrid:\n" + "".join(f"  x{i}: {{{', '.join(f'n{i}_{j}: ' for j in range(names))}}}\n" for i in range(axes))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -167,10 +177,23 @@ def test_what_a_configuration_fails_of_is_told_in_its_row(tmp_path, capsys):
         ("recipe: copy-task\nconfigurations: {a: }\nseeds: [1]", "seeds are of whole trainings"),
         ("recipe: copy-task\nconfigurations: {a: {options: {b: 1}}}", "options are for a runner of one's own"),
         ("recipe: copy-task\ngrid: {x: {a: }, y: {a: }}", "a is a name on two axes"),
+        ("recipe: copy-task\nrecipe: copy-task\nconfigurations: {a: }", "line 2, column 1: not valid YAML: recipe is given twice. Keep one."),
+        ("recipe: copy-task\nconfigurations: {a: {set: []}, a: {set: []}}", "a is given twice"),
+        ("recipe: copy-task\nconfigurations: {'': }", "'': not a name"),
+        ("recipe: copy-task\nconfigurations: {\"a\\nb\": }", "'a\\nb': not a name"),
+        ("recipe: copy-task\nconfigurations: {a: }\nrounds: 1000000000", "rounds: input should be less than or equal to 10000"),
+        ("recipe: copy-task\nrunner: train\nconfigurations: {a: }\nseeds: [-1]", "seeds.0: input should be greater than or equal to 0"),
+        ("recipe: copy-task\nrunner: train\nconfigurations: {a: }\nseeds: [1, 1]", "seeds=[1, 1]: give each once"),
+        ("recipe: copy-task\nconfigurations: {a: {source: {loss: .nan}}}", "input should be a finite number"),
+        ("configurations: {a: {runner: note.txt:f}}", "runner=note.txt:f: no such runner"),
+        ("recipe: copy-task\nrunner: none\nconfigurations: {a b: , a-b: }", "'a-b' is too like 'a b': both would have one folder. Rename one."),
+        (grid(4, 10), "10,000 configurations; at most 1,000. Leave names out, or use only_with."),
+        (grid(12, 10), "the grid has 1,000,000,000,000 combinations; at most 100,000."),
         ("recipe: copy-task\nconfigurations: {a: {processes: 3}}", "a: copy-task: batch.samples=128 does not divide among 3"),
     ],
 )
 def test_mistakes_in_a_file_are_one_clear_line(text, said, tmp_path, capsys):
+    (tmp_path / "note.txt").write_text("def f(recipe, options): pass")
     file = written(tmp_path, text)
     assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.strip()
@@ -227,3 +250,151 @@ def test_rows_are_in_the_order_of_the_configurations():
     notebook = types.SimpleNamespace(samples={"a": [study.Sample(1, values={"loss": (1.0, "")})], "b": []}, common={})
     said = Row("loss", 2.0, "", None, {"configuration": "b", "kind": "source"})
     assert [row.conditions["configuration"] for row in study.rows_of(made, notebook, [said], {})] == ["a", "b"]
+
+
+def test_two_configurations_of_one_name_are_refused(tmp_path, capsys):
+    """Their names are joined by the same mark that one of them has in it: one of the two was left out."""
+    file = written(tmp_path, "recipe: copy-task\nrunner: none\ngrid:\n  p: {'a · b': {only_with: [c]}, a: {only_with: [b · c]}}\n  q: {c: , b · c: }\n")
+    assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 2
+    assert "'a · b · c' is the name of two configurations: {'p': 'a', 'q': 'b · c'} and {'p': 'a · b', 'q': 'c'}. Rename one." in capsys.readouterr().err
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Starts no process: what would be measured fails."""
+
+    def fail(*args, log):
+        raise UserError("nothing is measured here")
+
+    monkeypatch.setattr(study, "start", fail)
+
+
+def test_it_fails_where_every_configuration_did(unmeasured, own, tmp_path, capsys):
+    file = written(tmp_path, OWN)
+    assert main(["study", str(file), "--to", str(tmp_path / "out"), "--json"]) == 1
+    assert {json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()} == {"nothing is measured here"}
+    more = written(tmp_path, OWN.replace("rounds: 2", "rounds: 3"))  # without samples: the folder is free
+    assert main(["study", str(more), "--to", str(tmp_path / "out")]) == 1
+    lines = (own[1] / "samples.jsonl").read_text().splitlines()
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "study.json").write_bytes((own[1] / "study.json").read_bytes())
+    (half / "samples.jsonl").write_text("\n".join(line for line in lines if json.loads(line)["configuration"] == "slow"))
+    assert main(["study", str(own[0]), "--to", str(half)]) == 0, "one was measured"
+
+
+@pytest.mark.parametrize("name", ["study.json", "samples.jsonl", "plan.jsonl"])
+@pytest.mark.parametrize("content", ["", "{", "[]\n", "{}\n", "5\n", "null\n", '{"name": "a", "value": 1}\n{"name": "b", "value": 2}\n', "wrong"])
+def test_a_damaged_folder_is_one_clear_line(name, content, own, unmeasured, tmp_path, capsys):
+    shutil.copytree(own[1], tmp_path / "out")
+    text = (own[1] / name).read_text()
+    wrong = text.replace('"round": 1', '"round": "x"').replace('"study": "', '"study": ["').replace('"elapsed": ', '"elapsed": "x", "e": ')
+    (tmp_path / "out" / name).write_text(wrong if content == "wrong" else content)
+    code, error = main(["study", str(own[0]), "--to", str(tmp_path / "out")]), capsys.readouterr().err.strip()
+    if code == 2:
+        assert len(error.splitlines()) == 1 and str(tmp_path / "out") in error, error
+    else:  # of these nothing was left to take: measured, or planned, again
+        assert not error and name != "study.json" and (content in ("", "{", "null\n") or (name, content) == ("plan.jsonl", "wrong"))
+
+
+@pytest.mark.parametrize("after", ["nothing", "the start"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(after, tmp_path, monkeypatch, capsys, unmeasured):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a file's name, as write() raises it
+
+    def write_text(self, *args, **options):
+        if after == "nothing" or SAMPLES in self.name:
+            raise full
+        return whole(self, *args, **options)
+
+    whole = Path.write_text
+    file = written(tmp_path, OWN)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert main(["study", str(file), "--to", str(tmp_path / "deep" / "out")]) == FAULT
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "the disk is full (" in error and "what was measured is kept" in error
+    assert (tmp_path / "deep").exists() == (after == "the start") and not list(tmp_path.rglob(".writing*"))
+
+
+def test_a_full_disk_while_samples_are_written(tmp_path, monkeypatch, capsys, unmeasured):
+    file = written(tmp_path, OWN)
+    monkeypatch.setattr(study.RowFile, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    assert main(["study", str(file), "--to", str(tmp_path / "out")]) == FAULT
+    assert "samples.jsonl: the disk is full (" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="locks of files")
+def test_two_studies_in_one_folder(own, unmeasured, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(own[1], out)
+    hold = f"import fcntl, time\nf = open({str(out / '.lock')!r}, 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\nprint(flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert main(["study", str(own[0]), "--to", str(out)]) == 2
+        assert f"{out}: another study writes there. Wait for its end, or give another --to" in capsys.readouterr().err
+        other.kill()
+    assert main(["study", str(own[0]), "--to", str(out)]) == 0 and not (out / ".lock").exists()
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "raise KeyboardInterrupt", "return None"])
+def test_whatever_a_runner_does_is_its_own_failure(code, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(f"import sys\ndef f(recipe, options):\n    {code}\n")
+    with pytest.raises(UserError, match="does not run here"):
+        study.own_steps(str(tmp_path / "own.py"), "f", None, {}, timing.Window(1, 0, os.getpid()), World())
+
+
+CHILD = """#!{python}
+import signal, sys, time
+from pathlib import Path
+def stop(number, frame):
+    time.sleep(0.6)  # longer than a program that only waits gives it
+    Path({folder!r}, "saved").write_text(str(number))
+    sys.exit(128 + number)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+Path({folder!r}, "started").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts a script as a program")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_is_stopped_saves_itself_first(number, tmp_path, monkeypatch):
+    child = tmp_path / "python"
+    child.write_text(CHILD.format(python=sys.executable, folder=str(tmp_path)))
+    child.chmod(0o755)
+    file = written(tmp_path, f"recipe: copy-task\nset: {json.dumps(TINY)}\nrunner: train\nplan: false\nconfigurations: {{one: }}\n")
+
+    def stop():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    monkeypatch.setattr(sys, "executable", str(child))
+    if number == signal.SIGINT:
+        assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 130
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            main(["study", str(file), "--to", str(tmp_path / "out")])
+    assert (tmp_path / "saved").read_text() == str(int(number))
+
+
+def test_a_table_is_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"torch {p} · batch {n} · 128 tokens · 64 new" for p in ("fp32", "bf16") for n in (1, 32)]
+    figures = {"latency/median": 0.0123, "latency/p90": 0.0145, "latency/first_token": 0.01, "decode/tokens_per_s": 4321.0, "samples_per_s": 81.3,
+               "ratio": 2.4, "memory/process": 4e8, "size/weights": 1e8, "time/load": 0.3, "time/first_call": 0.2, "roof": 0.4}  # fmt: skip
+    unit = {"latency/median": "s", "latency/p90": "s", "latency/first_token": "s", "memory/process": "bytes", "size/weights": "bytes", "time/load": "s"}
+    rows = [Row(n, v, unit.get(n, ""), None, {"configuration": c, "kind": "measured"}).known() for c in names for n, v in figures.items()]
+    lines = list(results.lines(rows))
+    assert max(map(len, lines)) <= 80 and sum(line.startswith("torch bf16 · batch 32  ") for line in lines) > 1, "each part has the names"
+    assert lines[0].startswith("configuration (128 tokens · 64 new)")
+    monkeypatch.delenv("COLUMNS")
+    assert len(list(results.lines(rows))) == 5, "a file has one table"
+
+
+def test_a_column_that_is_not_there_is_told(own, tmp_path, capsys):
+    shutil.copytree(own[1], tmp_path / "out")
+    file = written(tmp_path, OWN + "columns: [samples_per_s, los]\n")
+    assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 0
+    assert "note: columns: los: nothing has that name. Did you mean loss?" in capsys.readouterr().out

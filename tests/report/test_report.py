@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import itertools
 import json
 import re
 import shutil
@@ -10,13 +13,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradus import cli
-from gradus.errors import UserError
+from gradus.errors import FAULT, UserError, exit_code
 from gradus.report import page, plots
-from gradus.report.blocks import Code, Figure, Heading, Key, Table, Text, from_markdown
+from gradus.report.blocks import Code, Figure, Heading, Key, Table, Text, from_markdown, narrow
 from gradus.report.report import compared, content, report
 from gradus.report.runs import by_recipe, read
 
@@ -51,7 +55,7 @@ class Tags(HTMLParser):
         self.loads += [value for key, value in attributes if key in ("src", "href", "xlink:href") and not value.startswith("#")]
         if tag in ("script", "link", "iframe", "object"):
             self.loads.append(tag)
-        if tag not in ("meta", "br", "hr"):
+        if tag not in ("meta", "br", "hr", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -134,7 +138,7 @@ def test_every_evaluation_has_its_tokens_and_seconds(folders, x):
     run = read([str(folders / "between")])[0]
     assert [at for at, _ in run.points("valid/loss", "step")] == [3, 6, 8] and [at for at, _ in run.points("train/loss", "step")] == [2, 4, 6, 8]
     evaluated, logged = [at for at, _ in run.points("valid/loss", x)], [at for at, _ in run.points("train/loss", x)]
-    assert 0 < logged[0] < evaluated[0] < logged[1] < logged[2] == evaluated[1] < logged[3] == evaluated[2]
+    assert 0 < logged[0] < evaluated[0] < logged[1] < logged[2] <= evaluated[1] < logged[3] <= evaluated[2]
     if x == "tokens":
         assert evaluated == [step * run.last("train/tokens") / 8 for step in (3, 6, 8)]
 
@@ -190,3 +194,156 @@ def test_typst_reads_what_it_has_a_meaning_for():
     figure = Figure([svg], text, [Key("#0072b2ff", "━", text), Key("#111111ff", "■", text)])
     blocks = [Heading(1, text), Text([("plain", text), ("code", text)], item=True), Table([text], [[text]], text), figure, Code(text, text)]
     assert re.match(rb"%PDF-1\.\d", page.to_pdf(text, blocks))
+
+
+# ---------------------------------------------------------------- what is compared, and what is drawn
+
+
+def variant(source, target, recipe=None, rows=None, **summary):
+    """A copy of a run with other keys of the recipe, other rows, other entries of the summary."""
+    shutil.copytree(source, target)
+    if recipe:
+        held = yaml.safe_load((target / "recipe.yaml").read_text())
+        for key, value in recipe.items():
+            *path, last = key.split(".")
+            functools.reduce(dict.__getitem__, path, held)[last] = value
+        (target / "recipe.yaml").write_text(yaml.safe_dump(held, allow_unicode=True))
+    if rows is not None:
+        (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        held = json.loads((target / "summary.json").read_text())
+        (target / "summary.json").write_text(json.dumps(held | summary))
+    return target
+
+
+def rows_of(name, values, **more):
+    return [{"name": name, "value": value, "step": step, "tokens": step * 100, "seconds": step / 10, **more} for step, value in values]
+
+
+def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_path, monkeypatch):
+    other = variant(folders / "long", tmp_path / "other", {"name": "another-task"})
+    drawn = []
+    monkeypatch.setattr(plots, "drawn", lambda made: drawn.append([[line.get_label() for line in axes[0].lines] for _, axes in made]) or [])
+    blocks = list(content("t", read([str(folders / "short"), str(other)]), ""))
+    assert [b.text for b in blocks if isinstance(b, Heading)][1:3] == ["Recipe: copy-task", "Recipe: another-task"]
+    assert not any("speed-up" in [*b.head, *(row[0] for row in b.rows), b.caption] for b in blocks if isinstance(b, Table))
+    assert [of_recipe[0] for of_recipe in drawn] == [["training", "validation"]] * 2
+    assert [{label for labels in of_recipe for label in labels} & {"short", "other"} for of_recipe in drawn] == [{"short"}, {"other"}]
+
+
+def test_a_run_of_another_model_has_no_speed_up(folders, tmp_path):
+    wider = variant(folders / "long", tmp_path / "wider", {"model.d_ff": 64})
+    (group,) = by_recipe(read([str(folders / "short"), str(wider), str(folders / "long")]))
+    speed, _ = compared(group)
+    assert speed.rows[1][7:] == ["–", "–"] and "–" not in speed.rows[2][7:] and "a run of another model" in speed.caption
+
+
+def test_what_was_measured_once_is_in_the_table_alone(folders, tmp_path):
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.5)], unit="nats"), *rows_of("valid/loss", [(2, 1.6)]), *rows_of("valid/exact_match", [(2, 0.5)])]
+    run = variant(folders / "short", tmp_path / "once", rows=rows)
+    found = read([str(run)])
+    captions = [caption for caption, _ in plots.of_runs(found)]
+    assert captions[0].startswith("The panels show the loss by step, by tokens and by seconds of training; solid lines")
+    assert not any("exact match" in caption for caption in captions) and not any("learning rate" in caption for caption in captions)
+    assert plots.not_drawn(found) == "The report has no plot of exact match, measured once only."
+
+
+def test_a_report_of_many_metrics_draws_some_and_says_so(folders, tmp_path):
+    rows = [row for i in range(300) for row in rows_of(f"valid/m{i}", [(1, i), (2, i + 1)])]
+    found = read([str(variant(folders / "short", tmp_path / "many", rows=rows))])
+    assert sum("by step" in caption for caption, _ in plots.of_runs(found)) == plots.METRICS
+    assert plots.not_drawn(found) == f"The report has plots of the first {plots.METRICS} metrics only, {300 - plots.METRICS} more are in the table."
+
+
+@pytest.mark.parametrize("most", [3, 12_345, 1_234_567_890, 1e-7])
+def test_tick_labels_do_not_run_into_each_other(most):
+    (left, right), named = plots.panels(2), plots.bars(["a", "b"], 0.3)
+    left.plot([0, most], [most, most * 1.001])
+    plots._lay_out(left)
+    right.plot([0, 1], [0, 1])
+    right.set_xticks([i / 30 for i in range(31)], [f"label {i}" for i in range(31)])
+    plots.drawn([("caption", [left, right, named])])
+    assert len(right.get_xticks()) < 31 and [label.get_text() for label in named.get_yticklabels()] == ["a", "b"]
+    for axes in (left, right):
+        for labels, start, end in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
+            boxes = sorted((label.get_window_extent() for label in labels if label.get_text()), key=lambda box: getattr(box, start))
+            assert len(boxes) > 1 and all(getattr(a, end) < getattr(b, start) for a, b in itertools.pairwise(boxes))
+
+
+def test_tables_stand_or_lie_and_wrap():
+    one = Table(["run", "a long name of a metric", "another long name"], [["r", "1", "2"]])
+    assert narrow(one).head == ["run", "r"] and narrow(one).rows == [["a long name of a metric", "1"], ["another long name", "2"]]
+    long = Table(["run", "time"], [[f"run {i}", "1.5 s"] for i in range(9)])
+    assert narrow(long) is long and long.left() == [True, False]
+    text = page.to_html("t", [Table(["run"], [["a-very-long-name/of_a_run=that.never/ends"], ["1.5 s"]])])
+    assert "a-<wbr>very-<wbr>long-<wbr>name/<wbr>of_<wbr>a_<wbr>run=<wbr>that.<wbr>never/<wbr>ends" in text and "nowrap" not in text.split("</style>")[1]
+    assert f"name/{page.BREAK}of_" in page._typst(Table(["run"], [["a-very-long-name/of_a_run"]]))
+
+
+# ---------------------------------------------------------------- faults
+
+
+DAMAGED = {
+    "summary.json": ["", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
+                     '{"train_runtime": -5}', '{"train_runtime": Infinity}', '{"train_samples_per_second": "x"}', '{"processes": 0}', '{"processes": "x"}', '{"proof": [1]}',
+                     '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}'],
+    "environment.json": ["", "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"command": ["a"]}'],
+    "metrics.jsonl": ['{"name": "train/loss", "value": 1, "step": [1]}', '{"name": "train/loss", "value": 1, "step": "x"}', '{"name": 5, "value": 1}\n', "[]\n"],
+    "recipe.yaml": ["", "[", "5", "\x00"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_file_is_one_line(folders, tmp_path, monkeypatch, file):
+    monkeypatch.setattr(plots, "drawn", lambda made: [])
+    run = variant(folders / "short", tmp_path / "run")
+    for text in DAMAGED[file]:
+        (run / file).write_text(text)
+        with pytest.raises(UserError, match=file) as caught:
+            list(report([str(run)], str(tmp_path / "out")))
+        assert "\n" not in str(caught.value) and not (tmp_path / "out").exists(), text[:60]
+
+
+def test_what_is_not_a_number_of_a_plot_is_left_out(folders, tmp_path):
+    values = [(1, 1e308), (2, -1e308), (3, float("inf")), (4, 10**400), (5, True), (6, 2.0), (7, 1.0)]
+    memory = {"memory_bytes": "x", "gpu": {"memory_bytes": [1]}}
+    run = variant(folders / "short", tmp_path / "run", rows=rows_of("train/loss", values, unit=5), train_samples_per_second=0, proof={"memory/a": {"predicted": 0, "measured": 1}})
+    (run / "environment.json").write_text(json.dumps(memory))
+    found = read([str(run)])
+    assert found[0].points("train/loss", "step") == [(6, 2.0), (7, 1.0)]
+    assert sum(isinstance(block, Figure) for block in content("t", found, "")) == 2  # the loss, the memory
+
+
+def test_names_are_text_wherever_they_stand(folders, tmp_path):
+    """Of a run, a metric, a unit, a layout, a machine and a figure."""
+    pytest.importorskip("typst")
+    evil = '<script>alert(1)</script>"><img src=x onerror=a()> | # $x$ `y` *z* #panic("x") \\ </svg></title>--><b>'
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.0)], unit=evil), *rows_of(f"valid/{evil}", [(1, 2.0), (2, 1.0)], unit=evil)]
+    proof = {f"memory/{evil}": {"predicted": 1.0, "measured": 2.0}, evil: {"predicted": 1.0, "measured": 2.0}}
+    run = variant(folders / "short", tmp_path / evil.replace("/", ""), rows=rows, layout=evil, metrics={evil: 1.0}, proof=proof)
+    (run / "environment.json").write_text(json.dumps({"cpu": evil, "versions": {evil: evil}, "command": evil}))
+    said = list(report([str(run), str(folders / "long")], str(tmp_path / "out")))
+    tags = Tags((tmp_path / "out" / "report.html").read_text())
+    assert not tags.open and not tags.loads and (tmp_path / "out" / "report.pdf").read_bytes().startswith(b"%PDF-")
+    assert len(said) == 2 and "no PDF" not in said[1]
+
+
+def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
+    pytest.importorskip("typst")
+    monkeypatch.setattr(plots, "drawn", lambda made: [])
+    write = Path.write_bytes
+
+    def full(path, content):
+        if "report.pdf" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"the disk is full .* nothing was written") as caught:
+        list(report([str(folders / "short")], str(tmp_path / "out")))
+    assert exit_code(caught.value) == FAULT and not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.html").write_text("before")
+    with pytest.raises(UserError, match="the disk is full"):
+        list(report([str(folders / "short")], str(tmp_path / "out")))
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"report.html": "before"}

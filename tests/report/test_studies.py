@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 
 import pytest
 
 from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.proof.study import Configuration, Notebook, Sample, Study, rows_of
+from gradus.proof import results
+from gradus.proof.study import Configuration, Notebook, Sample, Study, claimed, rows_of
 from gradus.proof.timing import Timed
 from gradus.report import plots, studies, study_plots
 from gradus.report.blocks import Code, Table, Text
@@ -50,14 +50,15 @@ def harness(tmp_path_factory):
             at = {"precision": precision, "processes": f"{n} of them"}
             made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
     study = Study("pair", made, steps=2, rounds=2, against="fp32")
-    notebook = Notebook(study, folder)
-    for k in (1, 2):
-        for i, c in enumerate(made):
-            memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
-            timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
-            notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
-    notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
-    notebook.file.close()
+    with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.describe() for c in made}}):
+        notebook = Notebook(study, folder)
+        for k in (1, 2):
+            for i, c in enumerate(made):
+                memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
+                timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
+                notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
+        notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
+        notebook.file.close()
     planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
     lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, notebook, [], {})]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -72,14 +73,14 @@ def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
     assert any(code.title == "pair: recipe of fp32 · 1 of them" and "precision: fp32" in code.text for code in blocks_of(harness, Code))
 
 
-def test_the_command_is_kept_and_the_study_goes_on(tmp_path, monkeypatch):
-    study = Study("s", [Configuration("a", None)])
+def test_the_command_is_kept_and_is_in_the_appendix(harness, tmp_path, monkeypatch):
     for words in (["study", "a b.yaml"], ["study", "a b.yaml", "--only", "a"]):
         monkeypatch.setattr(sys, "argv", ["gradus", *words])
-        Notebook(study, tmp_path / "s").file.close()
-    assert json.loads((tmp_path / "s" / "study.json").read_text())["command"] == "gradus study 'a b.yaml' --only a"
-    with pytest.raises(UserError, match="holds another study"):
-        Notebook(Study("s", [Configuration("b", None)]), tmp_path / "s")
+        with claimed(tmp_path / "s", "study", {"study": "s", "digest": "1"}, {}):
+            (tmp_path / "s" / "rows.jsonl").write_text(json.dumps(row("samples_per_s", 1.0, "a")) + "\n")
+    assert [code.text for code in blocks_of(tmp_path / "s", Code)] == ["gradus study 'a b.yaml' --only a"]
+    with pytest.raises(UserError, match="holds another study"), claimed(harness, "study", {"study": "another"}, {}):
+        pass
 
 
 def test_the_tables_say_what_the_rows_say(harness):
@@ -195,3 +196,37 @@ def test_wrong_folders(tmp_path):
     (tmp_path / "s" / "study.json").write_text("{")
     with pytest.raises(UserError, match=r"study.json: line 1, column 2: not valid JSON.* Delete the file, or measure again"):
         list(report([folder], str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", "[" * 100_000, '{"study": 5}', '{"command": 5}', '{"configurations": 5}', '{"configurations": {"a": {"recipe": 5}}}'])
+def test_a_damaged_study_is_one_line(tmp_path, text):
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a")])
+    (tmp_path / "s" / "study.json").write_text(text)
+    with pytest.raises(UserError, match=r"study.json: .* Delete the file, or measure again") as caught:
+        list(report([folder], str(tmp_path / "out")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [{"configuration": [1]}, {"kind": [1]}, {"unit": 5}, {"processes": 0}, {"at": [1]}, {"samples": 5}, {"std": "x"}, {"low": "x"}, {"versions": 5}])
+def test_a_damaged_row_is_one_line(tmp_path, more):
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a"), row("samples_per_s", 1.0, "b") | more])
+    with pytest.raises(UserError, match=r"rows.jsonl: a row of 'samples_per_s': .* Delete the line, or measure again") as caught:
+        list(report([folder], str(tmp_path / "out")))
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_no_plot_holds(tmp_path):
+    values = (1.0, float("nan"), float("inf"), 10**400, 1e308, True)
+    folder = folder_of(tmp_path / "s", [row("samples_per_s", value, f"c{i}") for i, value in enumerate(values)])
+    assert studies.read([folder])[0].values("samples_per_s") == {"c0": 1.0} and len(captions(folder)) == 1
+    assert blocks_of(folder, Table)[0].rows[3][1].startswith("1000")
+
+
+def test_names_are_text_in_markdown():
+    """Of a configuration, a figure and a failure, on the page of `gradus study --page`."""
+    evil = "<img src=x>|a\nb `c` [d](e) *f* $g$"
+    rows = [row(f"valid/{evil}", 1.0, evil), row("failed", "no <b> room", evil), row("valid/a_b", 1.0, "fp32 [1, 2]")]
+    head, rule, first, second, _, failed = list(results.markdown(rows))[:6]
+    escaped = r"\<img src=x\>\|a b \`c\` [d\](e) \*f\* \$g\$"
+    assert head == rf"| configuration | valid/{escaped} | valid/a_b |" and rule == "|---|---:|---:|"
+    assert first == f"| {escaped} | 1 | - |" and second == "| fp32 [1, 2] | - | 1 |" and failed == rf"{escaped}: no \<b\> room  "

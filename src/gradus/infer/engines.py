@@ -154,12 +154,14 @@ def best_at(place: Place) -> Path:
 
 def best(place: Place, precision: str | None) -> tuple[str, str]:
     """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
-    name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {place.name} here"
-    with contextlib.suppress(UserError, LookupError, TypeError, ValueError):  # none is kept, or a damaged one
+    known, wanted = None, precision or "any"
+    with contextlib.suppress(UserError):  # no file, or a damaged one
         known = limits.read_json(best_at(place), limits.CONFIG_FILE)
-        found, of = known[precision or "any"]
-        if found in ENGINES and of in PRECISIONS:
-            name, chosen, why = found, of, f"the fastest of gradus bench, {known['when']}"
+    match known:
+        case {"when": str(when), **found} if found.get(wanted) in [[e, p] for e in ENGINES for p in PRECISIONS]:
+            (name, chosen), why = found[wanted], f"the fastest of gradus bench, {when}"
+        case _:
+            name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {place.name} here"
     print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
     return name, chosen
 

@@ -250,8 +250,9 @@ def _signal(args: Namespace) -> tuple[int, int]:
 
 def _call(command: list[str]) -> str:
     """What Slurm's command printed. Raises UserError with what it complained of."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # ours: sbatch hands it to the job
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     except FileNotFoundError:
         raise UserError(f"no {command[0]} here: Slurm is not installed. Ask on a login node of the cluster.") from None
     except subprocess.TimeoutExpired:

@@ -100,7 +100,7 @@ def _precision(recipe, cuda, share, _) -> Iterator[Hint]:
 def _casts(recipe, cuda, share, _) -> Iterator[Hint]:
     part, more = share("copies and memory"), _next_micro_batch(recipe)
     if part >= 0.1 and recipe.layout.precision in ("bf16", "fp16") and more:
-        text = f"copies and casts take {part:.0%}: autocast casts the weights once a micro-batch"
+        text = f"copies and casts take {part:.0%}: autocast casts the weights once per micro-batch"
         yield Hint(f"layout.micro_batch={more}", part, text)
 
 
@@ -118,5 +118,5 @@ def _recomputation(recipe, cuda, share, _) -> Iterator[Hint]:
 def _optimizer(recipe, cuda, share, _) -> Iterator[Hint]:
     part, samples = share("optimizer"), recipe.batch.samples
     if part >= 0.2 and samples:
-        text = f"the optimizer takes {part:.0%} of every step, whatever its batch: of fewer, larger steps less (other"
+        text = f"the optimizer takes {part:.0%} of every step, whatever its batch: larger steps spend less on it (other"
         yield Hint(f"batch.samples={2 * samples}", part, f"{text} mathematics: the learning rate may have to change)")

@@ -209,7 +209,7 @@ def picture_lines(
 @dataclasses.dataclass
 class Recorded:
     """cycles: what was recorded. files: their traces. seconds: of steps that were not recorded, on the host's clock.
-    levels: memory within the last recorded step. allocations: a step."""
+    levels: memory within the last recorded step. allocations: per step."""
 
     cycles: list[trace.Trace] = dataclasses.field(default_factory=list)
     files: list[Path] = dataclasses.field(default_factory=list)
@@ -275,7 +275,7 @@ def _now(cuda: bool) -> float:
 
 
 def time_rows(session: Session, recorded: Recorded) -> list[Row]:
-    """Seconds a step by phase, category, operation and place, each kind summing to a recorded step (of operations and
+    """Seconds per step by phase, category, operation and place, each kind summing to a recorded step (of operations and
     places the largest only); the memory within a step; hints, with the share of the step that each is about."""
     calls = [call for cycle in recorded.cycles for call in cycle.calls]
     n = sum(len(cycle.steps) for cycle in recorded.cycles)
@@ -284,7 +284,7 @@ def time_rows(session: Session, recorded: Recorded) -> list[Row]:
     rows = [
         Row("time/step", statistics.median(recorded.seconds), "s", conditions=where),
         Row("time/step/recorded", total / n / 1e6, "s", conditions=where),
-        Row("memory/allocations", recorded.allocations, "a step", conditions=where),
+        Row("memory/allocations", recorded.allocations, "per step", conditions=where),
     ]
     if session.device.type == "cuda":
         waits, took = (sum(cycle.waits[i] for cycle in recorded.cycles) / n for i in (0, 1))
@@ -343,7 +343,7 @@ def time_lines(rows: list[Row], where: str) -> Iterator[str]:
         f"of which the shares are ({recorded.conditions['recorded_steps']} steps)"
     )
     if waits := by.get("time/waits"):
-        yield f"the host waited for the GPU {waits.conditions['calls']:.1f} times a step, {waits.value * 1e3:,.1f} ms"
+        yield f"the host waited for the GPU {waits.conditions['calls']:.1f} times per step, {waits.value * 1e3:,.1f} ms"
     for kind, more in (("phase", ()), ("category", ()), ("operation", ("calls", "category")), ("place", ("source",))):
         own = [row for row in rows if row.name.startswith(f"time/{kind}/")][: 2 * TOP if not more else TOP]
         cells = [

@@ -103,12 +103,16 @@ def profile_of(
         return _kept[key]
     path = files.cache_dir() / "profiles" / f"{key}.json"
     try:
-        found = profiles.from_plain(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or torn
+        digest, _, text = path.read_text().partition("\n")
+        if digest != hashlib.sha256(text.encode()).hexdigest():
+            raise ValueError("another text than was written")
+        found = profiles.from_plain(json.loads(text))
+    except (OSError, ValueError):  # absent, torn or changed
         found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(path, json.dumps(profiles.to_plain(found)))
+            text = json.dumps(profiles.to_plain(found))
+            files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
     if len(_kept) >= KEPT:
         _kept.clear()
     _kept[key] = found
@@ -374,9 +378,9 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
     components = {name: round(v) for name, v in zip(NAMES, alive.most)}
     notes = []
     if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+        notes.append(f"layout.compile={layout.compile}: planned without compiling, which fuses operations and mostly needs less.")
     if layout.offload and p.target == "cpu":
-        notes.append("layout.offload: a CPU's own memory is the host's, and what stays there is counted.")
+        notes.append("layout.offload: on a CPU nothing is offloaded: its memory is the host's.")
     if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
         notes.append(
             f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import json
 import math
 import statistics
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from gradus import files, hardware, limits, models
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, either
 from gradus.infer import Encoded, Place, engines, exported, find, predict
 from gradus.infer.checked import compare, verdict
 from gradus.infer.compiled import beside
@@ -27,7 +28,7 @@ from gradus.models.decoding import generate
 from gradus.plan.serving import BYTES, Use, cache_bytes, passes, serving
 from gradus.proof import results
 from gradus.proof.room import device_of
-from gradus.proof.study import Configuration, Notebook, Sample, Study, run
+from gradus.proof.study import Configuration, Notebook, Sample, Study, about, exit_code, run
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
@@ -47,44 +48,51 @@ Pair = tuple[str, str]  # engine, precision
 
 
 def bench(args: Any) -> Iterator[str]:
-    """The verb. Yields what is printed."""
+    """The verb. Yields what is printed; returns the exit code."""
     place = find(args.model)
     study, refused, named = cells(place, args)
     folder = Path(args.to or Path("bench") / Path(args.model).resolve().name)
-    said: list[str] = []
-    say = said.append if args.json else lambda line: print(line, flush=True)
+    say = results.quiet if args.json else results.say
     rows = run(study, folder, say, more=lambda *found: derived(place, refused, named, *found))
-    remember(place, rows)
+    if not place.made:
+        remember(place, rows)
     if args.json:
         yield from (row.json() for row in rows)
-        return
+        return exit_code(rows)
     yield from ("", *results.lines([row.known() for row in rows], COLUMNS))
     best = next((row for row in rows if row.name == "best"), None)
-    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}; --engine auto takes it" if best else "not known: at batch 1 no engine ran that is accurate enough")
+    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}{'' if place.made else '; --engine auto takes it'}" if best else "not known: at batch 1 no engine that ran is accurate enough")
     yield f"rows: {folder / 'rows.jsonl'}"
+    return exit_code(rows)
 
 
 # ------------------------------------------------------------ which cells
 
 
-def chosen(text: str, option: str, known: Iterable[str]) -> list[str]:
-    """The names of a list, or all. Raises UserError for one that is not known."""
+def chosen(text: str, option: str, known: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The names of a list, or `every` of them. Raises UserError for one that is not known."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",")))
     for word in words:
         if word not in known and words != ["all"]:
             raise UserError(f"{option}={word}: no such name.{did_you_mean(word, [*known, 'all'])}")
-    return list(known) if words == ["all"] else words
+    return list(every) if words == ["all"] else words
 
 
 def pairs(place: Place, args: Any) -> tuple[list[Pair], dict[str, str]]:
     """(engines with precisions that this model and this machine may have, why another may not: its name → reason). Raises UserError where
     none is left."""
-    wanted = [*itertools.product(chosen(args.engines, "--engines", engines.ENGINES), chosen(args.precisions, "--precisions", engines.PRECISIONS))]
+    ways = engines.ways_of(place) if place.made else []
+    every = [dict.fromkeys(names) for names in zip(*ways)] or [engines.ENGINES, engines.PRECISIONS]
+    names = chosen(args.engines, "--engines", engines.ENGINES, every[0])
     found, refused = [], {}
-    for name, precision in wanted:
+    for name, precision in itertools.product(names, chosen(args.precisions, "--precisions", engines.PRECISIONS, every[1])):
         kind = engines.kind(name)
         try:
-            engines.fits(kind, precision, place)
+            if not place.made:
+                engines.fits(kind, precision, place)
+            elif (name, precision) not in ways:
+                use = either(f"--engines {name} --precisions {precision}" for name, precision in ways)
+                raise UserError(f"{place.name}: made for {use}. Use that, or give the model that it was made from.")
             engines.installed(kind)
             found.append((name, precision))
         except UserError as e:
@@ -107,13 +115,13 @@ def sizes(place: Place, args: Any) -> tuple[list[int | None], int | None]:
         return [None], new
     room = longest and longest - (new - 1 if place.family.attention == "causal" else 0)
     if (longest and new and new > longest) or (room is not None and room < 1):
-        raise UserError(f"--new={new}: the model has {longest:,} places. Set --new {max(2, longest // 2)} or fewer.")
+        raise UserError(f"--new={new}: the model has {longest:,} positions. Set --new {max(2, longest // 2)} or fewer.")
     if args.length is None:
         return [n for n in LENGTHS if room is None or n <= room] or [room], new
     lengths = limits.numbers(args.length, "--length", most=limits.LENGTH)
     if room is not None and max(lengths) > room:
         more = f", of which {new - 1} are for --new {new}" if room < longest else ""
-        raise UserError(f"--length={max(lengths)}: the model has {longest:,} places{more}. Set --length {room} or fewer.")
+        raise UserError(f"--length={max(lengths)}: the model has {longest:,} positions{more}. Set --length {room} or fewer.")
     return lengths, new
 
 
@@ -126,7 +134,8 @@ def cells(place: Place, args: Any) -> tuple[Study, dict[str, str], set[str]]:
         raise UserError(f"--accuracy: {place.name} belongs to no run, whose data would tell. Leave it out, or give a run folder.")
     default = limits.SAMPLES if place.recipe is not None and place.family.attention == "both" else 0
     accuracy = default if args.accuracy is None else args.accuracy
-    common = {"model": str(place.path.absolute()), "weights": engines.here(place), "threads": torch.get_num_threads()}
+    weights = engines.here(place, *([json.dumps(place.made)] if place.made else []))
+    common = {"model": str(place.path.absolute()), "weights": weights, "threads": torch.get_num_threads()}
     made = []
     for (length, batch), (name, precision) in itertools.product(itertools.product(lengths, batches), possible):
         at = {"engine": f"{name} {precision}", "batch": str(batch), **({"length": str(length)} if length else {})}
@@ -194,10 +203,9 @@ class Runs:
         device, computes = self.engine.device, self.engine.computes
         timed.raw = {name: found[-len(timed.spent) :] for name, found in self.raw.items()}
         kinds = {torch.float32, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(computes[:4], torch.float32)}
-        spent = timed.raw["latency"]  # without the making of inputs
+        middle = statistics.median(timed.raw["latency"])  # without the making of inputs
         timed.values = {
-            "samples_per_s": [self.batch * len(spent) / sum(spent), "samples/s"], "time/step": [statistics.mean(spent), "s"],
-            "time/load": [self.load, "s"], "size/weights": [self.engine.weight_bytes(), "bytes"],
+            "samples_per_s": [self.batch / middle, "samples/s"], "time/step": [middle, "s"], "time/load": [self.load, "s"], "size/weights": [self.engine.weight_bytes(), "bytes"],
             "roof/bandwidth": [roofs.bandwidth(device), "bytes/s"], "roof/rate": [max(roofs.product_rate(device, k) for k in kinds), "FLOP/s"],
         }  # fmt: skip
         with Meter(device) as meter:
@@ -207,7 +215,7 @@ class Runs:
             timed.values["energy/sample"] = [meter.joules / ENERGY_RUNS / self.batch, "J"]
             timed.facts["meter"] = meter.source
         timed.facts |= {"computes": computes, "cache_bytes": roofs.last_cache() if device.type == "cpu" else 0}
-        if window.round == 1 and self.options["check"]:
+        if window.round == 1 and self.options["check"] and not self.place.made:  # which was checked when it was written
             reference = engines.Torch(dataclasses.replace(self.place, model=None), "fp32")
             given = self.inputs(2)
             found = compare(self.engine, reference, given if isinstance(given, Encoded) else [given])
@@ -244,25 +252,44 @@ def derived(place: Place, refused: dict[str, str], named: set[str], study: Study
     """Of all runs of all rounds together: latency, tokens/s, the share of the roof; what gradus plan --serve says; the best; what could not
     be."""
     taken = {c.name: found for c in study.configurations if (found := [s for s in notebook.samples[c.name] if s.ranks and not s.failed])}
-    median: dict[str, float] = {}
+    median = {name: statistics.median(latencies(samples)) for name, samples in taken.items()}
     for c in study.configurations:
         yield from planned(place, c)
         if c.name in taken:
-            for row in cell_rows(place, c, taken[c.name]):
-                row.conditions |= about(c, notebook)
-                median |= {c.name: row.value} if row.name == "latency/median" else {}
+            for row in (*cell_rows(place, c, taken[c.name]), *rates(c, study.base_of(c), taken, median)):
+                row.conditions = {**conditions(study, notebook, c), **row.conditions}
                 yield row
-    best = fastest(study, taken, median, named)
+    best = fastest(place, study, taken, median, named)
     for c in study.configurations:
         if best and (c.options["engine"], c.options["precision"]) == best["any"] and c.options["batch"] == 1:
-            yield Row("best", "yes", "", None, {**about(c, notebook), "of": best})
+            yield Row("best", "yes", "", None, {**conditions(study, notebook, c), "of": best})
     for name, why in refused.items():
         yield Row("failed", why, "", None, {"kind": "measured", "configuration": name, **notebook.common})
 
 
-def about(c: Configuration, notebook: Notebook) -> dict[str, Any]:
-    found = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": 1, "options": c.options, "threads": c.options["threads"]}
-    return {**found, "runner": Path(c.runner).name, **notebook.common}
+def conditions(study: Study, notebook: Notebook, c: Configuration) -> dict[str, Any]:
+    return {**about(study, notebook, c), "threads": c.options["threads"]}
+
+
+def latencies(samples: Sequence[Sample]) -> list[float]:
+    """Seconds of every run of every round."""
+    return [x for s in samples for x in s.ranks[0].raw["latency"]]
+
+
+def rates(c: Configuration, base: Configuration, taken: dict[str, list[Sample]], median: dict[str, float]) -> Iterator[Row]:
+    """By the medians of latency, so that a run that something disturbed does not count; with those of each round."""
+
+    def row(name: str, value: float, unit: str, of_rounds: list[float]) -> Row:
+        return Row(name, value, unit, None, {"samples": of_rounds, "low": min(of_rounds), "high": max(of_rounds)})
+
+    own = {s.round: s.values["time/step"][0] for s in taken[c.name]}
+    yield row("time/step", median[c.name], "s", list(own.values()))
+    yield row("samples_per_s", c.options["batch"] / median[c.name], "samples/s", [c.options["batch"] / t for t in own.values()])
+    theirs = {s.round: s.values["time/step"][0] for s in taken.get(base.name, ())}
+    if base is not c and (rounds := own.keys() & theirs.keys()):
+        found = row("ratio", median[base.name] / median[c.name], "", [theirs[k] / own[k] for k in sorted(rounds)])
+        found.conditions["against"] = base.name
+        yield found
 
 
 def cell_rows(place: Place, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:
@@ -343,7 +370,7 @@ def in_integers(config: ModelConfig, bits: int, rest: int) -> float:
 # ------------------------------------------------------------ the best
 
 
-def fastest(study: Study, taken: dict[str, list[Sample]], median: dict[str, float], named: set[str]) -> dict[str, Pair]:
+def fastest(place: Place, study: Study, taken: dict[str, list[Sample]], median: dict[str, float], named: set[str]) -> dict[str, Pair]:
     """"any" and each precision → the pair that counts and is the fastest over all lengths at batch 1 (by the geometric mean of latencies);
     empty where none is."""
     first = {(c.options["engine"], c.options["precision"]): taken.get(c.name) for c in study.configurations if c.options["check"]}
@@ -351,7 +378,9 @@ def fastest(study: Study, taken: dict[str, list[Sample]], median: dict[str, floa
     scores: dict[Pair, float] = {}
     for pair, samples in first.items():
         ones = [c for c in study.configurations if (c.options["engine"], c.options["precision"]) == pair and c.options["batch"] == 1]
-        if ones and samples and all(c.name in median for c in ones) and counts(pair, samples[0], base and base[0], named):
+        if not ones or not samples or not all(c.name in median for c in ones):
+            continue
+        if place.made or counts(pair, samples[0], base and base[0], named):  # what was made for engines was checked when it was written
             scores[pair] = statistics.mean(math.log(median[c.name]) for c in ones)
     order = sorted(scores, key=scores.get)
     best: dict[str, Pair] = {"any": order[0]} if order else {}

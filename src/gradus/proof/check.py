@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
-from gradus.errors import UserError, some
+from gradus.errors import UserError, colour, some
+from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
@@ -32,6 +33,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
 from gradus.proof.predict import case_of, predict
+from gradus.proof.results import width
 from gradus.proof.room import changed, fix_of, uninterrupted
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -72,8 +74,10 @@ class Line:
         return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, "hint": self.hint or None, "recipe": recipe.name})
 
     def __str__(self) -> str:
-        word = {None: "skip", True: "pass", False: "FAIL"}[self.ok]
-        return f"{word}  {self.name:12} {self.text}" + f"\n      {'':12} {self.hint}" * bool(self.hint)
+        word = {None: "skip", True: colour("pass", "green"), False: colour("FAIL", "red")}[self.ok]
+        head = f"      {'':12} "
+        lines = [line for text in (self.text, self.hint) if text for line in fold(text.replace("\n", " "), 0, width() - len(head))]
+        return f"{word}  {self.name:12} " + f"\n{head}".join(lines)
 
 
 class Wrong(Exception):
@@ -299,8 +303,9 @@ class Looked:
         _, sums, counts = self.first
         kind = next(kind for kind in sums if kind in ("tokens", "samples"))
         loss, even = float(sums[kind]) / max(1, counts[kind]), math.log(self.classes())
-        text = f"loss {loss:.3f}, ln({self.classes():,}) is {even:.3f}"
-        if not abs(loss - even) <= max(NEAR[0] * even, NEAR[1]):
+        allowed = max(NEAR[0] * even, NEAR[1])
+        text = f"loss {loss:.3f}, ln({self.classes():,}) is {even:.3f}; at most {allowed:.3g} apart"
+        if not abs(loss - even) <= allowed:
             raise Wrong(text, "The initialisation is too large, or targets leak: the model must not see what it is to predict.")
         return text
 
@@ -329,7 +334,8 @@ class Looked:
             raise Wrong(text + after, hint if huge else "These will not learn: is the layer used, and is requires_grad on?")
         ranked = sorted((n for n in norms if not n.endswith("to_k.bias")), key=norms.get)
         ends = " to ".join(f"{norms[n]:.2g} ({n})" for n in (ranked[0], ranked[-1]))
-        return f"{len(norms)} parameters, norms {ends}, median {statistics.median(norms.values()):.2g}{after}"
+        text = f"{len(norms)} parameters, norms {ends}, median {statistics.median(norms.values()):.2g}{after}"
+        return f"{text}; finite, not zero, {LARGE:g} at most"
 
     def norms(self) -> tuple[dict[str, float], list[str], list[str]]:
         """(norm of each gradient, parameters without one, parameters that are not trained) of one backward pass."""
@@ -357,8 +363,8 @@ class Looked:
                 patched.enter_context(mock.patch.object(layer, "kernel", kernel))
             self.loss()
         worst, rows, nowhere = max(off for off, *_ in found), sum(n for _, n, _ in found), sum(n for *_, n in found)
-        text = f"{rows:,} rows of weights in {len(layers)} layers, {worst:.1e} from one at most"
-        text += f"; {nowhere:,} may look nowhere" * (nowhere > 0)
+        text = f"{rows:,} rows of weights in {len(layers)} layers, sums up to {worst:.1e} from one ({ONE:g} is allowed)"
+        text += f"; {nowhere:,} fully masked" * (nowhere > 0)
         if not worst <= ONE:
             raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
         return text
@@ -377,7 +383,7 @@ class Looked:
                 loss = sum(self.sums(self.placed(task.collate([task.splits["train"][i] for i in range(2)])), task).values())
             if not torch.isfinite(loss):
                 raise Wrong(f"{n} tokens: the loss is {float(loss)}", "Look at the positions and masks of short sequences.")
-        return f"{', '.join(map(str, tried))} tokens"
+        return f"{', '.join(map(str, tried))} tokens: the loss is finite"
 
     def overfit(self) -> str:
         """A few samples by heart: the loss must fall by FALL."""
@@ -390,13 +396,13 @@ class Looked:
                 break
             if len(losses) == 2 and self.fewer(LEAST * self.seconds > SECONDS):
                 losses.clear()
-        text = f"{self.few} samples, {len(losses)} steps at rates up to {self.rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
+        text = f"{self.few} samples, {len(losses)} steps at learning rates up to {self.rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
         text += f" (label smoothing leaves {floor:.3f})" * bool(floor)
+        text += f"; it must fall to 1/{FALL:g}"
         if math.isfinite(losses[-1]) and fell >= FALL:
             return text
-        text += f"; it should fall to 1/{FALL:g}"
         if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
-            raise Wrong(text, "The rate is too high: try optimizer.lr ten times smaller.")
+            raise Wrong(text, "The learning rate is too high: try optimizer.lr ten times smaller.")
         if len(losses) >= STEPS or (len(losses) >= LEAST and fell < STILL):
             raise Wrong(text, "It hardly learns: optimizer.lr is too small, or targets do not belong to their inputs.")
         raise Skip(f"{text}; not judged in {SECONDS:g} s", "Steps are slow here: watch the loss of the run's first steps.")
@@ -413,13 +419,13 @@ class Looked:
         data = samples / speed
         wait = max(0.0, data - step) if workers else data
         share = wait / (step + wait)
-        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} of a step"
-        text += f" that takes {1e3 * step:,.0f}{how}"
+        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} samples of a step"
+        text += f" that takes {1e3 * step:,.0f} ms{how}"
+        text += f"; {share:.0%} of the time is waiting, {WAIT:.0%} is allowed"
         if share <= WAIT:
             return text
-        text += f"; {share:.0%} of the time is waiting"
         if wait <= LITTLE:
-            return f"{text}, but no more than {1e3 * LITTLE:g} ms a step, which more workers would hardly save"
+            return f"{text}, but no more than {1e3 * LITTLE:g} ms per step, which more workers would hardly save"
         raise Wrong(text, f"Set data.workers={max(2, 2 * workers)}, or prepare the data once.")
 
     def step_seconds(self) -> tuple[float, int, str]:

@@ -85,7 +85,7 @@ def tolerance(recipe: Recipe) -> float:
 def judge(f: Found, goal: str, within: float) -> tuple[bool, str]:
     """Whether it pays, and why."""
     if f.failed:
-        return False, f"cannot: {f.failed}"
+        return False, f"not possible: {f.failed}"
     if f.loss is not None and not f.loss <= within:
         return False, f"refused: a loss is off by {f.loss:.1e}, more than {within:.0e}"
     faster, slower = f.low > 1 and f.ratio >= 1 + MARGIN, f.ratio < 1 - MARGIN

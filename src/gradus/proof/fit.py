@@ -42,7 +42,7 @@ def fit(recipe: Recipe, args: Any) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         if args.sweep is not None or args.workers is not None:
             study, columns = sweep(session.recipe, n, args.sweep) if args.sweep is not None else workers(session.recipe, n, args.workers)
-            rows = run(study, Path(folder) / "study", (lambda line: None) if args.json else lambda line: print(line, flush=True))
+            rows = run(study, Path(folder) / "study", results.quiet if args.json else results.say)
             lines = ["", *results.lines([row.known() for row in rows], columns)]
         else:
             room = room_of(session, local=n)
@@ -161,13 +161,13 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     if found == most:
         lines.append("larger ones were not tried: this is all the data" if most > share else "larger ones were not tried: this is the recipe's whole batch")
     if needs > own:
-        return rows, [*lines, f"not confirmed: this machine has {size(own)} a process"]
+        return rows, [*lines, f"not confirmed: this machine has {size(own)} per process"]
     check.validate(chosen, room.n)
     told = run_apart(room.n, measured_step, chosen, folder)
     if isinstance(told, str):
         return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
     add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
-    verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("NOT confirmed", "too much: take a smaller one")
-    takes = f"{said(measures(needs, told, room))}, {size(abs(room.budget - told['need']))}"
-    return rows, [*lines, f"{verdict} by one step: {takes} {left}"]
+    verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("did not fit: use a smaller one", "too much")
+    takes = f"{said(measures(needs, told, room))}, {size(abs(room.budget - told['need']))} {left}"
+    return rows, [*lines, f"{verdict} by one step: {takes}" if left == "to spare" else f"{verdict}: one step took {takes}"]
 

@@ -13,21 +13,19 @@ import dataclasses
 import hashlib
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import files
 from gradus import recipe as recipes
-from gradus.errors import UserError
+from gradus.errors import UserError, colour
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.climb import TOLERANCE, Found, climb
 from gradus.proof.room import changed, largest_micro_batch, room_of, share_of
 from gradus.proof.rungs import RUNGS, Keys, Place, first, value_of, with_keys, words
-from gradus.proof.study import Configuration, Study, claim, run, steady
+from gradus.proof.study import Configuration, Study, claimed, keep, run, steady
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
@@ -136,38 +134,38 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
     if (n := needed(given.layout)) > 1:
         raise UserError(f"gradus ladder measures one process, and this layout needs {n}. Leave its axes out; gradus scale compares them.")
     session = open_for(given, 1)
+    given = session.recipe  # with what only the data knows, which data of another length might not tell
     room = room_of(session)
     share = share_of(given, 1, session.task)
     place = Place(args.goal, session.device, given, room, share)
     steps = min(args.steps, max(1, len(session.task.splits["train"]) // share)) if given.batch.samples else args.steps
     folder = Path(args.to or Path("ladder") / f"{given.name}-{args.goal}")
     asked = json.dumps([recipes.dump(given), args.goal, steps, args.rounds])
-    claim(folder, "ladder", {"digest": hashlib.sha256(asked.encode()).hexdigest()}, {})
     keys = first(given)
     lowest = steady(with_keys(given, keys), 1)
     if not args.json:
         yield f"the first rung: {words(keys)}"
     micro = largest_micro_batch(lowest, room)
     if micro is None:
-        raise UserError("the first rung does not fit: not one sample does. Take a smaller model.")
+        raise UserError("the first rung does not fit: not one sample does. Use a smaller model.")
     if micro < share:
         keys["layout.micro_batch"], lowest = micro, changed(lowest, layout={"micro_batch": micro})
-    said: list[str] = []
-    say = said.append if args.json else lambda line: print(line, flush=True)
+    say = results.quiet if args.json else results.say
     bench = Bench(folder, args.goal, steps, args.rounds, steps * share if given.batch.samples else None, say)
-    start = bench.once("00-first", BEFORE, lowest)
-    best, kept, found = climb(RUNGS, lowest, place, bench)
-    whole = bench("first-and-last", lowest, [kept], kept.get("data.pad") != "bucket")[0] if kept else None
-    ends = list(to_the_end(bench, lowest, best)) if args.to_the_end else []
-    bench.rows += [row for f in found for row in verdicts(f)]
-    files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in bench.rows))
+    with claimed(folder, "ladder", {"digest": hashlib.sha256(asked.encode()).hexdigest()}, {}):
+        start = bench.once("00-first", BEFORE, lowest)
+        best, kept, found = climb(RUNGS, lowest, place, bench)
+        whole = bench("first-and-last", lowest, [kept], kept.get("data.pad") != "bucket")[0] if kept else None
+        ends = list(to_the_end(bench, lowest, best)) if args.to_the_end else []
+        bench.rows += [row for f in found for row in verdicts(f)]
+        keep(folder / "rows.jsonl", "".join(row.json() + "\n" for row in bench.rows))
     if args.json:
         yield from (row.json() for row in bench.rows)
         return
     yield from ("", *table(start, found), "")
     winning = {k: v for k, v in {**keys, **kept}.items() if k in kept or value_of(given, k) != v}
     typed = ["gradus", "train", args.recipe, *args.overrides, *(["--json_file", args.json_file] if args.json_file else [])]
-    yield from summary(whole, start, winning, found, shlex.join(typed))
+    yield from summary(whole, start, winning, found, typed)
     yield from ends
     yield conditions(bench, given)
     yield f"rows: {folder / 'rows.jsonl'}"
@@ -193,33 +191,42 @@ def verdicts(f: Found) -> Iterator[Row]:
 # ------------------------------------------------------------ what is printed
 
 
-HEAD = ["rung", "keys", "kept", "samples/s", "×", "tensors planned", "measured", "saved", "process", "first call", "loss off by", ""]
+HEAD = ["tried", "kept", "samples/s", "× [lowest, highest]", "tensors", "planned", "saved", "process", "first call", "loss off"]
 
 
-def table(start: dict[str, Any], found: Sequence[Found]) -> list[str]:
-    """A line an option. × and saved: against the best before it."""
-    body = [["00-first", "", "yes", "", "", *(memory(start[k]) for k in ("planned", "tensors")), "", memory(start["process"]), "", "", ""]]
-    for f in found:
+def table(start: dict[str, Any], found: Sequence[Found]) -> Iterator[str]:
+    """A line for each option that was tried, × and saved against the best before it; then what each comes to."""
+    body = [["the first rung", "", "", "", *(memory(start[k]) for k in ("tensors", "planned")), "", memory(start["process"]), "", ""]]
+    for f in (f for f in found if f.keys):
         there = f.speed is not None and not f.failed
-        ratio = f"{f.ratio:.2f} [{f.low:.2f}, {f.high:.2f}]" if there else "-"
-        cells = [f.rung, words(f.keys) or "-", "yes" if f.kept else "no", results.figure(f.speed) if there else "-", ratio]
-        cells += [memory(f.planned), memory(f.tensors), f"{f.saved:+.1%}" if f.tensors else "-", memory(f.process)]
-        cells += [duration(f.first_call) if f.first_call else "-", "-" if f.loss is None else f"{f.loss:.1e}", f.verdict]
+        cells = [words(f.keys), mark(f), results.figure(f.speed) if there else "-"]
+        cells += [f"{f.ratio:.2f} [{f.low:.2f}, {f.high:.2f}]" if there else "-"]
+        cells += [memory(f.tensors), memory(f.planned), f"{f.saved:+.1%}" if f.tensors else "-", memory(f.process)]
+        cells += [duration(f.first_call) if f.first_call else "-", "-" if f.loss is None else f"{f.loss:.1e}" if f.loss else "0"]
         body.append(cells)
-    return columns(HEAD, body, set(range(3, 11)))
+    yield from columns(HEAD, body, set(range(2, len(HEAD))), results.width())
+    rung = None
+    for f in found:
+        yield from ["", f.rung] if f.rung != rung else []
+        rung = f.rung
+        yield f"  {words(f.keys)}: {'kept' if f.kept else 'not kept'}, {f.verdict}" if f.keys else f"  {f.verdict}"
+
+
+def mark(f: Found) -> str:
+    return colour("yes", "green") if f.kept else colour("no", "red")
 
 
 def memory(value: float | None) -> str:
     return "-" if value is None else size(value)
 
 
-def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Sequence[Found], command: str) -> Iterator[str]:
+def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Sequence[Found], command: list[str]) -> Iterator[str]:
     """The keys, what they give against the first rung, and why."""
     if whole is None:
         yield "nothing pays here: the first rung is the best"
         return
     yield f"keys: {words(winning)}"
-    yield f"{command} {words(winning)}"
+    yield from results.pasted([*command, *words(winning).split()])
     if whole.failed:
         yield f"first against last: {whole.failed}"
         return
@@ -227,8 +234,7 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
     off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
     yield f"first against last, side by side: {whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s; tensors {tensors}{off}"
     why = ", ".join(f"{words(f.keys)} ({f.ratio:.2f}×, tensors {less(f)})" for f in found if f.kept)
-    rest = ", ".join(words(f.keys) for f in found if f.keys and not f.kept)
-    yield f"why: {why} paid when measured beside the rung before" + (f"; not kept: {rest}" if rest else "")
+    yield f"why: {why} paid when measured beside the rung before"
 
 
 def less(f: Found) -> str:

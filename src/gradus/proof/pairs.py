@@ -15,7 +15,7 @@ KEPT = ("process", "reserved", "device")  # planned of the largest batch: what a
 LABELS = {
     **{f"memory/{name}": name for name in STATE}, "memory/rest": "activations and the rest", "memory/allocated": "tensors at the peak",
     "memory/process": "process at the peak", "memory/reserved": "reserved at the peak", "memory/device": "device", "time/step": "step",
-    "traffic/sent": "sent a step", "energy/step": "energy a step",
+    "traffic/sent": "sent per step", "energy/step": "energy per step",
 }  # fmt: skip
 
 

@@ -101,9 +101,9 @@ def predict(case: Case) -> Predicted:
     if step:
         rows += step_rows(case, *step)
         found = {row.name: row.value for row in rows}
-        line += f"; {size(found['traffic/sent'])} sent a step" if found.get("traffic/sent") else ""
+        line += f"; {size(found['traffic/sent'])} sent per step" if found.get("traffic/sent") else ""
         alike = f" --threads {r.layout.threads}" if r.layout.threads else ""
-        line += f"; {duration(found['time/step'])} a step" if "time/step" in found else f"; no time (gradus calibrate{alike})"
+        line += f"; {duration(found['time/step'])} per step" if "time/step" in found else f"; no time (gradus calibrate{alike})"
     refusal = refuse(case, need) if 0 < room.budget < need else None
     least = sum(memory.held.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
@@ -168,7 +168,7 @@ def refuse(case: Case, needed: int, fix: str = SMALLER) -> str:
     """One line: what does not fit, and what would."""
     room = case.room
     device = "GPU" if room.target == "cuda" else "host" if room.local == 1 else f"host for each of its {room.local} processes"
-    return f"the plan needs {size(needed)} a process and the {device} has {size(room.budget)}. {fix}."
+    return f"the plan needs {size(needed)} per process and the {device} has {size(room.budget)}. {fix}."
 
 
 # ---------------------------------------------------------------- a process of its own

@@ -223,7 +223,7 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(rows predicted, rows measured) of a finished run."""
     if not (folder / "recipe.yaml").exists():
         raise UserError(f"{folder}: no run here (it has no recipe.yaml).")
-    for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it has not come to its end")):
+    for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it is not finished")):
         if not (folder / name).exists():
             raise UserError(f"{folder}: no {name}: {what}. Train it again, or to its end with --resume.")
     return read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
+import shlex
+import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from gradus.hardware.tables import fold
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 
 LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
-    "latency/per_token": "a token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
+    "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
     "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
     "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roof", "energy/sample": "J/sample",
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
@@ -24,6 +31,39 @@ HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
+
+
+def width() -> float:
+    """Of the terminal, where standard output is one (COLUMNS says otherwise): in a file lines are as long as they are."""
+    return shutil.get_terminal_size((0, 0)).columns or math.inf
+
+
+def pasted(command: Sequence[str]) -> Iterator[str]:
+    """A command that stays whole when it is pasted: each line but the last ends with a backslash."""
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # a word in quotes is not broken
+    whole = textwrap.wrap(text, width() - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    *before, last = (line.replace("\0", " ") for line in whole)
+    yield from (f"{line} \\" for line in before)
+    yield last
+
+
+def say(text: str) -> None:
+    for line in text.split("\n"):
+        print(*fold(line, width=width()), sep="\n", flush=True)
+
+
+def quiet(text: str) -> None:
+    """For --json."""
+
+
+def tell(lines: Generator[str, None, int | None], as_json: bool) -> int:
+    """Prints what a verb yields, JSON as it is; the exit code that it returns."""
+    while True:
+        try:
+            line = next(lines)
+        except StopIteration as end:
+            return end.value or 0
+        print(line, flush=True) if as_json else say(line)
 
 
 class Table:
@@ -126,32 +166,45 @@ def conditions_line(rows: Sequence[Record]) -> str:
     threads = {str(r["threads"]) for r in rows if "threads" in r}
     sets = f" ({', '.join(r['cpu_flags'])})" if r.get("cpu_flags") else ""
     words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors", f"PyTorch {r['versions']['torch']}"]
-    words += [f"threads a process: {', '.join(sorted(threads))}"] if threads else []
-    words += [f"{r['steps']} steps a round after {r['warm_up']}"] if "steps" in r else []
+    words += [f"threads per process: {', '.join(sorted(threads))}"] if threads else []
+    words += [f"{r['steps']} steps per round after {r['warm_up']} of warm-up"] if "steps" in r else []
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
     words += [f"median of {rounds} rounds [lowest, highest]"] if rounds > 1 and "steps" in r else []
     disturbed = sum(r.get("retaken", 0) for r in rows if r["name"] == "samples_per_s")
-    words += [f"{disturbed} sample{'s' * (disturbed > 1)} taken again, since others used the processors"] if disturbed else []
+    words += [f"{disturbed} sample{'s' * (disturbed > 1)} taken again: other programs used the processors"] if disturbed else []
     return "; ".join(words)
 
 
 def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
-    """For a terminal."""
+    """For a terminal. Parts of the names that all configurations share stand in the head alone."""
     table = Table(rows, wanted)
-    yield from columns(table.head(), list(table.body()), set(range(1, 99)))
+    body = [cells for cells in table.body() if cells[0] not in table.failed or any(cell != "-" for cell in cells[1:])]
+    head, parts = table.head(), [cells[0].split(" · ") for cells in body]
+    if len(body) > 1 and len(set(map(len, parts))) == 1:
+        shared = [len({names[i] for names in parts}) == 1 for i in range(len(parts[0]))]
+        if any(shared):
+            head[0] += f" ({' · '.join(itertools.compress(parts[0], shared))})"
+        for cells, names in zip(body, parts):
+            cells[0] = " · ".join(name for name, same in zip(names, shared) if not same)
+    yield from columns(head, body, set(range(1, 99)), width()) if body else ()
     yield from (f"{c}: {why}" for c, why in table.failed.items())
     yield from table.summary()
     yield from filter(None, [conditions_line(rows)])
 
 
 def markdown(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
-    """For a page."""
+    """For a page: what has a meaning in Markdown or HTML is text."""
     table = Table(rows, wanted)
     head = table.head()
-    yield "| " + " | ".join(head) + " |"
+    yield f"| {' | '.join(map(_text, head))} |"
     yield "|---|" + "---:|" * (len(head) - 1)
-    yield from ("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table.body())
+    yield from (f"| {' | '.join(map(_text, cells))} |" for cells in table.body())
     yield ""
-    yield from (f"{c}: {why}  " for c, why in table.failed.items())
-    yield from (f"{line}  " for line in table.summary())
-    yield from (f"{line}." for line in [conditions_line(rows)] if line)
+    yield from (f"{_text(f'{c}: {why}')}  " for c, why in table.failed.items())
+    yield from (f"{_text(line)}  " for line in table.summary())
+    yield from (f"{_text(line)}." for line in [conditions_line(rows)] if line)
+
+
+def _text(words: str) -> str:
+    """On one line; a _ or # within a word, and [ ] without a link, have no meaning."""
+    return re.sub(r"[\\`*<>&|$~]|\](?=[(\[:])|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", " ".join(words.split()))

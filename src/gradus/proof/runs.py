@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from gradus.errors import UserError
 from gradus.proof.timing import whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
+from gradus.train.signals import SIGNALS
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
 OF_SUMMARY = {  # in summary.json → (row, unit)
@@ -37,11 +39,11 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
         words += ["--processes", str(processes)]
     before = loopback()
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+        code, told = to_its_end(words)
     except FileNotFoundError:
         raise UserError(f"no {words[0]} here: layout.transport=mpi needs it") from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+    if code:
+        said = [line for line in told.splitlines() if line.strip()] or ["nothing was said"]
         raise UserError(next((line for line in said if "error:" in line), said[-1]).removeprefix("error: "))
     measured, planned, series = of_run(folder)
     every = whole_rounds(1, recipe.layout)[1]  # what a synchronisation of local updates sends, by step
@@ -52,11 +54,38 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
     return measured, planned, series
 
 
+def to_its_end(words: list[str]) -> tuple[int, str]:
+    """(exit code, standard error) of a program. Signals that ask for a stop are passed on to it and its end is waited for, however long it
+    saves; then they hold for this process: KeyboardInterrupt, SystemExit."""
+    came: list[int] = []
+    process = None
+
+    def pass_on(number: int, frame: object) -> None:
+        came.append(number)
+        if process is not None:
+            process.send_signal(number)
+        if len(came) == 1:
+            print("\nstopping: the training saves itself first", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:  # in a session of its own, so that Ctrl-C reaches it once
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+        if came:  # in between
+            process.send_signal(came[0])
+        told = process.communicate()[1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
+    return process.returncode, told
+
+
 def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[float]]]:
     """The same of a run that is there."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     measured = {name: (summary[key], unit) for key, (name, unit) in OF_SUMMARY.items() if summary.get(key) is not None}
-    measured |= {name: (value, "") for name, value in summary["metrics"].items()}
+    measured |= {name: (float(value), "") for name, value in summary["metrics"].items()}  # "nan" is written as text
     for key, name in (("memory_tensors_per_rank", "memory/allocated"), ("memory_process_per_rank", "memory/process")):
         if summary.get(key):
             measured[name] = (max(summary[key]), "bytes")
@@ -66,7 +95,7 @@ def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list
     proof = [(name, units.get(name.partition("/")[0], ""), pair) for name, pair in summary.get("proof", {}).items()]
     measured |= {name: (pair["measured"], unit) for name, unit, pair in proof if "measured" in pair}
     planned = {name: (pair["predicted"], unit) for name, unit, pair in proof if "predicted" in pair}
-    series = {key: [row["value"] for row in rows if row["name"] == name] for key, name in SERIES.items()}
+    series = {key: [float(row["value"]) for row in rows if row["name"] == name] for key, name in SERIES.items()}
     measured |= {"loss": (series["loss"][-1], "")} if series["loss"] else {}
     return measured, planned, series
 

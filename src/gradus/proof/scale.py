@@ -146,6 +146,14 @@ def ms(seconds: float) -> str:
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def noise_of(rows: Sequence[results.Record]) -> dict[str, float]:
+    """Configuration → by what share of a step the rounds differ among themselves: half of the range, its own or the first configuration's."""
+    steps = [r for r in rows if r["name"] == "time/step" and r["kind"] == "measured" and len(r["samples"]) > 1]
+    own = {r["configuration"]: (r["high"] - r["low"]) / 2 / r["value"] for r in steps}
+    first = next(iter(own.values()), 0.0)
+    return {c: max(share, first) for c, share in own.items()}
+
+
 def lines(rows: Sequence[results.Record]) -> Iterator[str]:
     """The figures of all numbers of processes, for a terminal."""
     steps = [r for r in rows if TO_THE_END not in r["configuration"]]
@@ -159,23 +167,30 @@ def lines(rows: Sequence[results.Record]) -> Iterator[str]:
     def cells(shape: Callable[[float], str], found: dict[str, Any], keys: Sequence[str]) -> list[str]:
         return [shape(found[key]) if key in found else "-" for key in keys]
 
+    spread = noise_of(steps)
     if names and "time/step/data" in of[names[0]]:
         yield "\na step in ms, mean over the processes; the parts add up to it:"
         body = [[c, *cells(ms, of[c], ["time/step", *(f"time/step/{p}" for p in parts)])] for c in names]
         yield from columns(["configuration", "step", *parts], body, RIGHT)
         yield f"\nlost against {names[0]}, in % of the step:"
-        share = lambda value: f"{100 * value:+.1f}"  # noqa: E731
-        body = [[c, share(1 - of[c]["efficiency"]), *cells(share, of[c], [f"lost/{p}" for p in parts])] for c in names]
+        body = []
+        for c in names:
+            share = lambda value, least=spread.get(c, 0.0): "noise" if 0 < abs(value) < least else f"{100 * value:+.1f}"  # noqa: E731
+            body.append([c, share(1 - of[c]["efficiency"]), *cells(share, of[c], [f"lost/{p}" for p in parts])])
         yield from columns(["configuration", "in all", *parts], body, RIGHT)
+        differ = ", ".join(f"{c} ±{100 * spread[c]:.1f}" for c in names if c in spread)
+        yield f"noise: less than the rounds differ among themselves ({differ})" if differ else "of one round it is not known what is noise: --repeat 3"
     elif names:
         yield "\nno parts of a step: this device has no clocks for them"
     calls = [r for r in steps if r["name"].startswith("collective/")]
     if calls:
-        yield "\ncollectives of a step, profiled separately: ms from start to end, the wait for others included;"
+        yield "\ncollectives per step, profiled separately: ms from start to end, the wait for others included;"
         yield "some may lie behind computing:"
         sent = lambda r: shown(r["bytes"], BYTES) if "bytes" in r else "-"  # noqa: E731
         body = [[r["configuration"], r["name"].removeprefix("collective/"), f"{r['calls']:g}", ms(r["value"]), sent(r)] for r in calls]
         yield from columns(["configuration", "collective", "calls", "ms", "sent"], body, {2, 3, 4})
+    for r in (r for r in steps if r["name"] == "ratio" and len(r["samples"]) > 1 and r["low"] <= 1 <= r["high"]):
+        yield f"\n{r['configuration']} against {r['against']}: {r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}] times the samples/s: noise, no difference"
     if whole := [r for r in rows if TO_THE_END in r["configuration"]]:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
         metrics = dict.fromkeys(r["name"] for r in whole if r["name"].startswith(("valid/", "test/")))
@@ -234,7 +249,7 @@ def scale(recipe: Recipe, counts: list[int], args: Any) -> Iterator[str]:
         made += [Configuration(name, c.recipe, {"processes": name}, "train", c.processes, rounds=1, force=args.force) for name, c in whole]
     kind = f"{recipe.name}, {'weak' if args.weak else 'strong'} scaling"
     study = Study(kind, made, args.steps, warm_up, args.repeat, collectives=True, strict=True)
-    rows = run(study, folder, lambda line: print(line, flush=True), more=own_rows)
+    rows = run(study, folder, results.say, more=own_rows)
     kept = "the same batch for every process" if args.weak else "the same global batch"
     yield f"\n{kind} ({kept}): {recipe.layout.precision}, torch {torch.__version__}"
     yield from lines([row.known() for row in rows])

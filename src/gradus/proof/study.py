@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from gradus import files
+from gradus import files, limits
 from gradus import recipe as recipes
-from gradus.errors import UserError
+from gradus.errors import UserError, writing
 from gradus.hardware import Cluster
 from gradus.measure.machine import conditions
 from gradus.measure.workers import ended_with_this, start
@@ -44,6 +44,7 @@ from gradus.proof.room import resident
 from gradus.proof.timing import Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
+from gradus.train.log import LOCK, locked
 from gradus.train.precision import pick_device
 from gradus.train.session import open_for, open_session
 
@@ -53,6 +54,8 @@ RATIOS = {  # row → against its base
     "memory/process": "ratio/process",
 }  # fmt: skip
 VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
+SAMPLES, PLAN = "samples.jsonl", "plan.jsonl"
+AGAIN = "free some space and start it again: what was measured is kept."
 Values = dict[str, tuple[float, str]]  # name → value, unit
 Say = Callable[[str], None]
 More = Callable[["Study", "Notebook"], Iterable["Row"]]
@@ -169,6 +172,15 @@ class Sample:
         """Samples/s."""
         return self.values.get("samples_per_s", (0.0,))[0]
 
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Sample:
+        """From what `record` gave. Raises TypeError, ValueError and their like for anything else."""
+        made = cls(**{k: row[k] for k in ("round", "values", "planned", "series", "took") if k in row}, ranks=[Timed(**rank) for rank in row.get("ranks", ())])
+        numbers = [made.round, made.took, *(value for of in (made.values, made.planned) for value, _ in of.values()), *itertools.chain(*made.series.values())]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError
+        return made
+
     def record(self) -> dict[str, Any]:
         found = dataclasses.asdict(self)
         return {k: v for k, v in found.items() if v and not (self.ranks and k in ("values", "planned", "series"))}
@@ -228,7 +240,7 @@ def own_steps(file: str, function: str, recipe: Recipe | None, options: dict[str
         return timed
     except UserError:
         raise
-    except Exception as e:  # whatever a peer, an exporter or a compiler raises
+    except BaseException as e:  # whatever a peer, an exporter or a compiler raises; sys.exit too
         if status.speaks_of_peers(str(e)) or (recipe and isinstance(e, torch.OutOfMemoryError)):
             raise  # what `start` has words for
         traceback.print_exc()
@@ -258,37 +270,49 @@ def label(name: str) -> str:
     return "".join(ch if ch.isalnum() or ch in "-_." else "-" for ch in name)
 
 
-def claim(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any]) -> None:
-    """The folder, for what `mine` tells from others, kept in KIND.json with `more` and the command. Raises UserError where it holds something
-    else."""
-    file = folder / f"{kind}.json"
-    if file.exists():
-        if not mine.items() <= json.loads(file.read_text(encoding="utf-8")).items():
-            raise UserError(f"--to={folder}: holds another {kind}, or this one with other settings. Give another folder, or remove it.")
-    elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--to={folder}: is not empty, and holds no {kind}. Give another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
-    files.write_text(file, json.dumps({**mine, **command, **more}, indent=1, default=str) + "\n")
+@contextlib.contextmanager
+def claimed(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any]) -> Iterator[None]:
+    """The folder, made and locked inside the context, for what `mine` tells from others, kept in KIND.json with `more` and the command. One
+    without samples or runs is free. Raises UserError where it holds something else, or another process writes there."""
+    file, other = folder / f"{kind}.json", f"--to={folder}: holds another {kind}, or this one with other settings. Give another folder, or remove it."
+    with locked(folder, kind, "give another --to"):
+        if file.exists():
+            kept = limits.read_json(file, limits.CONFIG_FILE)
+            if not isinstance(kept, dict):
+                raise UserError(f"{file}: not what gradus writes there. Remove the folder, or give another --to.")
+            if not mine.items() <= kept.items():
+                runs = any(folder.rglob("recipe.yaml"))  # whole trainings that were begun
+                if runs or any("failed" not in row for path in folder.rglob(SAMPLES) for row in read_rows(path)):
+                    raise UserError(other)
+                for name in (SAMPLES, PLAN):
+                    (folder / name).unlink(missing_ok=True)
+        elif any(path.name != LOCK for path in folder.iterdir()):
+            raise UserError(f"--to={folder}: is not empty, and holds no {kind}. Give another folder.")
+        command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
+        keep(file, json.dumps({**mine, **command, **more}, indent=1, default=str) + "\n")
+        yield
+
+
+def keep(path: Path, text: str) -> None:
+    """Written aside and renamed. Raises EnvironmentFault where the disk fails."""
+    with writing(path, AGAIN):
+        files.write_text(path, text)
 
 
 class Notebook:
     """The samples of a study's folder: read at the start, written as they come."""
 
     def __init__(self, study: Study, folder: Path):
-        """Raises UserError where the folder holds something else."""
-        self.path, self.samples = folder / "samples.jsonl", {c.name: [] for c in study.configurations}
-        configurations = {c.name: c.describe() for c in study.configurations}
-        claim(folder, "study", {"study": study.name, "digest": study.digest()}, {"configurations": configurations})
-        kept = []
-        for row in read_rows(self.path) if self.path.exists() else []:
-            if "failed" not in row:
-                kept.append(row)
-                ranks = [Timed(**rank) for rank in row.get("ranks", ())]
-                fields = {k: row[k] for k in ("round", "values", "planned", "series", "took") if k in row}
-                self.samples[row["configuration"]].append(Sample(**fields, ranks=ranks))
+        """Raises UserError for a line that is no sample of the study."""
+        self.path, self.samples = folder / SAMPLES, {c.name: [] for c in study.configurations}
+        kept = [row for row in read_rows(self.path) if "failed" not in row] if self.path.exists() else []
+        for row in kept:
+            try:
+                self.samples[row["configuration"]].append(Sample.of(row))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                raise UserError(f"{self.path}: a line is no sample of this study: {str(row)[:60]}. Take it out.") from None
         self.common = {**conditions(), "study": study.name}
-        files.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # what a kill cut short is gone
+        keep(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # what a kill cut short is gone
         self.file = RowFile(self.path)
 
     def has(self, c: Configuration, number: int) -> bool:
@@ -303,7 +327,8 @@ class Notebook:
     def add(self, c: Configuration, sample: Sample) -> None:
         self.samples[c.name].append(sample)
         about = {"configuration": c.name, **sample.record(), **self.common}
-        self.file.write([Row("sample/samples_per_s", sample.rate, "samples/s", None, about)])
+        with writing(self.path, AGAIN):
+            self.file.write([Row("sample/samples_per_s", sample.rate, "samples/s", None, about)])
 
 
 # ------------------------------------------------------------ what is planned
@@ -312,9 +337,11 @@ class Notebook:
 def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) -> tuple[list[Row], dict[str, str]]:
     """(rows of the plans of the configurations, why one of them will not fit: name → reason); kept in plan.jsonl."""
     rows: list[Row] = []
-    path, before = folder / "plan.jsonl", 0
+    path, before = folder / PLAN, 0
     if path.exists():
         rows = [Row(r.pop("name"), r.pop("value"), r.pop("unit", ""), r.pop("step", None), r) for r in read_rows(path)]
+    if not all({"configuration", "kind"} <= row.conditions.keys() for row in rows):
+        raise UserError(f"{path}: not what gradus writes there. Delete it: the plan is made again.")
     known = {row.conditions["configuration"] for row in rows}
     for c in study.configurations:
         if c.name in known or (only and c.name not in only):
@@ -342,7 +369,7 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
         for row in found.rows:
             row.conditions |= {"configuration": c.name, "kind": "predicted"}
         rows += found.rows
-    files.write_text(path, "".join(row.json() + "\n" for row in rows))
+    keep(path, "".join(row.json() + "\n" for row in rows))
     refused = {row.conditions["configuration"]: row.value for row in rows if row.name == "refused"}
     return [row for row in rows if row.name != "refused"], refused
 
@@ -380,9 +407,9 @@ def unit_of(name: str) -> str:
 def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), more: More = lambda *_: ()) -> list[Row]:
     """Take the samples that are missing, and return and write the rows of all that are there.
 
-    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples. Writes study.json,
-    plan.jsonl, samples.jsonl, rows.jsonl and workers.log into `folder`. Raises UserError for a mistake that is known before anything is
-    started; what a configuration fails of later is told in its row.
+    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples, each in
+    place of one of that name. Writes study.json, plan.jsonl, samples.jsonl, rows.jsonl and workers.log into `folder`. Raises UserError for a
+    mistake that is known before anything is started; what a configuration fails of later is told in its row.
     """
     wanted = {c.name for c in study.configurations if not only or any(word in c.name for word in only)}
     if not wanted:
@@ -394,6 +421,15 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), 
                 check.validate(c.recipe, c.processes)
             except UserError as e:
                 raise UserError(f"{c.name}: {e}") from None
+    mine = {"study": study.name, "digest": study.digest()}
+    with claimed(folder, "study", mine, {"configurations": {c.name: c.describe() for c in study.configurations}}):
+        rows = measured(study, folder, say, wanted, more)
+        keep(folder / "rows.jsonl", "".join(row.json() + "\n" for row in rows))
+    return rows
+
+
+def measured(study: Study, folder: Path, say: Say, wanted: set[str], more: More) -> list[Row]:
+    """The samples that are missing of the configurations in `wanted` are taken; the rows of all."""
     notebook = Notebook(study, folder)
     foreseen, refused = planned(study, folder, say, wanted)
     for name, why in refused.items():
@@ -416,9 +452,16 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), 
             notebook.add(c, sample)
             left = sum(mean_of(notebook, o) for j, o in todo[at:] if not notebook.has(o, j) and not notebook.hopeless(study, o))
             say(f"round {k} of {rounds}, {at} of {len(todo)}: {c.name}: {told(sample)}" + (f"; {duration(left)} left" if left else ""))
-    rows = [*rows_of(study, notebook, foreseen, refused), *more(study, notebook)]
-    files.write_text(folder / "rows.jsonl", "".join(row.json() + "\n" for row in rows))
-    return rows
+    own = list(more(study, notebook))
+    replaced = {(row.conditions["configuration"], row.name, row.conditions["kind"]) for row in own}
+    rows = rows_of(study, notebook, foreseen, refused)
+    return [*(row for row in rows if (row.conditions["configuration"], row.name, row.conditions["kind"]) not in replaced), *own]
+
+
+def exit_code(rows: Iterable[Row]) -> int:
+    """1 where every configuration failed."""
+    names = [row.name for row in rows if row.conditions["kind"] == "measured"]
+    return int("failed" in names and set(names) == {"failed"})
 
 
 def mean_of(notebook: Notebook, c: Configuration) -> float:
@@ -433,11 +476,11 @@ def told(sample: Sample) -> str:
         return f"failed: {sample.failed}"
     values = {name: value for name, (value, _) in sample.values.items()}
     words = [f"{values['samples_per_s']:,.4g} samples/s"] if "samples_per_s" in values else []
-    words += [f"a step {duration(values['time/step'])}"] if "time/step" in values else []
+    words += [f"{duration(values['time/step'])} per step"] if "time/step" in values else []
     words += [f"first call {duration(values['time/first_call'])}"] if values.get("time/first_call", 0) > 3 * values.get("time/step", 1e9) else []
     words += [f"tensors {size(values['memory/allocated'])}"] if "memory/allocated" in values else []
     disturbed = [t for t in sample.ranks if t.retaken]
-    words += [f"taken again {disturbed[0].retaken} times: others used the processors"] if disturbed else []
+    words += [f"taken again {disturbed[0].retaken} times: other programs used the processors"] if disturbed else []
     return ", ".join(words) or duration(sample.took)
 
 
@@ -449,20 +492,11 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
     and against the base: ratio, saved memory, farthest loss."""
     rows = [*foreseen, *ratios(study, foreseen)]
     for c in study.configurations:
-        samples = [s for s in notebook.samples[c.name] if not s.failed]
-        r = c.recipe
-        common = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": c.processes, "runner": Path(c.runner).name}
-        common |= {"recipe": r.name, "layout": r.layout.model_dump(exclude_defaults=True)} if r else {}
-        common |= {"options": c.options} if c.options else {}
-        common |= {"steps": study.steps, "warm_up": study.warm_up} if samples and samples[0].ranks else {"seeds": list(study.seeds)}
-        common |= notebook.common
+        samples, common = [s for s in notebook.samples[c.name] if not s.failed], about(study, notebook, c)
         if why := refused.get(c.name) or next((s.failed for s in notebook.samples[c.name] if s.failed), None):
             rows.append(Row("failed", why, "", None, common))
         if not samples:
             continue
-        common |= samples[0].ranks[0].facts if samples[0].ranks else {}
-        retaken, others = sum(t.retaken for s in samples for t in s.ranks[:1]), [t.others for s in samples for t in s.ranks[:1]]
-        common |= {"retaken": retaken, "others": others} if samples[0].ranks else {}
         for name, (value, unit) in samples[0].planned.items():
             rows.append(Row(name, value, unit, None, {**common, "kind": "predicted"}))
         middle = middle_of(samples)
@@ -472,6 +506,19 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
         rows += compared(study, c, samples, notebook, common)
     order = [c.name for c in study.configurations]
     return sorted(rows, key=lambda row: order.index(row.conditions["configuration"]))
+
+
+def about(study: Study, notebook: Notebook, c: Configuration) -> dict[str, Any]:
+    """Under which conditions a configuration was measured."""
+    samples, r = [s for s in notebook.samples[c.name] if not s.failed], c.recipe
+    found = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": c.processes, "runner": Path(c.runner).name}
+    found |= {"recipe": r.name, "layout": r.layout.model_dump(exclude_defaults=True)} if r else {}
+    found |= {"options": c.options} if c.options else {}
+    first = [rank for s in samples for rank in s.ranks[:1]]
+    if not first:
+        return {**found, "seeds": list(study.seeds), **notebook.common}
+    disturbed = {"retaken": sum(t.retaken for t in first), "others": [t.others for t in first]}
+    return {**found, "steps": study.steps, "warm_up": study.warm_up, **notebook.common, **first[0].facts, **disturbed}
 
 
 def summary(name: str, found: Sequence[tuple[float, str]], common: dict[str, Any], value: float | None) -> Row:

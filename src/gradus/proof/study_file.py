@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradus import files, hardware, limits
+from gradus import hardware, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.proof import results
-from gradus.proof.study import RUNNERS, Configuration, Foreign, Study, run, steady
+from gradus.proof.study import RUNNERS, Configuration, Foreign, Study, exit_code, keep, label, run, steady
 from gradus.train import resolve
 
 Count = Annotated[int, Field(ge=1, le=limits.STEPS)]
+MANY = 20  # configurations from which on their number is printed first
 
 
 class Settings(BaseModel):
@@ -29,7 +31,7 @@ class Settings(BaseModel):
     runner: str | None = Field(None, description="steps (default), loader, train, none (planned only), or FILE.py:FUNCTION beside this file")
     processes: Annotated[int, Field(ge=1, le=limits.PROCESSES)] | None = Field(None, description="how many (default 1)")
     options: dict[str, Any] = Field({}, description="for a runner of one's own")
-    source: dict[str, float] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
+    source: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
     source_devices: str | None = Field(None, description="of the source, as gradus plan --on has them; planned for these too")
     source_set: list[str] = Field([], description="key=value that holds for the plan on the source's devices alone")
     against: str | None = Field(None, description="the name that ratios are against (default: the first)")
@@ -41,8 +43,8 @@ class StudyFile(Settings):
     grid: dict[str, dict[str, Settings | None]] = Field({}, description="axis: {name: settings}; every combination is a configuration")
     steps: Count = Field(10, description="steps that are timed in a round")
     warm_up: Annotated[int, Field(ge=0, le=limits.STEPS)] = Field(3, description="steps before them")
-    rounds: Count = Field(3, description="rounds, each with every configuration")
-    seeds: list[int] = Field([], description="of whole trainings: one round for each")
+    rounds: Annotated[int, Field(ge=1, le=limits.ROUNDS)] = Field(3, description="rounds, each with every configuration")
+    seeds: list[Annotated[int, Field(ge=0, le=limits.SEED)]] = Field([], description="of whole trainings: one round for each")
     plan: bool = Field(True, description="also say before what each will take")
     columns: list[str] = Field([], description="rows to show (default: all that are known)")
     about: str = Field("", description="Markdown: what is above the table on a page of its own, its first line the title")
@@ -50,7 +52,15 @@ class StudyFile(Settings):
 
 
 class _Reader(yaml.SafeLoader):
-    """1e9 is a number, as in YAML 1.2."""
+    """1e9 is a number, as in YAML 1.2; each key is given once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice. Keep one", problem_mark=key.start_mark)
+            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        return super().construct_mapping(node, deep)
 
 
 _Reader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789"))
@@ -69,6 +79,8 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
         raise UserError(f"{path}: give configurations or grid{', not both' if told.grid else ''}.")
     axes = told.grid or {"configuration": told.configurations}
     names = [name for axis in axes.values() for name in axis]
+    for name in (name for name in names if not name.strip() or not name.isprintable()):
+        raise UserError(f"{path}: {name!r}: not a name. Write one on one line.")
     for key, word in told_names([told, *(cell for axis in axes.values() for cell in axis.values() if cell)]):
         if word not in names:
             raise UserError(f"{path}: {key}={word}: no such name.{did_you_mean(word, names)}")
@@ -77,13 +89,15 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"{path}: {twice[0]} is a name on two axes. Give each its own.")
-    made = []
-    for cell in itertools.product(*axes.values()):
-        cells = [axes[axis][name] for axis, name in zip(axes, cell)]
-        if all(set(cell).intersection(s.only_with) for s in cells if s and s.only_with):
-            made.append(_configuration(path, told, dict(zip(axes, cell)), cells, more))
-    if not made:
-        raise UserError(f"{path}: only_with leaves no configuration.")
+    made = [_configuration(path, told, dict(zip(axes, cell)), cells, more) for cell, cells in _combinations(path, axes)]
+    of_label: dict[str, Configuration] = {}
+    for c in made:
+        if other := of_label.get(label(c.name)):
+            what = f"the name of two configurations: {c.at} and {other.at}" if c.name == other.name else f"too like {other.name!r}: both would have one folder"
+            raise UserError(f"{path}: {c.name!r} is {what}. Rename one.")
+        of_label[label(c.name)] = c
+    if len(set(told.seeds)) < len(told.seeds):
+        raise UserError(f"{path}: seeds={told.seeds}: give each once.")
     if told.seeds and any(c.runner != "train" for c in made):
         raise UserError(f"{path}: seeds are of whole trainings. Set runner: train, or rounds instead of seeds.")
     if told.rounds and not told.seeds and all(c.runner == "train" for c in made):
@@ -92,6 +106,20 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
     for c in made:
         study.base_of(c)
     return study, told
+
+
+def _combinations(path: Path, axes: dict[str, dict[str, Settings | None]]) -> list[tuple[tuple[str, ...], list[Settings | None]]]:
+    """(its names, their settings) of each configuration. Raises UserError where there are none, or too many."""
+    n = math.prod(map(len, axes.values()))
+    if n > limits.GRID:
+        raise UserError(f"{path}: the grid has {n:,} combinations; at most {limits.GRID:,}. Leave names of an axis out.")
+    every = [(cell, [axes[axis][name] for axis, name in zip(axes, cell)]) for cell in itertools.product(*axes.values())]
+    kept = [(cell, cells) for cell, cells in every if all(set(cell).intersection(s.only_with) for s in cells if s and s.only_with)]
+    if not kept:
+        raise UserError(f"{path}: only_with leaves no configuration.")
+    if len(kept) > limits.CONFIGURATIONS:
+        raise UserError(f"{path}: {len(kept):,} configurations; at most {limits.CONFIGURATIONS:,}. Leave names out, or use only_with.")
+    return kept
 
 
 def told_names(settings: Sequence[Settings]) -> Iterator[tuple[str, str]]:
@@ -121,7 +149,7 @@ def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Seque
     options = {k: v for level in levels for k, v in level.options.items()}
     if runner not in (*RUNNERS, "train", "none"):
         file, _, function = runner.rpartition(":")
-        if not (path.parent / file).is_file() or not function.isidentifier():
+        if not (path.parent / file).is_file() or not file.endswith(".py") or not function.isidentifier():
             known = f"{', '.join(RUNNERS)}, train, none, or FILE.py:FUNCTION of a file beside it"
             raise UserError(f"{path}: {name}: runner={runner}: no such runner. Known: {known}.")
         runner = f"{(path.parent / file).resolve()}:{function}"
@@ -148,22 +176,30 @@ def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Seque
 
 
 def study(args: Any) -> Iterator[str]:
-    """The verb. Yields what is printed."""
+    """The verb. Yields what is printed; returns the exit code."""
     path = Path(args.file)
     made, told = load(path, args.overrides, args.rounds, args.steps)
     folder = Path(args.to or Path("studies") / made.name)
     before, after = around(Path(args.page), path, told) if args.page is not None else ("", "")
-    lines: list[str] = []
-    rows = run(made, folder, lines.append if args.json else lambda line: print(line, flush=True), args.only.split(",") if args.only else ())
+    only = [word.strip() for word in args.only.split(",")] if args.only is not None else []
+    if "" in only:
+        raise UserError(f"--only={args.only}: a name is empty. Write for example --only {made.configurations[0].name.split()[0]}")
+    if len(made.configurations) > MANY and not args.json:
+        yield f"{len(made.configurations):,} configurations, {len(told.seeds) or made.rounds:,} rounds"
+    rows = run(made, folder, results.quiet if args.json else results.say, only)
     if args.json:
         yield from (row.json() for row in rows)
-        return
+        return exit_code(rows)
     records = [row.known() for row in rows]
     yield from ("", *results.lines(records, told.columns), *([told.note] if told.note else []))
+    known = sorted({row.name for row in rows})
+    for name in (name for name in told.columns if name not in known):
+        yield f"note: columns: {name}: nothing has that name.{did_you_mean(name, known)}"
     yield f"rows: {folder / 'rows.jsonl'}"
     if args.page is not None:
-        files.write_text(Path(args.page), before + "\n".join(results.markdown(records, told.columns)) + "\n" + after)
+        keep(Path(args.page), before + "\n".join(results.markdown(records, told.columns)) + "\n" + after)
         yield f"page: {args.page}"
+    return exit_code(rows)
 
 
 def around(page: Path, path: Path, told: StudyFile) -> tuple[str, str]:

@@ -28,12 +28,18 @@ class Text:
 
 @dataclasses.dataclass
 class Table:
-    """rows: the first cell of each names it. words: the others are no numbers."""
+    """rows: the first cell of each names it. words: no column holds numbers."""
 
     head: list[str]
     rows: list[list[str]]
     caption: str = ""
     words: bool = False
+
+    def left(self) -> list[bool]:
+        """Of each column, whether it is aligned to the left: the first one, and those without a number."""
+        columns = list(zip(*self.rows)) or [()] * len(self.head)
+        numbers = [any(cell.lstrip("+-")[:1].isdigit() for cell in column) for column in columns]
+        return [not i or self.words or not number for i, number in enumerate(numbers)]
 
 
 @dataclasses.dataclass

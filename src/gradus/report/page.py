@@ -27,14 +27,14 @@ h2 { border-top: 1px solid var(--line); padding-top: 1rem; }
 .wide { overflow-x: auto; margin: 1rem 0 0; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th:first-child, td:first-child, .words th, .words td { text-align: left; }
+.left { text-align: left; }
 .caption, figcaption { color: var(--quiet); font-size: .9rem; margin: .3rem 0 0; max-width: 44rem; }
 figure { margin: 1.5rem 0; color: var(--ink); }
 .short { white-space: nowrap; }
 .panels { display: flex; flex-wrap: wrap; gap: .5rem; }
 .panels svg { flex: 1 1 auto; width: 18rem; max-width: 24rem; height: auto; }
 .panels svg:only-child { width: auto; max-width: 100%; flex: none; }
-.key { margin-right: 1.2em; font-size: .85rem; }
+.key { display: inline-block; margin-right: 1.2em; font-size: .85rem; }
 @media (max-width: 40rem) { table { font-size: .8rem; } th, td { padding: .3rem; } }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .7rem; font-size: .8rem; }
 summary { cursor: pointer; font-weight: 600; }
@@ -86,14 +86,15 @@ def _html(block: Block) -> str:
         title = html.escape(block.title or "code")
         return f"<details><summary>{title}</summary><pre>{html.escape(block.text)}</pre></details>"
 
+    left = block.left()
+
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "<tr>" + "".join(_cell(tag, text) for text in row) + "</tr>"
+        return "<tr>" + "".join(_cell(tag, *cell) for cell in zip(row, left)) + "</tr>"
 
     rows = "".join(cells("td", row) for row in block.rows)
     caption = f'<p class="caption">{html.escape(block.caption)}</p>' * bool(block.caption)
-    kind = ' class="words"' * block.words
     head = f"<thead>{cells('th', block.head)}</thead>"
-    return f'<div class="wide"><table{kind}>{head}<tbody>{rows}</tbody></table></div>{caption}'
+    return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>{caption}'
 
 
 def _key(key: Key) -> str:
@@ -102,9 +103,10 @@ def _key(key: Key) -> str:
     return f'<span class="key">{mark} {html.escape(key.text)}</span>'
 
 
-def _cell(tag: str, text: str) -> str:
-    one_line = ' class="short"' * (len(text) <= SHORT and " " in text)
-    return f"<{tag}{one_line}>{html.escape(_breakable(text)).replace(BREAK, '<wbr>')}</{tag}>"
+def _cell(tag: str, text: str, left: bool) -> str:
+    kinds = " ".join(["left"] * left + ["short"] * (len(text) <= SHORT and " " in text))
+    kind = f' class="{kinds}"' if kinds else ""
+    return f"<{tag}{kind}>{html.escape(_breakable(text)).replace(BREAK, '<wbr>')}</{tag}>"
 
 
 def _breakable(cell: str) -> str:
@@ -156,7 +158,7 @@ def _typst(block: Block) -> str:
         ", ".join(f"text({_quoted(_breakable(c.replace(' ', TOGETHER) if len(c) <= SHORT else c))})" for c in row)
         for row in (block.head, *block.rows)
     )
-    align = "left" if block.words else "(x, _) => if x == 0 { left } else { right }"
+    align = "(" + "".join("left, " if left else "right, " for left in block.left()) + ")"
     cells = ", ".join([f"table.header({head})", *rows])
     table = f"#table(columns: {len(block.head)}, stroke: (_, _) => (bottom: 0.4pt + gray), align: {align}, {cells})"
     if block.caption:

@@ -27,8 +27,8 @@ STYLE = {
 }
 SHAPES = dict(zip("os^DvP*X", "●■▲◆▼✚★✖"))  # markers, and the characters that look like them
 CURVES = len(COLOURS)  # runs in one plot at most
-METRICS = 24  # that are drawn at most; the table has all
-BARS, LONG = 6.6, 40  # inches of a plot of bars, characters of their names
+METRICS = 12  # that are drawn at most; the table has all
+BARS, LONG = 4.8, 32  # inches of a plot of bars, characters of their names
 DOTS = 60  # evaluations that are still marked one by one
 Plot = tuple[str, list[Any]]  # caption, axes of its panels
 
@@ -59,6 +59,7 @@ def drawn(plots: Iterable[Plot]) -> list[Figure]:
 
 def _svg(axes: Any) -> str:
     axes.figure.draw_without_rendering()
+    axes.figure.set_layout_engine("none")  # it is laid out
     _spread_ticks(axes.xaxis, "x0", "x1")
     _spread_ticks(axes.yaxis, "y0", "y1")
     text = io.StringIO()
@@ -136,7 +137,7 @@ def not_drawn(runs: Sequence[Run]) -> str:
 def metrics(runs: Sequence[Run]) -> list[str]:
     """What is evaluated, the loss first."""
     names = [name.removeprefix("valid/") for run in runs for name in run.names if name.startswith("valid/")]
-    return list(dict.fromkeys(["loss", *names]))
+    return list(dict.fromkeys([*["loss"] * any("train/loss" in run.names for run in runs), *names]))
 
 
 def _several(runs: Sequence[Run], name: str) -> bool:

@@ -44,7 +44,7 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     step, recorded = by["time/step"], by["time/step/recorded"]
     yield Heading(1, f"Profile: {step['recipe']}")
     text = f"A step takes {ms(step)} ms, and {ms(recorded)} ms while it is recorded: the shares are of the latter. "
-    text += f"It allocates memory {by['memory/allocations']['value']:,.0f} times"
+    text += f"A step allocates memory {by['memory/allocations']['value']:,.0f} times"
     if waits := by.get("time/waits"):
         text += f", and waits {waits['calls']:,.1f} times for the GPU, {ms(waits)} ms in all"
     yield plain(f"{text}.")
@@ -65,7 +65,7 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     yield Heading(2, "How it was measured")
     yield Table(["", ""], [[k.replace("_", " "), told(k, step[k])] for k in CONDITIONS if step.get(k)], words=True)
     trace = f"{step['recipe']}.1.pt.trace.json"
-    parts = [("plain", "The traces beside this page ("), ("code", trace), ("plain", ", one a cycle) open in ")]
+    parts = [("plain", "The traces beside this page ("), ("code", trace), ("plain", ", one per cycle) open in ")]
     parts += [("code", "ui.perfetto.dev"), ("plain", " and "), ("code", "chrome://tracing"), ("plain", "; ")]
     yield Text(
         [*parts, ("code", "tensorboard --logdir ."), ("plain", " shows them with the plugin torch-tb-profiler.")]
@@ -93,13 +93,13 @@ def tables(rows: Sequence[Row]) -> Iterator[Block]:
         for name, row in below(rows, "time/operation")[:TOP]
     ]
     head = ["operation", "category", "ms", "share", "calls", "mostly in"]
-    yield Table(head, cells, "A step's, without the time of the operations that they call.", words=True)
+    yield Table(head, cells, "The time of an operation is per step, without the operations that it calls.")
     yield Heading(2, "Where they are called")
     cells = [
         [name, ms(row), f"{row['share']:.1%}", row["source"] or "–"] for name, row in below(rows, "time/place")[:TOP]
     ]
     caption = "The backward pass of an operation counts where the operation was called."
-    yield Table(["module, or file", "ms", "share", "mostly from"], cells, caption, words=True)
+    yield Table(["module, or file", "ms", "share", "mostly from"], cells, caption)
 
 
 def memory_tables(rows: Sequence[Row]) -> Iterator[Block]:
@@ -124,7 +124,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[plots.Plot]:
     found = []
     for kind in ("phase", "category"):
         own = [(name, row) for name, row in below(rows, f"time/{kind}") if row["share"] >= 0.0005]
-        axes = plots.bars([name for name, _ in own], 0.25, plots.BARS / 1.5)
+        axes = plots.bars([name for name, _ in own], 0.25)
         axes.barh(range(len(own)), [row["value"] * 1e3 for _, row in own], 0.7, color=plots.COLOURS[0])
         for place, (_, row) in enumerate(own):
             axes.text(row["value"] * 1e3, place, f" {row['share']:.1%}", va="center")

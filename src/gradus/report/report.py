@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus import files
-from gradus.errors import UserError, writing
+from gradus.errors import UserError, not_written
 from gradus.limits import read_text
 from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
@@ -54,20 +54,20 @@ def _write(folder: Path, made: dict[str, bytes]) -> None:
     """All files, or none."""
     new = not folder.exists()
     try:
-        with writing(folder, "nothing was written. Free some space, or give another --to."):
-            folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                for name, content in made.items():
-                    stack.enter_context(files.aside(folder / name)).write_bytes(content)
-    except BaseException:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            for name, content in made.items():
+                stack.enter_context(files.aside(folder / name)).write_bytes(content)
+    except OSError as e:
         if new:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        raise
+        raise not_written(folder, e, "nothing was written. Free some space, or give another --to.") from e
 
 
 def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
     """A section for the runs of each recipe and for each study, then the notes, then how it was done."""
+    places = [(run.name, run.environment) for run in found] + [(study.name, study.machine) for study in studied]
     yield Heading(1, title)
     groups = runs.by_recipe(found)
     several = len(groups) + len(studied) > 1
@@ -86,7 +86,7 @@ def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Stud
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)
     yield Heading(2, "Appendix: machine, recipe, code", new_page=True)
-    yield from machines([(run.name, run.environment) for run in found] + [(s.name, s.machine) for s in studied])
+    yield from machines(places)
     for run in found:
         yield from appendix(run)
     for study in studied:

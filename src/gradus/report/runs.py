@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,7 +83,8 @@ def checked(content: Any, kind: type[T], where: str, instead: str) -> T:
     except ValidationError as e:
         first = e.errors()[0]
         place = "".join(f"{key}: " for key in [".".join(map(str, first["loc"]))] if key)
-        raise UserError(f"{where}: {place}{first['msg'][:1].lower()}{first['msg'][1:]}. {instead}") from None
+        wrong = re.sub(r"valid dictionary( or instance of \w+)?", "JSON object", first["msg"])
+        raise UserError(f"{where}: {place}{wrong[:1].lower()}{wrong[1:]}. {instead}") from None
 
 
 def is_number(value: Any) -> bool:

@@ -70,12 +70,12 @@ def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float 
 def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> Plot:
     names, less = (list(speeds), "") if ladder else _few(speeds)
     memory = next((n for n in ("memory/allocated", "memory/process") if ladder and study.values(n)), None)
-    made = [bars(names, 0.3, 4.4 if memory else BARS)]
+    made = [bars(names, 0.3, 4.0 if memory else BARS)]
     _bars(study, made[0], names, "samples_per_s")
     made[0].set_xlabel("samples/s")
     if memory:
         unit, word = bytes_in(max(study.values(memory).values()))
-        made.append(bars(names, 0.3, 4.4))
+        made.append(bars(names, 0.3, 4.0))
         _bars(study, made[1], names, memory, unit)
         made[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
     rows = [study.row(c, "samples_per_s") for c in names]

@@ -229,39 +229,60 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
             missing = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
             if resume or own(config, folder):
                 break
-        lock = _lock(folder)
+        lock = _lock(folder, "run", "set another log.dir")
     except OSError as e:
         text = f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
         raise UserError(text) from None
-    try:
+    with _unlocked_after(folder, lock, missing):
         yield folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path, what: str, instead: str) -> Iterator[None]:
+    """The folder, made here and locked for this process inside the context; removed again, with those above that were
+    made for it, where it stays empty. what, instead: of the message where another process has it.
+
+    Raises UserError then, and OSError where it cannot be written.
+    """
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
+    folder.mkdir(parents=True, exist_ok=True)
+    with _unlocked_after(folder, _lock(folder, what, instead), missing):
+        yield
+
+
+@contextlib.contextmanager
+def _unlocked_after(folder: Path, lock: int, made: list[Path]) -> Iterator[None]:
+    try:
+        yield
     finally:
         with contextlib.suppress(OSError):
             (folder / LOCK).unlink()
         os.close(lock)
-        for made in missing:
-            with contextlib.suppress(OSError):  # not empty: there is a run
-                made.rmdir()
+        for path in made:
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path, what: str, instead: str) -> int:
     """The open file whose lock says that this process writes into the folder. The lock ends with the process, however
     the process ends."""
     while True:
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        file, owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.pread(file, 200, 0).decode(errors="replace")
             os.close(file)
-            text = f"{folder}: another run writes there{f' ({owner})' if owner else ''}. Wait for its end, or set "
-            raise UserError(f"{text}another log.dir; if its host is gone for good, delete {folder / LOCK}.") from None
         except OSError:
             return file  # a file system without locks
+        if owner is not None:  # raised out here: that error is none of the machine's faults
+            text = f"{folder}: another {what} writes there{f' ({owner})' if owner else ''}. Wait for its end, or "
+            raise UserError(f"{text}{instead}; if its host is gone for good, delete {folder / LOCK}.")
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before just deleted
-                os.truncate(file, 0)
-                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                with contextlib.suppress(OSError):  # a full disk: the lock is there without its owner's name
+                    os.truncate(file, 0)
+                    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return file
         os.close(file)
 
