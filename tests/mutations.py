@@ -72,7 +72,7 @@ LIST = (
       "train/test_apply.py::test_checkpointing_keeps_less", "full checkpointing"),
     M("parallel/apply.py", 'kind = Attention if mode == "attention" else Block', "kind = Block",
       "train/test_apply.py::test_checkpointing_keeps_less", "attention checkpointing"),
-    M("parallel/apply.py", 'return bool(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++"))', "return True",
+    M("parallel/apply.py", 'return bool(shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")))', "return True",
       "proof/test_ladder.py::test_what_cannot_be_had_is_left_out", "compile"),
     M("train/precision.py", "return torch.autocast(self.device.type, self.dtype)", "return contextlib.nullcontext()",
       "train/test_step.py::test_half_precision_follows_fp32", "bf16"),

@@ -93,7 +93,7 @@ def writing(where: Path, then: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        if not is_fault(e):
+        if not (is_fault(e) or disk_full(e)):
             raise
         raise not_written(where, e, then) from None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -295,11 +296,14 @@ def send_nothing_ahead(stage: Any) -> None:
 # ---------------------------------------------------------------- programs compiled ahead
 
 
-def compile_ahead(program: torch.export.ExportedProgram, path: str, options: dict[str, Any]) -> None:
-    """Write a program that torch.export made as machine code, a .pt2 file. Raises RuntimeError without a compiler."""
+def compile_ahead(program: torch.export.ExportedProgram, options: dict[str, Any]) -> memoryview:
+    """A program that torch.export made as machine code: what a .pt2 file holds. Raises RuntimeError without a
+    compiler."""
     from torch._inductor import aoti_compile_and_package
 
-    aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+    file = io.BytesIO()  # PyTorch ends the process where it writes to a full disk itself
+    aoti_compile_and_package(program, package_path=file, inductor_configs=options)
+    return file.getbuffer()
 
 
 def load_ahead(path: str) -> Any:

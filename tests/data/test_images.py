@@ -237,9 +237,10 @@ def test_bad_labels_and_columns_are_named(tmp_path):
             open_images(ImagesData(path=str(path), **(config or {})))
 
     good = [0] * 20
-    opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0 to 1", names=["a", "b"])
+    opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0, 1", names=["a", "b"])
     opened(good[:19] + [-1], "row 19: label -1, but there are 1 classes")
     opened(good[:8] + [None] + good[9:], "row 8: label None is not a whole number")
+    opened([*good[:7], 2**63 + 1, *good[8:]], "row 7: label 9223372036854775809 is out of range: classes are", label_type=pa.uint64())
     opened(["cat"] * 20, "row 0: label 'cat' is not a whole number", label_type=pa.string())
     opened(good, r"no image column \(image, img\); there are: photo, label. Set data.image=NAME", image="photo")
     opened(good, r"no column 'lable'; it has: img, label", config={"label": "lable"})
@@ -247,6 +248,15 @@ def test_bad_labels_and_columns_are_named(tmp_path):
     write_parquet(tmp_path / "test.parquet", files[:3], [0, 1, 0])
     with pytest.raises(UserError, match=r"test\.parquet, row 1: label 1, but there are 1 classes"):
         open_images(ImagesData(path=str(tmp_path)))
+
+
+def test_numbers_that_do_not_occur_are_no_classes(tmp_path):
+    files = [png(image) for image in random_images(20)]
+    write_parquet(tmp_path / "train.parquet", files, [1, 4] * 10)
+    write_parquet(tmp_path / "test.parquet", files[:2], [4, 1])
+    splits = open_images(ImagesData(path=str(tmp_path)))
+    assert splits["train"].classes == ["1", "4"] and sorted(set(splits["train"].labels.tolist())) == [0, 1]
+    assert splits["test"].labels.tolist() == [1, 0] and splits["test"][0]["label"] == 1
 
 
 def test_bad_paths_are_named(tmp_path):
@@ -287,6 +297,16 @@ def test_two_containers_with_one_disk_keep_out_of_each_others_way(tmp_path, cach
     data = open_images(ImagesData(path=str(path)))["train"]
     assert len(seen) >= 2 and len(set(seen)) == len(seen)
     assert len(data) == 18 and np.array_equal(data[0]["image"], images[0]) and not list((cache / "images").glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["about.json", "labels.npy", "images.npy"])
+def test_a_damaged_cache_is_made_anew(tmp_path, cache, name):
+    images = random_images(20)
+    path = write_parquet(tmp_path / "train.parquet", [png(i) for i in images], [0, 1] * 10)
+    open_images(ImagesData(path=str(path)))
+    next((cache / "images").glob(f"*/{name}")).write_bytes(b"5")
+    data = open_images(ImagesData(path=str(path)))["train"]
+    assert np.array_equal(data[0]["image"], images[0]) and len(data) == 18
 
 
 def test_an_unwritable_cache_is_said(tmp_path, monkeypatch):

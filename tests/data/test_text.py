@@ -10,6 +10,7 @@ import lzma
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 from gradus import limits
 from gradus.data import cache as kept
 from gradus.data import corpus as corpora
+from gradus.data import tokenizers
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe, stdlib_texts
 from gradus.data.readers import read_lines, read_rows
 from gradus.data.splits import find_pairs, find_split
@@ -92,6 +94,18 @@ def as_parquet(rows) -> bytes:
     out = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=2)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".csv.xz", ".parquet.gz"])
+def test_a_file_packed_to_burst_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(limits, "UNPACKED", 100_000)
+    path = write(tmp_path / f"bomb{suffix}", "a line\n" * 100_000)
+    assert path.stat().st_size * limits.RATIO < 700_000
+    with pytest.raises(UserError, match=r"bomb\S+: unpacks to more than 0 MB, 250 times its size or more\. Is it data\? If it is, unpack it"):
+        list(read_rows(path, ["a line"] if "csv" in suffix else None))
+    monkeypatch.setattr(limits, "RATIO", 10_000)
+    if "txt" in suffix:
+        assert len(list(read_rows(path))) == 100_000
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
@@ -247,6 +261,24 @@ def test_running_text_without_lines(tmp_path, monkeypatch):
     assert "".join(Corpus.open(write(tmp_path / "b.txt", solid))) == solid
 
 
+def test_a_long_text_is_encoded_in_pieces_and_stays_one_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "PIECE", 200)
+    texts = ["a short one", "the cat  sat on the mat\nand ate " * 40, "x" * 1000, "the end"]
+    bpe, longest = tokenizers.train_bpe(texts, 300), 0
+
+    class Watched(type(bpe)):
+        def encode_batch(self, texts):
+            nonlocal longest
+            longest = max(longest, *map(len, texts))
+            return super().encode_batch(texts)
+
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made = TokenFile.of(Corpus.open(path), Watched(bpe.rust, bpe.config), eos=True)
+    assert longest == 200 and len(made) == 4
+    assert [made.text(i).tolist() for i in (0, 1, 3)] == [bpe.encode(texts[i]) + [bpe.eos_id] for i in (0, 1, 3)]
+    assert bpe.decode(made.text(2)[:-1]) == texts[2] and made.about["n_lines"] == 40
+
+
 def test_documents_of_a_text_file(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "\n \none\ntwo\n \n\nthree\n")
     assert list(Corpus.open(path, documents=True)) == ["one\ntwo", "three"]
@@ -360,28 +392,17 @@ def test_killed_while_writing_leaves_nothing_that_is_used(tmp_path, cache):
     assert len(left) == 1 and left[0].name.startswith(".") and (left[0] / "ids.bin").stat().st_size > 1 << 20  # it was well under way
     tokens = build(iter(["whole"]), ByteTokenizer(), "key")
     assert bytes(tokens.ids.astype(np.uint8)) == b"whole"
-    os.utime(left[0], (1, 1))
-    build(["other"], ByteTokenizer(), "another key")
-    assert left[0].exists()  # only the same text's left-overs are looked at
-    (tokens.folder / "about.json").unlink()
-    build(["whole"], ByteTokenizer(), "key")
-    assert left[0].exists()  # a file in it grew today: perhaps its writer is alive, in another container or on another host
-    for path in left[0].iterdir():
-        os.utime(path, (1, 1))
-    os.utime(left[0], (1, 1))
-    (tokens.folder / "about.json").unlink()
-    build(["whole"], ByteTokenizer(), "key")
     assert not left[0].exists()
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "offsets.bin", "about.json"])
-def test_a_damaged_cache_is_made_anew(cache, name):
-    tokens = build(["some text", "more"], ByteTokenizer(), "key")
-    with open(tokens.folder / name, "r+b") as file:
-        file.truncate(5)
+@pytest.mark.parametrize("damage", [lambda data: data[:5], lambda data: bytes([data[0] ^ 1]) + data[1:], lambda data: b"NaN"], ids=["cut", "a bit", "NaN"])
+@pytest.mark.parametrize("name", ["ids.bin", "offsets.bin", "about.json", "made.json"])
+def test_a_damaged_cache_is_made_anew(cache, name, damage):
+    file = build(["some text", "more"], ByteTokenizer(), "key").folder / name
+    file.write_bytes(damage(file.read_bytes()))
     again = build(["some text", "more"], ByteTokenizer(), "key")
     assert again.offsets.tolist() == [0, 9, 13] and bytes(again.ids.astype(np.uint8)) == b"some textmore"
-    assert [f.name for f in (cache / "tokens").iterdir()] == [tokens.folder.name] and not (tokens.folder / "damaged").exists()
+    assert list((cache / "tokens").iterdir()) == [file.parent]
 
 
 def test_two_processes_may_make_the_same(cache):
@@ -580,7 +601,7 @@ def test_labels_as_numbers_and_names(tmp_path):
     named = labelled(tmp_path, [{"text": "a", "label": 0}], "named.jsonl", names=["neg", "pos"])
     assert named.labels.tolist() == [0] and named.classes == ["neg", "pos"]
     chosen = labelled(tmp_path, [{"text": "a", "label": 0, "b": "text", "c": 3}], "chosen.jsonl", columns=("b", "c"))
-    assert chosen.labels.tolist() == [3] and len(chosen[0]["ids"]) == 4
+    assert chosen.labels.tolist() == [0] and chosen.classes == ["3"] and len(chosen[0]["ids"]) == 4
     assert labelled(tmp_path, [{"text": "a", "label": True}], "bool.jsonl", names=["a", "b", "c"]).classes == ["a", "b", "c"]
 
 
@@ -589,6 +610,19 @@ def test_the_order_of_names_that_the_labels_have_is_the_given_one(tmp_path):
     data = labelled(tmp_path, rows, names=["good", "fair", "bad"])
     assert data.labels.tolist() == [0, 2] and data.classes == ["good", "fair", "bad"]
     assert labelled(tmp_path, rows, names=["positive", "negative"]).classes == ["bad", "good"]  # names of something else
+
+
+def test_numbers_that_do_not_occur_are_no_classes(tmp_path):
+    stars = labelled(tmp_path, [{"text": "a", "label": i % 5 + 1} for i in range(10)])
+    assert stars.classes == ["1", "2", "3", "4", "5"] and stars.labels.tolist() == [0, 1, 2, 3, 4] * 2
+    valid = labelled(tmp_path, [{"text": "a", "label": 5}], "valid.jsonl", like=stars)
+    assert valid.labels.tolist() == [4]
+    again = labelled(tmp_path, [{"text": "a", "label": 2}], "again.jsonl", names=stars.classes)  # of a resolved recipe
+    assert again.labels.tolist() == [1] and again.classes == stars.classes
+    earlier = labelled(tmp_path, [{"text": "a", "label": 5}], "earlier.jsonl", n_classes=6)
+    assert earlier.labels.tolist() == [5] and earlier.classes == ["0", "1", "2", "3", "4", "5"]
+    told = error(labelled, tmp_path, [{"text": "a", "label": 0}], "valid.jsonl", like=stars)
+    assert "label 0 is not one of the 5 classes of" in told and "(1, 2, 3, 4, 5)" in told and "task.classes" in told
 
 
 def test_names_that_look_like_numbers_stay_names_in_every_split(tmp_path):

@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from gradus import models
 from gradus.cli import main
-from gradus.infer import beside, engines, find, quantize, quantized
+from gradus.infer import Place, engines, find, quantize, quantized
 from gradus.infer.compiled import Int4
 from gradus.parallel import qat
 from gradus.recipe.schema import BertConfig
@@ -221,23 +222,59 @@ def test_what_does_not_fit_is_told(words, told, here, capsys):
 def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     config = BertConfig(vocab_size=40, n_layers=1, d_model=16, n_heads=2, d_ff=24, seq_len=16, head="masked_lm")
     model, ids = models.build(config, seed=1).eval(), torch.tensor([[1, 2, 3]])
-    quantized.write(tmp_path / "made", model, "dynamic", {})
-    found = engines.open(find(str(tmp_path / "made")), "torch", "int8")(ids)
+    about = quantized.write(tmp_path / "made", model, "dynamic", {})
+    found = engines.open(Place("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
     assert (found - model(ids)).abs().max() < 0.05
 
 
 def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):
-    name, run = str(tmp_path / "made"), find("run")
-    quantized.write(tmp_path / "made", run.load(), "dynamic", {})
-    beside.write(run, tmp_path / "made")
+    name = str(tmp_path / "made")
+    assert main(["quantize", "run", "--to", name, "--as", "dynamic", "--force"]) == 0
     for words in ([], ["--features"], ["--engine", "onnx"], ["--precision", "bf16"]):
         assert main(["predict", name, "x", *words]) == 2
         assert "quantized for --engine torch --precision int8. Use that" in capsys.readouterr().err
     assert main(["export", name, "--to", str(tmp_path / "out")]) == 2 and "made for engines" in capsys.readouterr().err
     assert main(["train", "bert.json", f"model.init={name}", "log.dir=again"]) == 2 and name in capsys.readouterr().err
-    (tmp_path / "made" / quantized.WEIGHTS).write_bytes(b"x" * 100)
+    damaged = {
+        quantized.WEIGHTS: flipped, "quantized.json": lambda b: b.replace(b"1 of", b"9 of").replace(b"0", b"1", 1),
+        "config.json": lambda b: b"5", "checksums.json": lambda b: b"[" * 10**5,
+    }  # fmt: skip
+    for file, change in damaged.items():  # a check holds for the bytes that it was made with
+        path = tmp_path / "made" / file
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        assert main(["predict", name, "x", "--precision", "int8"]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and f"{file} " in err and "its check does not hold. Copy it again, or make it anew with gradus quantize" in err
+        path.write_bytes(before)
+    (tmp_path / "made" / "checksums.json").unlink()
     assert main(["predict", name, "x", "--precision", "int8"]) == 2
-    assert "damaged, or not of this model" in capsys.readouterr().err
+    assert "checksums.json does not know quantized.json" in capsys.readouterr().err
+
+
+def flipped(content: bytes) -> bytes:
+    """The signs of some weights."""
+    at = len(content) // 2
+    return content[:at] + bytes(b ^ 0x80 for b in content[at : at + 100]) + content[at + 100 :]
+
+
+def test_a_full_disk_leaves_nothing_of_a_quantized_model(here, tmp_path, capsys, monkeypatch):
+    def full(*args):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(quantized, "save_file", full)
+    assert main(["quantize", "run", "--to", str(tmp_path / "made"), "--as", "dynamic", "--force"]) == 74
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the disk is full" in err and "nothing was written" in err and not list(tmp_path.iterdir())
+
+
+def test_evaluate_rounds_as_training_did(here, capsys):
+    best = json.loads((here / "qat" / "checkpoints" / "best" / "best.json").read_text())["metrics"]
+    assert main(["evaluate", "qat"]) == 0
+    told = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert told["valid/loss"] == f"{best['valid/loss']:.4f}"
+    assert main(["evaluate", "qat", "--engine", "torchscript"]) == 0  # of the weights alone
+    assert dict(line.split() for line in capsys.readouterr().out.splitlines())["valid/loss"] != told["valid/loss"]
 
 
 def test_rounding_and_layouts_that_do_not_go_together(here, capsys):

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from gradus import cli
+from gradus import cli, hardware
+from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.plan.answer import Request, answer, devices, optimal, search, serve
+from gradus.plan.answer import Answer, Request, _advice, answer, devices, optimal, search, serve
+from gradus.plan.figures import figure
 from gradus.plan.show import _between, duration, explain, in_unit, money, rate
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
@@ -70,11 +72,11 @@ def test_a_presets_samples_are_as_long_as_its_sequences():
 def test_a_search_prices_the_whole_run():
     lines, rows = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
     text = "\n".join(lines)
-    assert "in all" in text
+    assert "in total" in text
     fastest = next(row for row in rows if row.name == "search/money" and "fastest" in (row.conditions["best"] or ()))
     seconds = next(row.value for row in rows if row.name == "search/step" and row.conditions["rank"] == fastest.conditions["rank"])
     given = fastest.conditions["how"]["inputs"]
-    assert fastest.value == pytest.approx(given["USD a device-hour"] * given["devices"] * seconds * given["steps"] / 3600)
+    assert fastest.value == pytest.approx(given["USD per device-hour"] * given["devices"] * seconds * given["steps"] / 3600)
 
 
 def test_what_a_device_does_not_hold_is_served_in_no_time():
@@ -90,7 +92,7 @@ def test_serving_by_batch_and_length():
     assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
     lines, _ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
     assert "on each of 2 × A100-40GB" in lines[1] and any("about" in line for line in lines if line.startswith("how fast"))
-    with pytest.raises(UserError, match=r"^--on 16xA100-40GB: more than a node of 8: .* Say --on 8xA100-40GB"):
+    with pytest.raises(UserError, match=r"^--on 16xA100-40GB: a node has 8: .* Use --on 8xA100-40GB"):
         serve(Request("llama2-7b", on="16xA100-40GB"))
     with pytest.raises(UserError, match=r"--length=5000: .* Set --length=4096"):
         serve(Request("llama2-7b"), length=5000)
@@ -107,7 +109,7 @@ def test_a_vits_plan_needs_neither_data_nor_a_vocabulary():
     made = answer(Request("cifar10-vit-small", (*SMALL_VIT, "train.steps=100", "train.epochs=null"), "A100"))
     assert made.fits and made.value("budget/time", case="expected") and any("could not be opened" in note for note in made.notes)
     epochs = answer(Request("cifar10-vit-small", SMALL_VIT, "A100"))
-    assert epochs.value("time/step") and epochs.value("budget/time") is None and any("how long in all" in note for note in epochs.notes)
+    assert epochs.value("time/step") and epochs.value("budget/time") is None and any("how long in total" in note for note in epochs.notes)
     unknown = answer(Request("cifar10-vit-small", (*SMALL_VIT, "model.n_classes=null")))
     assert unknown.recipe.model.n_classes == 1000 and any("ImageNet's 1,000" in note for note in unknown.notes)
 
@@ -186,3 +188,12 @@ def test_numbers_for_people():
     assert [money(x, "USD") for x in (1.65e9, 2e12)] == ["$1.65 billion", "$2,000 billion"] and duration(4e10) == "1,270 years"
     assert _between("$350 million", "$142 million", "$1.65 billion") == " [$142 million .. $1.65 billion]" and _between("3 h", "2 h", "4 h") == " [2 .. 4]"
     assert in_unit(1230, "J") == "1,230 J" and duration(0.02) == "20 ms" and duration(86_400 * 3) == "3 days"
+
+
+def test_a_device_of_the_same_vendor_is_offered_before_a_smaller_one_of_another(monkeypatch):
+    monkeypatch.setattr("gradus.plan.search.remedy", lambda *given: None)
+    for on, least in (("A100", "H200"), ("MI250X", "MI300X")):  # 140 GB: of all the least is an MI300X's, and an H200's for the MI250X
+        request = Request("gpt2-small", (), on)
+        rows = [figure("memory/device", 140e9, "bytes")]
+        made = Answer(recipes.load("copy-task"), hardware.cluster(on), 1, rows, [], False, "")
+        assert _advice(request, made, made.recipe.layout, None)[0].startswith(f"--on 1x{least}: it fits as it is")

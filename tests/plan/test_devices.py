@@ -15,6 +15,7 @@ from gradus.plan import devices as ranking
 from gradus.plan.answer import Request, answer, open_recipe
 from gradus.plan.devices import devices, in_tf32, lines, order, rank_devices, to_serve
 from gradus.plan.serving import least
+from gradus.plan.show import printed
 from gradus.plan.work import Op, Work
 from gradus.recipe.presets import config_of
 from gradus.train.session import open_session
@@ -79,6 +80,21 @@ def test_what_does_not_fit_is_last_and_says_by_how_much(session, tmp_path, monke
     line = next(line for line in lines(found, []) if "Thimble" in line)
     assert "too much" in line and not re.search(r"\d m?s\b|\$", line)
     assert {row.name for row in ranking.rows(found, []) if row.conditions["device"] == "Thimble"} == {"device/memory"}
+
+
+def test_each_device_once_at_its_best_and_all_of_them_with_their_keys(ranked):
+    best = {}
+    for one in ranked:
+        best.setdefault(one["device"], one)
+    shown = [line for line in printed(lines(ranked, [])) if line.split()[:1] and line.split()[0] in best]
+    assert [line.split()[:2] for line in shown] == [[one["device"], one["precision"]] for one in best.values()]
+    many = [{**one, "device": f"{one['device']}-{i}"} for i in range(9) for one in ranked]
+    assert len([line for line in lines(many, []) if " fits" in line or "$" in line or "no price" in line]) >= ranking.FIRST
+    assert sum(line.startswith(tuple(best)) for line in lines(many, [])) == ranking.FIRST and "more devices" in " ".join(lines(many, []))
+    everything = list(printed(lines(ranked, [], everything=True)))
+    text = " ".join("\n".join(everything).replace("\\\n", " ").split())
+    assert all(f"--on {one['device']} {one['layout']}".strip() in text for one, _ in ranking._together(ranked))
+    assert max(map(len, [*everything, *printed(lines(ranked, to_serve(config_of("llama2-7b"))))])) <= 80
 
 
 def test_without_data_it_is_per_tokens(session):

@@ -149,14 +149,25 @@ def test_what_lies_in_our_own_folders_is_read_as_it_is(tmp_path):
     assert from_hf(f"hf:{tmp_path}") == (ours, "")
 
 
+def test_a_folder_is_planned_by_its_config_and_said_not_to_be_trained_where_it_is_not(tmp_path):
+    from gradus.plan.answer import Request, open_recipe
+
+    for name, trained in (("opt", False), ("llama", True)):
+        (tmp_path / name).mkdir()
+        folder = written(tmp_path / name, *THEIRS[name]).removeprefix("hf:")
+        recipe, _, bare = open_recipe(Request(folder), notes := [])
+        assert bare == f"hf:{folder}" and recipe.model == read_hf(folder).config
+        assert any(f"model_type={name} can be planned, not trained: " in note for note in notes) is not trained
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_families_name_the_field_and_the_nearest(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(UserError, match=f"model_type={kind} does not map: ") as e:
+    with pytest.raises(UserError, match=f"model_type={kind} can be neither planned nor trained: ") as e:
         from_hf(f"hf:{tmp_path}")
     assert "\n" not in str(e.value)
     family, preset = REFUSED[kind][2:]
-    assert f"The nearest is family {family}: gradus plan {preset}" in str(e.value)
+    assert f"The nearest family is {family}: gradus plan {preset}" in str(e.value)
     assert config_of(preset).family == family
 
 
@@ -174,8 +185,8 @@ def test_refused_families_name_the_field_and_the_nearest(kind, tmp_path):
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
         ("t5", {"feed_forward_proj": "swish"}, "feed_forward_proj=swish is not supported"),
         ("vit", {"qkv_bias": False}, "qkv_bias=False is not supported"),
-        ("gpt2", {"model_type": "gpt5"}, "model_type=gpt5 maps onto none .* Did you mean gpt2"),
-        ("gpt2", {"model_type": None}, "model_type=None maps onto none"),
+        ("gpt2", {"model_type": "gpt5"}, r"model_type=gpt5 is not one of Gradus's families, nor like one\. Known: (?!.*Did you mean)"),
+        ("gpt2", {"model_type": None}, "model_type=None is not one of"),
         ("llama", {"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
     ],
 )

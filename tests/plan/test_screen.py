@@ -148,3 +148,26 @@ def test_components_stand_behind_all(capsys):
     for more in (["--json"], ["--explain", "time/step"], ["--search"]):
         assert cli.run([*words[:-2], *more, "--all"]) == 2
         assert "--all has no effect" in capsys.readouterr().err
+
+
+def test_nothing_is_wider_than_a_terminal_and_no_word_is_broken(closed, capsys):
+    words = ["plan", "gpt2-small", "layout.micro_batch=1", "--on", "H100", "--tokens", "1e9"]
+    for asked in (words, [*words, "--all"], [*words, "--explain", "energy/step"], ["plan", "--accuracy"], ["plan", "gpt2-small", "--devices"],
+                  ["plan", "gpt2-small", "--devices", "--all"], ["plan", "llama2-7b", "--optimal"], ["plan", "llama2-7b", "--serve", "--all"], ["models"],
+                  ["models", "gpt2-small"], ["hardware", "A100"]):  # fmt: skip
+        assert cli.run(asked) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 5 and max(map(len, lines)) <= 80, (asked, max(lines, key=len))
+    long = "note: " + " ".join(["of-eighteen-letters"] * 9) + f" layout.precision=bf16 layout.{'x' * 80}=1 layout.tensor=2"
+    folded = list(show.printed([long]))
+    assert " ".join(line.removesuffix("\\").strip() for line in folded) == long and folded[1].startswith("      of-")
+
+
+def test_a_terminal_shows_the_verdict_in_colour(monkeypatch):
+    lines = ["fits      1 GB of 2", "NO FIT    3 GB of 2 GB (1 GB too much)", "nothing fits here"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    green, red, nothing = show.printed(lines)
+    assert green.startswith("\x1b[32mfits\x1b[0m ") and red.startswith("\x1b[31mNO FIT\x1b[0m") and "\x1b[31m1 GB too much" in red and "\x1b[31m" in nothing
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert list(show.printed(lines)) == lines

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,7 @@ from gradus.plan.search import (
     remedy,
     search,
 )
+from gradus.plan.show import printed
 from gradus.recipe.schema import Layout, Recipe
 
 SMALL = {"model.n_layers": 4}
@@ -58,6 +61,26 @@ def test_every_loser_says_why(found):
     assert all(bool(c.reason) == (c is not found.fastest) for c in found.table)
     names = {row.conditions["layout"] for row in found.rows()}
     assert found.keys(found.fastest) in names and any("fastest" in line for line in found.lines())
+
+
+def test_the_best_of_every_number_of_devices_is_in_the_table(found, monkeypatch):
+    """Also where so many layouts of all the devices are faster that it is not among the first."""
+
+    def ranked(space, most=1):
+        space.tried = 1
+        some = [dataclasses.replace(found.fastest, n=space.n, money=None, time=SimpleNamespace(total=10 / space.n + i / 100, parts={"memory": i / 100})) for i in range(20)]
+        return some[:most], []
+
+    monkeypatch.setattr("gradus.plan.search.ranked", ranked)
+    table = search(found.recipe, hardware.cluster("32xH100")).table
+    assert [c.n for c in table] == [32] * 8 + [16, 8, 4, 2, 1]
+
+
+def test_a_search_is_printed_in_80_columns_and_its_keys_paste(found):
+    lines = list(printed(found.lines()))
+    assert max(map(len, lines)) <= 80
+    text = " ".join("\n".join(lines).replace("\\\n", " ").split())
+    assert all(found.words(c) in text for c in found.table) and all(c.reason in text for c in found.table)
 
 
 def test_the_keys_make_the_same_layout(found):
@@ -111,6 +134,14 @@ def test_what_does_not_fit_has_a_remedy():
     recipe = recipe_of("gpt2-medium", **{"layout.micro_batch": 64})
     c = remedy(recipe, hardware.cluster("RTX-3090"))
     assert c.fits and c.n == 1 and c.layout.micro_batch <= 64 and c.layout.tensor == 1
+
+
+def test_a_smaller_micro_batch_is_offered_before_checkpointing():
+    recipe = recipe_of("gpt2-small", **{**SMALL, "layout.micro_batch": 32})
+    space = Space(recipe, hardware.cluster("L4"))
+    assert not space.price(recipe.layout).fits and space.price(recipe.layout.model_copy(update={"checkpointing": "full"})).fits
+    c = remedy(recipe, hardware.cluster("L4"))
+    assert c.fits and c.layout.micro_batch < 32 and c.layout.checkpointing == "none"
 
 
 def test_time_falls_with_devices():

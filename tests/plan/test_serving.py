@@ -141,8 +141,8 @@ def test_encoder_decoders_project_the_source_once():
         ("llama2-7b", {"seq_len": 5000}, "seq_len=5000: the model has 4096 positions"),
         ("vit-b16", {"seq_len": 50}, "an image's length is its patches"),
         ("llama2-7b", {"on": "T4"}, "T4: its peak in bf16 is not known"),
-        ("llama2-7b", {"on": "16xH100"}, "more than a node of 8: .* Say --on 8xH100-SXM"),
-        ("gpt2-xl", {"on": "4xH100"}, "n_heads=25 is not a multiple of 4. Say --on 5xH100-SXM"),
+        ("llama2-7b", {"on": "16xH100"}, "a node has 8: .* Use --on 8xH100-SXM"),
+        ("gpt2-xl", {"on": "4xH100"}, "n_heads=25 is not a multiple of 4. Use --on 5xH100-SXM"),
     ],
 )
 def test_mistakes_are_told_in_one_line(name, more, text):

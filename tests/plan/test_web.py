@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.resources
+import itertools
 import json
 import os
 import re
@@ -746,7 +747,7 @@ def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, 
     dots = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('circle')].map(c => [+c.getAttribute('cx'), +c.getAttribute('cy')]))")
     grid = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('.grid')].map(c => +c.getAttribute('y1')))")
     for points, lines, values in zip(dots, grid, ([8e6 / n**0.8 for n in counts], [1234.0 * n**0.2 for n in counts]), strict=True):
-        steps = [b[0] - a[0] for a, b in zip(points, points[1:])]
+        steps = [b[0] - a[0] for a, b in itertools.pairwise(points)]
         assert max(steps) - min(steps) < 0.01  # each doubling as wide
         heights = [lines[0] - y for _, y in points]
         assert [h / heights[0] for h in heights] == pytest.approx([v / values[0] for v in values], rel=1e-6)

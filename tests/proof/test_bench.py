@@ -122,7 +122,7 @@ def test_it_is_drawn(made, tmp_path, capsys):
     folder, _, _ = made
     assert main(["report", str(folder / "out"), "--to", str(tmp_path)]) == 0, capsys.readouterr().err
     page = next(tmp_path.glob("*.html")).read_text()
-    assert "Latency by the number of samples at a time" in page and "tokens/s" in page
+    assert "latency by the number of samples at a time" in page and "tokens/s" in page
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_it_is_drawn(made, tmp_path, capsys):
         (["--engines", "torch", "--precisions", "int8"], "Use --precision fp32"),
         (["--batch", "0"], "--batch"),
         (["--length", "40"], "Set --length 21 or fewer"),
-        (["--new", "60", "--length", "2"], "the model has 40 places"),
+        (["--new", "60", "--length", "2"], "the model has 40 positions"),
         (["--accuracy"], "belongs to no run"),
     ],
 )

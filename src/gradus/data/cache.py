@@ -50,9 +50,29 @@ def identity(path: str | Path) -> str:
     return content
 
 
+MADE = "made.json"  # in a kept folder: of each of its files the mark
+SMALL = 1 << 24  # bytes of a file that is looked through each time
+
+
+def _mark(file: Path) -> list[Any]:
+    """Size, and of a small file the hash."""
+    size = file.stat().st_size
+    return [size, hashlib.sha256(file.read_bytes()).hexdigest() if size < SMALL else None]
+
+
+def unchanged(folder: Path) -> bool:
+    """Whether its files are those that `keep` has made."""
+    try:
+        made = json.loads((folder / MADE).read_text())
+        return bool(made) and made == {name: _mark(folder / name) for name in made}
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def keep(
-    folder: Path, write: Callable[[Path], None], whole: Callable[[Path], bool], setting: str = "data.cache"
-) -> Path:
+    folder: Path, write: Callable[[Path], None], setting: str = "data.cache",
+    whole: Callable[[Path], bool] = unchanged,
+) -> Path:  # fmt: skip
     """The folder, made by `write` unless it is there and whole.
 
     Several processes may make the same one at the same time, in other containers and on other hosts that share the
@@ -65,6 +85,7 @@ def keep(
         with files.aside(folder) as aside:
             aside.mkdir()
             write(aside)
+            files.write_json(aside / MADE, {file.name: _mark(file) for file in aside.iterdir()})
             if not whole(folder):
                 with contextlib.suppress(FileNotFoundError):
                     files.remove(folder)

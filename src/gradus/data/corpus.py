@@ -8,7 +8,6 @@ import hashlib
 import io
 import itertools
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
 from gradus.data.readers import Row, expanded, first_column, kind_of, named, read_lines, read_rows
 from gradus.data.tokenizer_files import load
-from gradus.data.tokenizers import Tokenizer, train_bpe
+from gradus.data.tokenizers import PIECE, Tokenizer, last_border, pieces, train_bpe
 from gradus.errors import UserError
 
 TEXT_COLUMNS = ("text", "sentence", "review", "content")
@@ -142,18 +141,18 @@ def _named(read: Callable[[Path], Iterator[str]], path: Path) -> Iterator[str]:
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Running text in pieces of about BLOCK characters, cut where byte-level BPE and WordPiece have a border in any
-    case: at a line's end, else before a space. (SentencePiece sees a word begin at each piece, which may change the
-    token there.)"""
+    """Running text in pieces of about BLOCK characters, cut at borders of tokens where there are any."""
     with io.TextIOWrapper(readers.open_packed(path), encoding="utf-8-sig") as file:
         text = ""
         while more := file.read(BLOCK):
+            seen = max(0, len(text) - 2)  # there is no border in it, unless at its end
             text += more
-            for border in (r"\S\n(?=\S)|\n(?= \S)", r"\S(?= \S)", rf"(?s).{{{16 * BLOCK}}}"):
-                if cut := max((m.end() for m in re.finditer(border, text)), default=0):
-                    yield text[:cut]
-                    text = text[cut:]
-                    break
+            cut = last_border(text, seen)
+            if cut == seen:
+                cut = len(text) if len(text) >= PIECE else 0
+            if cut:
+                yield text[:cut]
+                text = text[cut:]
         if text:
             yield text
 
@@ -198,7 +197,7 @@ def cached_bpe(
     def write(aside: Path) -> None:
         train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
 
-    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write, Path.is_dir))
+    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write))
 
 
 # ---------------------------------------------------------------- tokenised once
@@ -251,16 +250,7 @@ class TokenFile:
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
-        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside), _whole))
-
-
-def _whole(folder: Path) -> bool:
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        sizes = [(folder / name).stat().st_size for name in ("ids.bin", "offsets.bin")]
-        return sizes == [about["n_tokens"] * np.dtype(about["dtype"]).itemsize, 8 * (about["n_texts"] + 1)]
-    except (OSError, ValueError, KeyError):
-        return False
+        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside)))
 
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], beside: Callable) -> None:
@@ -270,18 +260,19 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
     with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
         offsets.write(np.zeros(1, "<i8").tobytes())
         for batch in _batches(corpus):
+            texts, last = zip(*batch)
             try:
-                about["n_bytes"] += len("".join(batch).encode())
+                about["n_bytes"] += len("".join(texts).encode())
             except UnicodeEncodeError as e:
                 where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
                 raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Mend it.") from None
-            rows = [row + end for row in tokenizer.encode_batch(batch)]
+            rows = [row + end if is_last else row for row, is_last in zip(tokenizer.encode_batch(texts), last)]
             ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
             ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
-            offsets.write(ends.tobytes())
-            about["n_tokens"], about["n_texts"] = int(ends[-1]), about["n_texts"] + len(rows)
-            about["n_words"] += sum(len(text.split()) for text in batch)
-            about["n_lines"] += sum(text.count("\n") for text in batch)
+            offsets.write(ends[list(last)].tobytes())
+            about["n_tokens"], about["n_texts"] = int(ends[-1]), about["n_texts"] + sum(last)
+            about["n_words"] += sum(len(text.split()) for text in texts)
+            about["n_lines"] += sum(text.count("\n") for text in texts)
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
@@ -292,14 +283,17 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts by the million characters: enough to keep the tokenizer's threads busy, little enough to hold."""
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """(piece of a text, whether it is its last) by the million characters: enough to keep the tokenizer's threads busy,
+    little enough to hold."""
     batch, size = [], 0
     for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= 1 << 20 or len(batch) >= 1 << 13:
-            yield batch
-            batch, size = [], 0
+        *others, last = pieces(text)
+        for piece, is_last in (*((piece, False) for piece in others), (last, True)):
+            batch.append((piece, is_last))
+            size += len(piece)
+            if size >= PIECE or len(batch) >= 1 << 13:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch

@@ -20,7 +20,7 @@ from gradus import files, limits
 from gradus.data.cache import digest, keep
 from gradus.data.image_sources import Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
-from gradus.data.text import check_number
+from gradus.data.text import number_classes
 from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData
 
@@ -186,10 +186,10 @@ def _open(
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
-    keep(folder, lambda aside: _decode(source, aside), lambda made: (made / "about.json").exists(), "GRADUS_CACHE")
+    keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
-    classes = _classes(source, labels, classes, names)
+    classes, labels = _classes(source, labels, classes, names)
     if about["decoded"]:
         return ArrayImages(source.name, None, labels, classes, folder)
     if image_size is None:
@@ -205,21 +205,19 @@ def _open(
 
 def _classes(
     source: Source, labels: np.ndarray, classes: list[str] | None, names: Sequence[str] | None
-) -> list[str]:
-    """The training split's, or this one's where it is that. Raises UserError for a label that is none of them."""
+) -> tuple[list[str], np.ndarray]:
+    """(the training split's classes, or this one's where it is that; labels counted among them). Raises UserError for a
+    label that is none of them."""
     own = source.classes
-    if own is None and classes is None:
-        i = int(labels.argmax())
-        check_number(source.where(i), int(labels[i]))
-        own = list(names or map(str, range(int(labels[i]) + 1)))
     if classes and own and own != classes:
         theirs, ours = ", ".join(own[:5]), ", ".join(classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
-    classes = classes or own
-    n = len(classes)
-    for wrong in np.flatnonzero((labels < 0) | (labels >= n)):
-        raise UserError(f"{source.where(wrong)}: label {labels[wrong]}, but there are {n} classes: 0 to {n - 1}")
-    return classes
+    classes, index = number_classes(labels.tolist(), own, classes or names)
+    counted = np.array([index.get(str(label), -1) for label in labels], dtype=np.int64)
+    for wrong in np.flatnonzero(counted < 0):
+        there = f"there are {len(classes)} classes: {', '.join(list(index)[:10])}"
+        raise UserError(f"{source.where(wrong)}: label {labels[wrong]}, but {there}")
+    return classes, counted
 
 
 def _decode(source: Source, folder: Path) -> None:

@@ -162,10 +162,10 @@ class LabelledDataset:
     are read.
 
     columns: of text and label; None: the first there is of text, sentence, review, content and of label, labels, class,
-    target. Labels are whole numbers from 0, or names. like: the training split, whose classes the others have.
-    names: of the training split's numbers, where the file does not say; where its labels are names, all among these,
-    they are numbered in this order, else in sorted order. n_classes: how many numbers there may be at most.
-    `classes`: the names, or the numbers as text; `lengths`: (n,) tokens, after the cut to max_len.
+    target. Labels are names, or whole numbers from 0; those that the training split has are the classes, sorted.
+    like: the training split, whose classes the others have. names: of the training split's numbers, where the file does
+    not say; where its labels are names, all among these, the classes have this order. n_classes: labels are numbers
+    below it. `classes`: the names, or the numbers as text; `lengths`: (n,) tokens, after the cut to max_len.
 
     Raises UserError with file and row for a missing column, a text that is none, a label that is missing, of another
     kind, out of range, or not among the training split's.
@@ -183,20 +183,17 @@ class LabelledDataset:
         self.tokens = TokenFile.of(texts, tokenizer, cache=cache, beside=lambda: {"labels": labels})
         labels = self.tokens.about.pop("labels")
         if like is not None:
-            self.classes, self.by_name = like.classes, like.by_name
+            self.classes, self.index = like.classes, like.index
         else:
             declared = class_names(path, (columns[1],) if columns[1] else LABEL_COLUMNS)
-            self.by_name = isinstance(labels[0], str)
-            self.classes = self._classes(labels, declared or names, n_classes)
-        place: dict[int | str, int] = {name: i for i, name in enumerate(self.classes)}
-        place |= {} if self.by_name else {i: i for i in range(len(self.classes))}
-        self.labels = np.array([place.get(str(x) if self.by_name else x, -1) for x in labels], dtype=np.int64)
+            self.classes, self.index = number_classes(labels, declared, names, n_classes)
+        self.labels = np.array([self.index.get(str(x), -1) for x in labels], dtype=np.int64)
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} classes{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
-            mend = "Labels are names, or numbers from 0; task.classes or model.n_classes may ask for more"
-            raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r} is not one of the {there}. {mend}.")
+            mend = "Correct it, or name every class in task.classes"
+            raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r:.60} is not one of the {there}. {mend}.")
 
     def _texts(
         self, path: str | Path, columns: tuple[str | None, str | None], labels: list[int | str]
@@ -212,16 +209,6 @@ class LabelledDataset:
                 raise no_column(self.name, number, label, row)
             labels.append(_label(f"{self.name}: row {number}", row[label], labels))
             yield text_of(self.name, number, row, text)[: limits.FIELD]
-
-    def _classes(
-        self, labels: list[int | str], names: Sequence[str] | None, n_classes: int | None
-    ) -> list[str]:
-        """Of a training split."""
-        if self.by_name:
-            return list(names) if names and set(labels) <= set(names) else sorted(set(labels))
-        highest = max(labels)
-        check_number(f"{self.name}: row {labels.index(highest) + 1}", highest)
-        return list(names or map(str, range(min(highest + 1, n_classes or sys.maxsize))))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -246,8 +233,21 @@ def _label(where: str, value: Any, before: list[int | str]) -> int | str:
     return text
 
 
-def check_number(where: str, label: int) -> None:
-    """Raises UserError for a label that no number of classes explains."""
-    if label >= limits.CLASSES:
-        gaps = f"classes are numbered from 0, without gaps, up to {limits.CLASSES - 1:,}"
-        raise UserError(f"{where}: label {str(label)[:30]} is out of range: {gaps}. Number them so, or write names.")
+def number_classes(
+    labels: Sequence[int | str], declared: Sequence[str] | None = None, names: Sequence[str] | None = None,
+    n_classes: int | None = None,
+) -> tuple[list[str], dict[str, int]]:  # fmt: skip
+    """(classes of a training split, {label as text: its class}), for arguments as LabelledDataset has them.
+
+    Without names, numbers are their own names, and only those that occur are classes: stars from 1 to 5 make five.
+    declared: by the file, whose labels then count from 0; so they do among `names` that are no numbers.
+    """
+    occur = set(labels)
+    if isinstance(next(iter(occur)), str):
+        classes = list(names) if names and occur <= set(names) else sorted(occur)
+    elif not (classes := list(declared or names or ())):
+        own = range(min(max(occur) + 1, n_classes)) if n_classes else sorted(x for x in occur if x >= 0)
+        classes = [str(x) for x in own]
+    elif declared or not all(re.fullmatch(r"-?\d+", name) for name in classes):
+        return classes, {str(i): i for i in range(len(classes))}
+    return classes, {name: i for i, name in enumerate(classes)}

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradus import files, limits
 from gradus.errors import InputError, UserError, did_you_mean
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+PIECE = 1 << 20  # characters that are encoded as one text
 ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 OURS = "gradus_tokenizer.json"  # the file that holds a table
 
@@ -84,6 +86,27 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load(folder)` gives this tokenizer back."""
         raise NotImplementedError
+
+
+def last_border(text: str, start: int = 0, stop: int = sys.maxsize) -> int:
+    """The last place where text[start:stop] can be cut and byte-level BPE and WordPiece give the same tokens: a line's
+    end, else before a space; `start` where there is none. (SentencePiece sees a word begin at each piece, which may
+    change the token there.)"""
+    for border in (r"(?s:.*)(?:\S\n(?=\S)|\n(?= \S))", r"(?s:.*)\S(?= \S)"):
+        if match := re.compile(border).match(text, start, stop):
+            return match.end()
+    return start
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of at most PIECE characters, cut at borders of tokens where there are any."""
+    start = 0
+    while len(text) - start > PIECE:
+        stop = last_border(text, start, start + PIECE)
+        stop = stop if stop > start else start + PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 # ---------------------------------------------------------------- Hugging Face tokenizers
@@ -287,17 +310,6 @@ class ByteTokenizer(TableTokenizer):
         return list(text.encode("utf-8"))
 
 
-LONG = re.compile(rf"(?<!\S)\S{{{limits.WORD + 1},}}|(?<!\s)\s{{{limits.WORD + 1},}}")
-
-
-def parts_of(text: str) -> Iterator[str]:
-    """A text, cut within words (and white space) that are longer than limits.WORD: the time that a word takes to learn
-    from is the square of its length."""
-    n = limits.WORD
-    cuts = [i for word in LONG.finditer(text) for i in range(word.start() + n, word.end(), n)]
-    return (text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text))))
-
-
 def train_bpe(
     texts: Iterable[str], vocab_size: int, lowercase: bool = False, specials: Sequence[str] = ()
 ) -> FastTokenizer:
@@ -315,13 +327,17 @@ def train_bpe(
     rust = package.Tokenizer(package.models.BPE())
     if lowercase:
         rust.normalizer = package.normalizers.Lowercase()
-    rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    long = "|".join(rf"{kind}{{{limits.WORD}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s"))
+    split = package.pre_tokenizers.Split(package.Regex(long), "isolated")
+    rust.pre_tokenizer = package.pre_tokenizers.Sequence([split, words])
     rust.decoder = package.decoders.ByteLevel()
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
     trainer = package.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=names, initial_alphabet=alphabet, show_progress=False
     )
-    rust.train_from_iterator((part for text in texts for part in parts_of(text)), trainer)
+    rust.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    rust.pre_tokenizer = words
     if rust.get_vocab_size() <= least:
         raise UserError("tokenizer: the text to train on is empty or too small for a merge. Use tokenizer.kind=byte.")
     return FastTokenizer(rust, {f"{role}_token": name for role, name in zip(ROLES, (*SPECIALS, "<s>", "</s>"))})

@@ -181,7 +181,7 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
     """
     found = re.fullmatch(r"\s*(?:([0-9_,.eE+-]+)\s*[x×*]\s*)?(.+?)\s*", text)
     if found is None:
-        raise UserError(f"{text!r}: no devices; write e.g. 8xA100-80GB.")
+        raise UserError(f"{text!r}: not devices; write e.g. 8xA100-80GB.")
     number = re.sub("[,_]", "", found[1] or "1")
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", number):
         raise UserError(
@@ -193,8 +193,8 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
     n = int(number)
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
-            f"{text}: a node has {device.node} {device.name} and no network between nodes is known; ask for fewer, "
-            f"or say network: (e.g. InfiniBand NDR) for {device.name} in {user_file('hardware')}."
+            f"{text}: a node has {device.node} {device.name} and no network between nodes is known; use fewer, "
+            f"or set network: (e.g. InfiniBand NDR) for {device.name} in {user_file('hardware')}."
         )
     return Cluster(device, n)
 
@@ -269,7 +269,7 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
     for file in _files("prices", path):
         t = read(kinds.Prices, file)
         if t.currency != "USD" and t.rate is None:
-            raise UserError(f"{file}: rate: missing; say what one dollar costs in {t.currency}, e.g. rate: 0.9.")
+            raise UserError(f"{file}: rate: missing; state what one dollar costs in {t.currency}, e.g. rate: 0.9.")
         context = {"sources": t.sources, "date": t.date}
         for key, found in t.prices.items():
             places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}

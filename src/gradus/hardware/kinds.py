@@ -31,7 +31,7 @@ def link_named(name: str, known: dict[str, Link]) -> Link:
     """Raises ValueError where there is none."""
     same = [found for key, found in known.items() if plain(key) == plain(name)]
     if not same:
-        raise ValueError(f"{name!r} is no known link.{did_you_mean(name, known)}")
+        raise ValueError(f"{name!r} is not a known link.{did_you_mean(name, known)}")
     return known.get(name, same[0])
 
 
@@ -110,7 +110,7 @@ class Device:
     year: Whole | None = None
     kind: Literal["gpu", "tpu", "cpu"] = "gpu"
     vendor: str | None = None
-    node: Whole = 8  # devices a node
+    node: Whole = 8  # devices per node
     link: Linked = None  # within the node
     network: Linked = None  # between nodes
     usable: Annotated[float, unit("bytes")] = 1.0  # part of `memory` that a program gets; in the file, bytes
@@ -151,7 +151,7 @@ class Rising:
 
 @dataclasses.dataclass(frozen=True)
 class Price(Rising):
-    """Money a device-hour."""
+    """Money per device-hour."""
 
     __pydantic_config__ = FORBID
     low: Money

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -53,7 +54,7 @@ def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str
     line = re.sub(r"\[[^\]]{,40}\]|--on \S", lambda m: m[0].replace(" ", "\xa0"), line)  # these are not broken
     options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
     lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]
-    for i, (text, following) in enumerate(zip(lines, lines[1:])):
+    for i, (text, following) in enumerate(itertools.pairwise(lines)):
         if re.match(SETTING, following.lstrip()) and re.search(rf"(^|\s){SETTING}\S*( \S+)?$", text):
             lines[i] = f"{text} \\"
     return lines
@@ -143,7 +144,7 @@ def of_device(d: Device) -> list[str]:
         taken = f"taken: {p.low:.2f} low, {p.expected:.2f} expected, {p.high:.2f} high, in {p.currency}"
         taken += f", sources differ by a factor of {p.high / p.low:.1f}" if p.low and p.high > p.low else ""
     links = (("link", d.link), ("bridge", d.bridge), ("network", d.network))
-    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour on {q.date}: {q.source}" for q in files.quotes(d.name)]
+    quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour, {q.date}: {q.source}" for q in files.quotes(d.name)]
     return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *labelled([
         ("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items())),
         ("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}"),

@@ -31,7 +31,7 @@ def quantity(text: Any, what: str) -> float:
     if found is None:
         raise ValueError(f"{text!r} is not a number with a unit. Units: {', '.join(known)}.")
     if found[2] not in known:
-        raise ValueError(f"{text!r}: {found[2] or 'no unit'!r} is no unit of {what}.{did_you_mean(found[2], known)}")
+        raise ValueError(f"{text!r}: {found[2] or 'no unit'!r} is not a unit of {what}.{did_you_mean(found[2], known)}")
     try:
         number = float(found[1])
     except ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from gradus.data import tokenizer_files
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json
+from gradus.models.weights import checksums
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-GENERATION = "generation_config.json"  # Hugging Face's, beside weights
+GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
@@ -31,6 +31,7 @@ class Place:
     path: Path  # a checkpoint, a folder in Hugging Face's or Meta's layout, or llama2.c's .bin
     config: ModelConfig
     recipe: Recipe | None  # of the run that it belongs to
+    made: dict[str, Any] | None = None  # what a folder for engines says of itself: `read_made`
     model: nn.Module | None = None  # once it is loaded
     engine: str = "torch"  # what runs it, and in which precision: of --engine and --precision
     precision: str | None = None
@@ -78,25 +79,21 @@ class Place:
         self._read = found
         return found
 
-    @functools.cached_property
-    def made(self) -> dict[str, Any] | None:
-        """Of a folder that `gradus export` or `quantize` wrote for engines: what it says of itself."""
-        for file in (EXPORTED, QUANTIZED):
-            if (self.folder / file).is_file():
-                return read_json(self.folder / file, CONFIG_FILE)
-        return None
-
     def load(self, precision: str = "fp32") -> nn.Module:
         """The model with its weights, in evaluation mode, on the accelerator if there is one. It is read once; the
         first call sets its precision (fp32, bf16 or fp16, of the weights too).
 
-        Raises UserError for a folder of graphs, or of weights that are quantized to something else.
+        Raises UserError for a folder of graphs, of weights that are quantized to something else, and for int8 and int4
+        of any other.
         """
         if self.model is None and self.made:
             from gradus.infer import quantized
 
             self.model = quantized.load(self, precision)
         if self.model is None:
+            if precision not in ("fp32", "bf16", "fp16"):
+                how = f"gradus quantize {self.name} writes a folder that has it"
+                raise UserError(f"precision={precision!r:.40}: {self.name} has fp32, bf16 and fp16. {how}.")
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
             self.model = models.load(self.path, dtype=numbers.dtype, device=device)
@@ -107,12 +104,41 @@ def find(name: str) -> Place:
     """A run folder (its best checkpoint), a checkpoint, a folder in Hugging Face's or Meta's layout, llama2.c's .bin,
     or a hub name.
 
-    Raises UserError where there is no model.
+    Raises UserError where there is no model, and for a folder for engines that is not as it was written.
     """
     path = models.locate(name)
+    made = read_made(path)
     above = path.absolute().parent
     run = above.parent if above.name == "checkpoints" and (above.parent / "recipe.yaml").is_file() else None
-    return Place(name, path, models.config_of(path), run and recipes.load(run, configure=None))
+    return Place(name, path, models.config_of(path), run and recipes.load(run, configure=None), made)
+
+
+KEYS = {EXPORTED: {"format", "precision", "graphs", "told"}, QUANTIZED: {"as", "precision", "computes", "told"}}
+
+
+def read_made(folder: Path) -> dict[str, Any] | None:
+    """What a folder that `gradus export` or `quantize` wrote for engines says of itself; None for any other. Reads all
+    of its files, about a second per GB.
+
+    Raises UserError where one is not as it was when the folder was checked.
+    """
+    file = next((name for name in KEYS if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    try:
+        known = checksums.read(folder) or {}
+        problem = checksums.damage(folder, known, known)
+    except (OSError, ValueError):
+        known, problem = {}, f"{checksums.FILE} is not readable"
+    if file not in known:
+        problem = problem or f"{checksums.FILE} does not know {file}"
+    found = None if problem else read_json(folder / file, CONFIG_FILE)
+    if not problem and not (isinstance(found, dict) and found.keys() >= KEYS[file]):
+        problem = f"{file} is of another version"
+    if problem:
+        mend = f"Copy it again, or make it anew with gradus {'export' if file == EXPORTED else 'quantize'}"
+        raise UserError(f"{folder}: {problem}, so that its check does not hold. {mend}.")
+    return found
 
 
 def note(text: str) -> None:
@@ -139,7 +165,7 @@ class Encoded:
 def end_tokens(place: Place, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: those of generation_config.json, else the tokenizer's. Raises UserError for ids that
     the model does not have."""
-    usual = special(tokenizer, "bos" if place.path.is_file() else "eos", "sep")  # llama2.c's: the begin of the next text
+    usual = special(tokenizer, "bos" if place.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
     file, kept = place.folder / GENERATION, None
     if file.is_file() and not place.path.is_file():
         found = read_json(file, CONFIG_FILE)

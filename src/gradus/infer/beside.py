@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from gradus import tasks
+from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import GENERATION, Place, end_tokens, note, special
+from gradus.infer import GENERATION, PREPROCESSOR, Place, end_tokens, note, special
+from gradus.models.weights import checksums
+
+
+@contextlib.contextmanager
+def folder(to: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `to`, with the checksums of its files, in place of what an earlier call left
+    there. Where the block fails nothing is left of it. Raises EnvironmentFault where the disk is full."""
+    with writing(to), files.aside(to) as aside:
+        aside.mkdir(parents=True)
+        yield aside
+        checksums.write(aside)
+        if to.is_dir():
+            files.remove(to)
+
+
+def writing(to: Path) -> contextlib.AbstractContextManager[None]:
+    return errors.writing(to, "nothing was written. Free some space, or give another folder.")
 
 
 def write(place: Place, to: Path) -> bool:
@@ -22,10 +41,11 @@ def write(place: Place, to: Path) -> bool:
             note(f"without a tokenizer: {str(e).removesuffix(hint)}")
     tasks.save_tokenizers(to, tokenizers)
     if place.recipe is not None and place.config.reads == "images":
-        (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
-    if (place.folder / GENERATION).is_file():
-        (to / GENERATION).write_bytes((place.folder / GENERATION).read_bytes())
-    elif tokenizers and place.family.attention != "both":
+        (to / PREPROCESSOR).write_text(json.dumps(image_processor(place), indent=2) + "\n")
+    kept = [n for n in (GENERATION, PREPROCESSOR) if place.path.is_dir() and (place.folder / n).is_file()]
+    for name in kept:
+        (to / name).write_bytes((place.folder / name).read_bytes())
+    if tokenizers and GENERATION not in kept and place.family.attention != "both":
         (to / GENERATION).write_text(json.dumps(generation(place, tokenizers), indent=2) + "\n")
     return bool(tokenizers)
 

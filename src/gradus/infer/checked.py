@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradus import files
-from gradus.errors import UserError
+from gradus.errors import UserError, writing
 from gradus.infer import Encoded, Place
 from gradus.infer.engines import Engine, Torch, here, open
 from gradus.models.decoding import generate, greedy
@@ -96,9 +96,18 @@ def verdict(rows: Sequence[dict[str, Any]]) -> None:
         raise UserError(f"--engine={at['engine']} --precision={at['precision']}: {off}. Use --engine torch.")
 
 
-def kept_at(place: Place, name: str, precision: str) -> Path:
-    """Where the check of an engine on these weights is kept."""
-    return files.cache_dir() / "engines" / f"{here(place, name, precision)}.jsonl"
+def kept_at(place: Place, engine: Engine) -> Path:
+    """Where the check of an engine on these weights, and of the files that it runs, is kept."""
+    return files.cache_dir() / "engines" / f"{here(place, engine.name, engine.precision, engine.content())}.jsonl"
+
+
+def kept_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a check that was kept; none where it is not whole."""
+    try:
+        line(rows := read_rows(file))
+    except (UserError, OSError, ValueError, LookupError, TypeError):
+        return []
+    return rows
 
 
 class Running:
@@ -132,16 +141,17 @@ def checked(place: Place, name: str, precision: str | None, inputs: Encoded | It
     if made := place.made:  # checked when it was written
         print(made["told"], file=sys.stderr, flush=True)
         return engine
-    kept = kept_at(place, name, precision)
-    if not kept.is_file():
+    kept = kept_at(place, engine)
+    if not (rows := kept_rows(kept)):
         reference = Torch(dataclasses.replace(place, model=None), "fp32")
-        rows = compare(engine, reference, inputs)
+        found = compare(engine, reference, inputs)
         now = f"{datetime.date.today()}"
-        for row in rows:
+        for row in found:
             row.conditions |= {"when": now, "processor": cpu_name(), "torch": torch.__version__}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(kept, "".join(row.json() + "\n" for row in rows))
-    rows = read_rows(kept)
+        with writing(kept, "set GRADUS_CACHE to a folder with room."):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(kept, "".join(row.json() + "\n" for row in found))
+        rows = read_rows(kept)
     print(line(rows), file=sys.stderr, flush=True)
     verdict(rows)
     return engine

@@ -18,6 +18,7 @@ from gradus.errors import UserError
 from gradus.infer import Place
 from gradus.infer.engines import Torch
 from gradus.layers import Cache
+from gradus.parallel.apply import has_compiler
 from gradus.parallel.qat import weight_scale
 from gradus.torch_private import int4_pack, int4_product, int8_product
 from gradus.train.machine import large_pages
@@ -179,6 +180,9 @@ class Compiled(Torch):
         on_gpu = device.type != "cpu"
         if on_gpu and precision == "int4":
             raise UserError("--engine compiled --precision int4: for CPUs alone. Use --precision int8.")
+        if not on_gpu and not has_compiler():
+            mend = "Install g++ (or set CXX to a compiler), or use --engine torch"
+            raise UserError(f"--engine compiled: torch.compile finds no C++ compiler here. {mend}.")
         rest = beside(precision, device)
         super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
         self.precision, self.first = precision, True
@@ -211,11 +215,12 @@ class Compiled(Torch):
         return self._told(lambda: self._step(ids, positions, self.cache, self.memory))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        run = self._whole if self.place.family.attention == "both" else self.model
-        return self._told(lambda: run(*args, **kwargs))
+        if self.place.family.attention != "both":
+            return self.model(*args, **kwargs)
+        return self._told(lambda: self._whole(*args, **kwargs))
 
     def _told(self, call: Callable[[], Tensor]) -> Tensor:
-        """The first call compiles, which takes long, and is shown."""
+        """The first call of what is compiled takes long, and is shown."""
         if not self.first:
             return call()
         began, self.first = time.perf_counter(), False

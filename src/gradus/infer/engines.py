@@ -62,6 +62,10 @@ class Engine:
         their names (ids, keep, token_types; images; source, target, source_keep), those that are None left out."""
         raise NotImplementedError
 
+    def content(self) -> str:
+        """What tells the files that it runs from others; "": it runs the model's own weights."""
+        return ""
+
     def weight_bytes(self) -> int:
         """Of what is stored of the model."""
         raise NotImplementedError
@@ -138,9 +142,9 @@ def installed(found: type[Engine]) -> None:
 
 
 def here(place: Place, *more: str) -> str:
-    """A key of a model's weights, by what they hold, on this processor and PyTorch, and of `more`."""
+    """A key of a model's weights and configuration, by what they hold, on this processor and PyTorch, and of `more`."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
-    return digest([identity(p) for p in place.weights()], *more, device, torch.__version__)
+    return digest([identity(p) for p in place.weights()], f"{place.config!r}", *more, device, torch.__version__)
 
 
 def best_at(place: Place) -> Path:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradus import models
+from gradus import files, models
 from gradus.errors import UserError
 from gradus.infer import Place, beside, engines, exported, find
 from gradus.infer.graphs import DTYPES
@@ -58,8 +59,10 @@ def in_hugging_face_layout(place: Place, to: Path, shard_gb: float, precision: s
     """config.json, model.safetensors (in shards above shard_gb) and what lies beside. One stored tensor is read at a
     time, and memory holds one shard of the result, never the model."""
     dtype = None if precision is None else DTYPES[precision]
-    models.convert(place.path, to, shard_gb * 1e9, dtype)
-    with_tokenizer = beside.write(place, to)
+    new = not (to.is_dir() and os.listdir(to))  # else the weights alone are replaced, as a whole
+    with beside.writing(to), files.aside(to) if new else contextlib.nullcontext(to) as folder:
+        models.convert(place.path, folder, shard_gb * 1e9, dtype)
+        with_tokenizer = beside.write(place, folder)
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     n = len(list(to.glob("*.safetensors")))
     tokenizer = ", tokenizer" if with_tokenizer else ""

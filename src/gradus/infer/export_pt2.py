@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from gradus.errors import UserError
 from gradus.infer.exported import GraphEngine
 from gradus.infer.graphs import Graph
+from gradus.parallel.apply import has_compiler
 from gradus.torch_private import compile_ahead, load_ahead
 from gradus.train.precision import pick_device
 
@@ -24,19 +26,23 @@ class Pt2(GraphEngine):
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:
-        device = pick_device("auto")
-        graph.module.to(device)
+        device, module = pick_device("auto"), graph.module
+        if device.type != "cpu":
+            module = copy.deepcopy(module).to(device)  # the model that it is checked against stays where it is
         program = torch.export.export(
-            graph.module, tuple(x.to(device) for x in graph.inputs.values()), dynamic_shapes=graph.dynamic,
+            module, tuple(x.to(device) for x in graph.inputs.values()), dynamic_shapes=graph.dynamic,
             prefer_deferred_runtime_asserts_over_guards=True,
         )  # fmt: skip
+        if device.type == "cpu" and not has_compiler():
+            raise UserError("--as pt2: AOTInductor finds no C++ compiler here. Install g++, or use --as onnx.")
         try:
             # Without asserts of what held for the example: a `past` of 0 is as good.
             options = {"scalar_asserts": False}
-            compile_ahead(program, str(folder / f"{graph.name}.pt2"), options)
+            packed = compile_ahead(program, options)
         except RuntimeError as e:  # of its many kinds, e.g. no compiler
             why = next(iter(str(e).strip().splitlines()), type(e).__name__)
             raise UserError(f"--as pt2: AOTInductor cannot compile it ({why}). Use --as onnx.") from None
+        (folder / f"{graph.name}.pt2").write_bytes(packed)
         return {"file": f"{graph.name}.pt2", "device": device.type}
 
     def open(self, paths: dict[str, Path]) -> None:

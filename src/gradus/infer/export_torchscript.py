@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ class TorchScript(GraphEngine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its age, and of Python numbers that our checks compare
             traced = torch.jit.trace(graph.module, tuple(graph.inputs.values()), check_trace=False)
-            torch.jit.save(torch.jit.freeze(traced), folder / f"{graph.name}.pt")
+            buffer = io.BytesIO()  # PyTorch ends the process where it writes to a full disk itself
+            torch.jit.save(torch.jit.freeze(traced), buffer)
+        (folder / f"{graph.name}.pt").write_bytes(buffer.getbuffer())
         return {"file": f"{graph.name}.pt"}
 
     def open(self, paths: dict[str, Path]) -> None:

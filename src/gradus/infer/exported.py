@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradus import files, models
-from gradus.data.cache import digest, identity
+from gradus.data.cache import digest, identity, keep
 from gradus.errors import UserError
 from gradus.infer import EXPORTED as FILE
-from gradus.infer import Place, beside
+from gradus.infer import Place, beside, read_made
 from gradus.infer.engines import Engine
 from gradus.infer.graphs import DTYPES, Graph, graphs, lower
 from gradus.limits import CONFIG_FILE, read_json
+from gradus.models.weights import checksums
 
 NAMES = {  # of our models' arguments → of the graphs' inputs
     "ids": "input_ids", "keep": "attention_mask", "token_types": "token_type_ids", "images": "pixel_values",
@@ -56,6 +57,9 @@ class GraphEngine(Engine):
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of a graph by name, in their order."""
         raise NotImplementedError
+
+    def content(self) -> str:
+        return (self.folder / checksums.FILE).read_text(encoding="utf-8")
 
     def weight_bytes(self) -> int:
         """Of the graphs' files, and of weights beside them."""
@@ -134,50 +138,64 @@ def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
     """The folder of a model's graphs: the model's own where it is one, else one that is made once and kept."""
     if place.made:  # engines.open has looked at the rest
         return place.folder
+
+    def make(folder: Path) -> None:
+        fill(place, kind, folder, precision)
+        checksums.write(folder)
+
     key = digest([identity(p) for p in place.weights()], f"{place.config!r}", kind.name, precision, torch.__version__)
-    kept = files.cache_dir() / "exports" / key
-    if not (kept / FILE).is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            for _ in write(place, kind, kept, precision):
-                pass
-        except UserError as e:
-            why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
-            what = f"--engine {kind.name}: {place.name} cannot be exported for it"
-            raise UserError(f"{what} ({why.rstrip('.')}). Use --engine torch.") from None
-    return kept
+    try:
+        return keep(files.cache_dir() / "exports" / key, make, "GRADUS_CACHE", whole)
+    except UserError as e:
+        why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
+        what = f"--engine {kind.name}: {place.name} cannot be exported for it"
+        raise UserError(f"{what} ({why.rstrip('.')}). Use --engine torch.") from None
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder of graphs is as it was written."""
+    try:
+        return read_made(folder) is not None
+    except UserError:
+        return False
 
 
 def write(place: Place, kind: type[GraphEngine], to: Path, precision: str, **options: Any) -> Iterator[str]:
-    """Write the graphs of a model into the folder `to`, with its configuration and tokenizer or normalisation, check
-    them, and keep the check in export.json. Yields lines for the user. Raises UserError where the format cannot hold
-    the model, or its outputs are not the model's; nothing is then left."""
-    reference = models.load(place.path).eval().requires_grad_(False)
-    lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
-    with files.aside(to) as folder, torch.no_grad():
-        folder.mkdir(parents=True)
-        about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
-        for graph in graphs(lowered):
-            inputs = {
-                name: [str(x.dtype).removeprefix("torch."), *(axes.get(i, n) for i, n in enumerate(x.shape))]
-                for (name, x), axes in zip(graph.inputs.items(), graph.axes.values(), strict=True)
-            }
-            written = kind.write(graph, folder, precision=precision, **options)
-            about["graphs"][graph.name] = {**written, "inputs": inputs, "outputs": graph.outputs}
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        files.write_json(folder / FILE, about)
-        about["check"] = checked(place, kind, folder, precision, reference)
-        about["told"] = line(about)
-        files.write_json(folder / FILE, about)
-        with_tokenizer = beside.write(place, folder)
-        config = models.to_config_json(reference.config, DTYPES[precision])
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if to.is_dir():
-            files.remove(to)
+    """`fill` a folder that becomes `to`. Yields lines for the user. Raises UserError where the format cannot hold the
+    model, or its outputs are not the model's; nothing is then left."""
+    with beside.folder(to) as folder:
+        about, size, with_tokenizer = fill(place, kind, folder, precision, **options)
     files_of = ([graph["file"], graph.get("onnx")] for graph in about["graphs"].values())
     names = " and ".join(file for both in files_of for file in both if file and (to / file).is_file())
     yield f"{place.path} → {to}: {names}, {size / 1e6:,.1f} MB{', tokenizer' if with_tokenizer else ''}"
     yield about["told"]
+
+
+@torch.no_grad()
+def fill(
+    place: Place, kind: type[GraphEngine], folder: Path, precision: str, **options: Any
+) -> tuple[dict[str, Any], int, bool]:
+    """Write the graphs of a model into a folder, with its configuration and tokenizer or normalisation, check them, and
+    keep the check in export.json. Returns what that says, the bytes of the graphs, whether there is a tokenizer."""
+    reference = models.load(place.path).eval().requires_grad_(False)
+    lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
+    about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
+    for graph in graphs(lowered):
+        inputs = {
+            name: [str(x.dtype).removeprefix("torch."), *(axes.get(i, n) for i, n in enumerate(x.shape))]
+            for (name, x), axes in zip(graph.inputs.items(), graph.axes.values(), strict=True)
+        }
+        written = kind.write(graph, folder, precision=precision, **options)
+        about["graphs"][graph.name] = {**written, "inputs": inputs, "outputs": graph.outputs}
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    files.write_json(folder / FILE, about)
+    about["check"] = checked(place, kind, folder, precision, reference)
+    about["told"] = line(about)
+    files.write_json(folder / FILE, about)
+    with_tokenizer = beside.write(place, folder)
+    config = models.to_config_json(reference.config, DTYPES[precision])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return about, size, with_tokenizer
 
 
 def line(about: dict[str, Any]) -> str:

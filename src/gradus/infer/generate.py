@@ -134,7 +134,7 @@ class Stream:
 
     def show(self, ids: list[int], end: bool = False) -> None:
         """end: no more ids follow, and the text that waited is written as it is."""
-        # Between words decoders put or take spaces by what stands before: the last part is decoded again, before the new.
+        # Decoders put or take spaces by what stands before: the last part is decoded again, before the new.
         known = len(self.tokenizer.decode(ids[self.before : self.written]))
         text = self.tokenizer.decode(ids[self.before :])
         if len(text) > known and (end or not text.endswith("\ufffd")):

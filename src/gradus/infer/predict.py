@@ -23,9 +23,11 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
-from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, readable, special
+from gradus.infer import PREPROCESSOR, Encoded, Place, encode, engines, find, fits, grid, note, read_made, readable, special
 from gradus.infer.checked import Running
+from gradus.limits import read_json
 from gradus.models.decoding import complete
+from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
 from gradus.recipe.schema import Recipe
@@ -89,7 +91,8 @@ def predict(args: Any) -> Iterator[str]:
             grid.picture_grid([r["_image"] for r in shown], [r["label"] for r in shown], colours, args.grid)
         yield f"wrote {args.grid}"
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
-        raise UserError(f"standard input: {len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first.")
+        few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
+        raise UserError(f"standard input: {few}. Their places say why.")
 
 
 def records_by_line(place: Place, top: int) -> Iterator[Record]:
@@ -215,7 +218,8 @@ def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[i
     for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
         if len(ids) + around > longest or head != text:
             more = "more than " if head != text else ""
-            note(f"cut to the first {min(longest - around, len(ids))} of its {more}{len(ids)} tokens: {short(text, 40)}")
+            n = min(longest - around, len(ids))
+            note(f"cut to the first {n} of its {more}{len(ids)} tokens: {short(text, 40)}")
         rows.append([i for i in (first, *ids[: longest - around], last) if i is not None])
     return rows
 
@@ -330,7 +334,7 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
         data = place.recipe.data
         where, mean, std = f"{place.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
-        file = place.folder / "preprocessor_config.json"
+        file = place.folder / PREPROCESSOR
         settings = models.weights.read_json(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
@@ -453,7 +457,8 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
 
-    engine, precision: what runs the model, if not PyTorch as the recipe says. beams: of translations, evaluate.beams.
+    engine, precision: what runs the model, if not PyTorch as the recipe says, which for a run with train.qat computes
+    with the rounding that training saw. beams: of translations, evaluate.beams.
     Arguments and errors else as of `opened`.
     """
     overrides = [*overrides, *([f"evaluate.beams={beams}"] if beams != 1 else [])]
@@ -465,7 +470,10 @@ def evaluate(
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, place.path)
-    parallel, instead = apply(model, session.recipe.layout), None if plain else Running(place)
+    rounds = plain and session.recipe.train.qat and (place.path / qat.FILE).is_file()  # as training evaluated
+    parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else Running(place)
+    if rounds:
+        qat.restore(model, read_json(place.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
     metrics = evaluate_split(parallel, session.task, split, precision, session.device, instead=instead)
     return {f"{split}/{key}": value for key, value in metrics.items()}
@@ -500,6 +508,7 @@ def opened(
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
     path = models.locate(checkpoint or name)
+    made = read_made(path)
     config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
         raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}.")
@@ -507,4 +516,4 @@ def opened(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split)  # raises where there is none
-    return Place(checkpoint or name, path, config, recipe), session
+    return Place(checkpoint or name, path, config, recipe, made), session

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import inspect
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradus import files, models
+from gradus import models
 from gradus.data.loader import Loader, Step
 from gradus.errors import UserError, did_you_mean
-from gradus.infer import Place, beside, engines, find, quantized
+from gradus.infer import Place, beside, engines, quantized
 from gradus.infer.checked import compare, line
 from gradus.infer.engines import Engine
 from gradus.infer.export import free
@@ -56,9 +55,9 @@ def quantize(args: Any) -> Iterator[str]:
     ranges, said = _ranges(args, place, session) if args.how == "static" else ({}, None)
     if said:
         yield said
-    with files.aside(to) as folder:
+    with beside.folder(to) as folder:
         about = quantized.write(folder, model, args.how, ranges)
-        made = dataclasses.replace(find(str(folder)), recipe=place.recipe)
+        made = Place(str(folder), folder, models.config_of(folder), place.recipe, about)
         old, new = engines.open(place, engine), engines.open(made, engine, about["precision"])
         size = [sum(p.stat().st_size for p in which.weights()) for which in (place, made)]
         table: Table = {"size, MB": [n / 1e6 for n in size]} | measured(session, args.split, old, new)
@@ -72,8 +71,6 @@ def quantize(args: Any) -> Iterator[str]:
         about |= {"told": line(told), "table": table, "calibrated": said}
         (folder / quantized.FILE).write_text(json.dumps(about, indent=1) + "\n")
         beside.write(place, folder)
-        if to.is_dir():
-            files.remove(to)
     kept = f" (--force: {refusal})" if refusal else ""
     yield f"{place.path} → {to}: use it with --engine {engine} --precision {new.precision}{kept}"
 

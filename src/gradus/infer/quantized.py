@@ -89,8 +89,8 @@ def tensors_of(model: nn.Module, how: str, ranges: dict[str, list[float]]) -> di
 
 
 def write(folder: Path, model: nn.Module, how: str, ranges: dict[str, list[float]]) -> dict[str, Any]:
-    """Write the folder, without a tokenizer. Returns what quantized.json says."""
-    folder.mkdir(parents=True)
+    """Fill the folder, without a tokenizer. Returns what quantized.json says."""
+    folder.mkdir(exist_ok=True)
     save_file(tensors_of(model, how, ranges), folder / WEIGHTS)
     config = models.to_config_json(model.config, torch.float32)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

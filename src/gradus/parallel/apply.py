@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -173,8 +174,8 @@ def _checkpointed(forward, context: dict):
 
 
 def has_compiler() -> bool:
-    """Of C++, which torch.compile needs for a CPU."""
-    return bool(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++"))
+    """Of C++, which torch.compile needs for a CPU: $CXX, or its default."""
+    return bool(shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")))
 
 
 def use_compile(model: nn.Module, mode: str, device: torch.device, in_turn: bool = True) -> None:

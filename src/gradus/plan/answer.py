@@ -85,7 +85,7 @@ def answer(request: Request) -> Answer:
 
         found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=choose, said=said)
         cluster, layout = Cluster(cluster.device, found.n), found.layout if choose else None
-        notes.append(f"{found.n:,} is the fewest, in whole nodes, that are done in {request.days:g} days")
+        notes.append(f"{found.n:,} is the smallest number of devices, in whole nodes, that is done in {request.days:g} days")
     elif choose and cluster:
         from gradus.plan.search import best_layout
 
@@ -138,7 +138,7 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
         axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(recipe.layout, one).items() if k > 1)
         device = kind_of(on or "")
         many = one * max(1, round(n / one))
-        raise UserError(f"layout: {axes} = {one} devices, of which {n} is no multiple. Use --on {many}x{device}, or other layout.* keys.")
+        raise UserError(f"layout: {axes} = {one} devices, of which {n} is not a multiple. Use --on {many}x{device}, or other layout.* keys.")
 
 
 def open_recipe(request: Request, notes: list[str]):
@@ -146,7 +146,7 @@ def open_recipe(request: Request, notes: list[str]):
     from gradus.plan import hf
     from gradus.train import resolve
 
-    name, cluster = request.recipe, _cluster(request)[0] if request.json_file else None
+    name, cluster = _named(request.recipe), _cluster(request)[0] if request.json_file else None
     here = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
     given = resolve.Given(request.json_file, here)
     if name.startswith("hf:"):
@@ -160,7 +160,7 @@ def open_recipe(request: Request, notes: list[str]):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
                 recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
-                notes.append(f"a step has {now:,.0f} places instead of {then:,.0f}: {recipe.train.steps:,} steps, for as many in the whole")
+                notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, for as many in total")
         return recipe, None, bare
     if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
@@ -169,6 +169,12 @@ def open_recipe(request: Request, notes: list[str]):
     notes += more
     recipe, task = _open(recipe, notes)
     return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
+
+
+def _named(name: str) -> str:
+    """A folder that is no run but holds a config.json is a bare model."""
+    folder = Path(os.path.expanduser(name))
+    return f"hf:{name}" if (folder / "config.json").is_file() and not (folder / "recipe.yaml").exists() else name
 
 
 def _samples_as_long(overrides) -> list[str]:
@@ -217,7 +223,7 @@ def _for_tokens(recipe: Recipe, tokens: float) -> Recipe:
 
 
 def tokens_a_step(recipe: Recipe) -> float:
-    """Places of a step over all devices, padding counted: of an encoder-decoder those of both sides."""
+    """Tokens of a step over all devices, padding counted: of an encoder-decoder those of both sides."""
     from gradus.plan.counts import tokens_a_sample
 
     return recipe.batch.tokens or recipe.batch.samples * tokens_a_sample(recipe)
@@ -233,8 +239,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     if cluster.n > MOST_DEVICES:
         raise UserError(f"--on={request.on}: {cluster.n:,} devices; the plan goes up to {MOST_DEVICES:,}.")
     if cluster.device.kind == "tpu":
-        why = "Gradus does not run on TPUs; their entry is there to be compared with (gradus hardware)"
-        raise UserError(f"{request.on}: {why}. Take a GPU.")
+        why = "Gradus does not run on TPUs; their entry is for comparison (gradus hardware)"
+        raise UserError(f"{request.on}: {why}. Use a GPU.")
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
 
 
@@ -307,8 +313,8 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
 
 def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     layout, at = recipe.layout, {"rank": memory.rank, "at": memory.at}
-    common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "as it stands"}
-    common |= {"samples a step": recipe.batch.samples} if recipe.batch.samples else {"tokens a step": recipe.batch.tokens}
+    common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "the defaults"}
+    common |= {"samples per step": recipe.batch.samples} if recipe.batch.samples else {"tokens per step": recipe.batch.tokens}
     own = {
         "optimizer": {"optimizer": recipe.optimizer.name},
         "activations": {"micro-batch": layout.micro_batch or "a device's whole share", "checkpointing": layout.checkpointing},
@@ -321,9 +327,9 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     if memory.framework:
         from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
 
-        given = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "a communicator": COMMUNICATOR}
+        given = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "per communicator": COMMUNICATOR}
         given["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
-        source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB a communicator"
+        source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"
     rows += [
         known_figure("memory/allocated", memory.allocated, parts, **at),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
@@ -353,7 +359,7 @@ def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
     parts = {part: seconds for part, seconds in time.parts.items() if seconds}
     rows = [known_figure(f"time/{part}", seconds, _put_in(part, work, cluster), of="step") for part, seconds in parts.items()]
     rows.append(known_figure("time/step", time.total, parts, low=time.low, high=time.high))
-    for unit, put_in, n in (("tokens", "places", work.tokens), ("samples", "samples", work.samples)):
+    for unit, put_in, n in (("tokens", "tokens", work.tokens), ("samples", "samples", work.samples)):
         if n:
             rows.append(known_figure(f"time/{unit}_per_s", n / time.total, {put_in: n, "seconds": time.total}))
     return time, rows
@@ -376,7 +382,7 @@ def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
     elif kind == "bubble":
-        given = {"schedule": work.schedule, "stages": work.stages, "stages a device": work.virtual, "micro-batches": m}
+        given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
         given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
     elif kind == "optimizer":
         given = {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
@@ -404,20 +410,20 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
         steps = total_steps(recipe, task)
     except UserError as e:
         steps = None
-        notes.append(str(e).replace("without", "how long in all: without", 1))
+        notes.append(str(e).replace("without", "how long in total: without", 1))
     rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
     return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
 def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
     if request.tokens:
-        formula, source = "tokens / places a step, rounded up", "--tokens"
-        given = {"tokens": request.tokens, "places a step": tokens_a_step(recipe)}
+        formula, source = "tokens / tokens per step (padding counted), rounded up", "--tokens"
+        given = {"tokens": request.tokens, "tokens per step": tokens_a_step(recipe)}
     elif recipe.train.steps is not None:
         formula, source, given = "train.steps", "the recipe; of a preset as published", {"train.steps": recipe.train.steps}
     else:
         formula, source = "epochs × batches of an epoch", "counted from the data"
-        given = {"train.epochs": recipe.train.epochs, "samples a step": recipe.batch.samples, "tokens a step": recipe.batch.tokens}
+        given = {"train.epochs": recipe.train.epochs, "samples per step": recipe.batch.samples, "tokens per step": recipe.batch.tokens}
     return figure("budget/steps", steps, "steps", formula, {k: v for k, v in given.items() if v}, source)
 
 
@@ -460,7 +466,7 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     from gradus.plan.serving import lines, serving
 
     if request.days or request.tokens:
-        raise UserError("--serve: --tokens and --days are of training. Leave them out.")
+        raise UserError("--serve: --tokens and --days are for training. Leave them out.")
     recipe, _, cluster, *_ = asked(request, notes := [])
     precision = recipe.layout.precision.removeprefix("pure_")
     try:
@@ -478,11 +484,11 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
     from gradus.plan.serving import optimal_lines
 
     if request.on or request.days:
-        raise UserError("--optimal: of a model's size alone: --on and --days have no effect. Leave them out.")
+        raise UserError("--optimal is about a model's size alone: --on and --days have no effect. Leave them out.")
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
     if recipe.model.family not in ("gpt", "llama"):
         of_what = "decoders that continue text (gpt, llama)"
-        raise UserError(f"--optimal: the published fits are of {of_what}, not of family {recipe.model.family}.")
+        raise UserError(f"--optimal: the published fits are for {of_what}, not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
     rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
     return optimal_lines(request.recipe, total, request.tokens, rows), rows

@@ -88,7 +88,7 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None) -> Task:
         return _images(recipe)
     length = seq_len or (config.length if config.name == "copy" else getattr(recipe.data, "max_len", None) or model.seq_len)
     if model.family != "t5" and length > model.seq_len:
-        raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={model.seq_len}: shorten it, or raise it")
+        raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={model.seq_len}: shorten it, or raise model.seq_len")
     words = _Vocabulary(model.vocab_size)
     around, smoothing = {"cls": words.cls_id, "sep": words.sep_id}, getattr(config, "label_smoothing", 0.0)
 

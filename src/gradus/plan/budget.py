@@ -71,7 +71,7 @@ def budget(
     rows, time = [], tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
-        given = {"steps": steps, "seconds a step": step[i], "goodput": good[2 - i]}
+        given = {"steps": steps, "seconds per step": step[i], "goodput": good[2 - i]}
         rows.append(known_figure("budget/time", time[i], given, source=good_source, case=case))
         given = {"devices": n, "seconds": time[i]}
         rows.append(known_figure("budget/device_hours", hours[i], given, source=good_source, case=case))
@@ -87,7 +87,7 @@ def _cost(hours: Cases, price: Price | None) -> list[Row]:
     rows, unit = [], SIGNS.get(price.currency, price.currency)
     source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
     for case, each, rate in zip(CASES, hours, (price.low, price.expected, price.high)):
-        given = {"device-hours": each, f"{price.currency} a device-hour": rate}
+        given = {"device-hours": each, f"{price.currency} per device-hour": rate}
         rows.append(known_figure("budget/cost", each * rate, given, unit=unit, source=source, case=case, date=price.date))
     return rows
 
@@ -108,7 +108,7 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Ro
     source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
     rows = []
     for i, case in enumerate(CASES):
-        given = {"W of a device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
+        given = {"W per device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
         devices = hours[i] * HOUR * watts[i]
         node, facility = devices * NODE[i], devices * NODE[i] * factor[i]
         whole = {"devices": cluster.n, **given, "seconds": step[i]}

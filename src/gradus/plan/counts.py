@@ -178,7 +178,7 @@ def utilisation(name: Literal["mfu", "hfu"], operations: float, seconds: float, 
     what, convention = ("model", FULL) if name == "mfu" else ("hardware", HARDWARE)
     device = cluster.device
     if dtype not in device.peaks:
-        raise UserError(f"{device.name}: its peak in {dtype} is not known, so there is no share of it.{did_you_mean(dtype, device.peaks)}")
+        raise UserError(f"{device.name}: its peak in {dtype} is not known, so utilisation cannot be given.{did_you_mean(dtype, device.peaks)}")
     peak = device.peaks[dtype]
     inputs = {f"flops/{what}": operations, "seconds": seconds, "devices": cluster.n, f"dense peak in {dtype} (FLOP/s)": peak}
     return known_figure(f"time/{name}", operations / (seconds * cluster.n * peak), inputs, convention=convention, dtype=dtype)

@@ -378,9 +378,9 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
     components = {name: round(v) for name, v in zip(NAMES, alive.most)}
     notes = []
     if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: the plan is of the step without compiling, which fuses and mostly needs less.")
+        notes.append(f"layout.compile={layout.compile}: planned without compiling, which fuses operations and mostly needs less.")
     if layout.offload and p.target == "cpu":
-        notes.append("layout.offload: a CPU's own memory is the host's, and what stays there is counted.")
+        notes.append("layout.offload: on a CPU nothing is offloaded: its memory is the host's.")
     if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
         notes.append(
             f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "

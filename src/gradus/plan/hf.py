@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from gradus import models
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError
 from gradus.models import weights
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
@@ -33,7 +33,8 @@ REFUSED = TABLE["refused"]
 class Read(NamedTuple):
     config: ModelConfig
     notes: list[str]  # what of it the plan leaves out, and that it changes neither parameters nor operations
-    seq_len: int | None  # positions that can be used, where they are fewer than the model has
+    seq_len: int | None = None  # positions that can be used, where they are fewer than the model has
+    kind: str | None = None  # model_type, of a config.json of others
 
 
 def read_hf(name: str) -> Read:
@@ -46,15 +47,17 @@ def read_hf(name: str) -> Read:
     file = path / "config.json"
     hf = weights.read_json(file) if file.is_file() else {"gradus": True}
     if "gradus" in hf or str(hf.get("model_type")).startswith("gradus"):
-        return Read(models.config_of(path), [], None)
+        return Read(models.config_of(path), [])
     kind = hf.get("model_type")
     if not isinstance(kind, str | None):
         raise UserError(f"{name}: model_type={kind!r:.60}: expected text")
     if kind in REFUSED:
         field, why, nearest, preset = REFUSED[kind]
-        raise UserError(f"{name}: model_type={kind} does not map: {field}: {why}. The nearest is family {nearest}: gradus plan {preset}")
+        raise UserError(
+            f"{name}: model_type={kind} can be neither planned nor trained: {field}: {why}. The nearest family is {nearest}: gradus plan {preset}"
+        )
     if kind not in KINDS:
-        raise UserError(f"{name}: model_type={kind} maps onto none of Gradus' families.{did_you_mean(str(kind), KINDS)}")
+        raise UserError(f"{name}: model_type={kind} is not one of Gradus's families, nor like one. Known: {', '.join(sorted(KINDS))}.")
     with models.one_line(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # several dropouts: they are no matter of size
         try:
@@ -102,7 +105,7 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])
     hf["model_type"] = entry.get("as", kind)
     config = weights.rules_of(entry["family"]).config_from_hf(hf)
-    return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable)
+    return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable, kind)
 
 
 def _heads(hf: dict[str, Any], theirs: str, heads: dict[str, str]) -> None:
@@ -162,7 +165,9 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
         config, name = model, model.preset or model.family
     elif model.startswith("hf:"):
         tokenizer = model.removeprefix("hf:")
-        config, more, usable = read_hf(model)
+        config, more, usable, kind = read_hf(model)
+        if kind and kind not in weights.model_types():
+            notes.append(f"model_type={kind} can be planned, not trained: family {config.family} has as many parameters and operations, other weights")
         name, notes[len(notes) :] = Path(tokenizer).name, more
     else:
         config = presets.config_of(model)

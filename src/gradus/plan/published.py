@@ -23,7 +23,7 @@ def lines(path: str | None = None) -> Iterator[str]:
     """The kept tables. Raises UserError for a file, which is the benchmark's."""
     if path:
         instead = f"python benchmarks/groundtruth.py {path} scores it, --fit fits on it"
-        raise UserError(f"gradus plan --accuracy prints the kept table and takes no file: {instead}.")
+        raise UserError(f"gradus plan --accuracy prints the packaged table and takes no file: {instead}.")
     file = fitted()
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED

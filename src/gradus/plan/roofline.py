@@ -87,11 +87,11 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
     found = next((name for name in (chip, NEAREST.get(chip, chip), maker) if name in chips), None)
     notes = []
     if found is None:
-        notes.append(f"no fitted parameters for {chip} or its maker: general ones are taken, expect errors of 30 % and more; gradus calibrate measures it")
+        notes.append(f"no fitted parameters for {chip} or its maker: general ones are used, expect errors of 30 % and more; gradus calibrate measures it")
     elif found != chip:
-        notes.append(f"no fitted parameters for {chip}: those of {found} are taken, expect errors of 20 % and more; gradus calibrate measures it")
+        notes.append(f"no fitted parameters for {chip}: those of {found} are used, expect errors of 20 % and more; gradus calibrate measures it")
     elif set(chips[chip]) < set(chips.get("nvidia", ())):
-        notes.append(f"of {chip} only {', '.join(chips[chip])} was measured: the rest is what other chips have; gradus calibrate measures it")
+        notes.append(f"of {chip} only {', '.join(chips[chip])} was measured: other chips' parameters are used for the rest; gradus calibrate measures it")
     values = {**chips.get("nvidia", {}), **chips.get(maker, {}), **chips.get(NEAREST.get(chip, ""), {}), **chips.get(found, {}), **file.get("network", {}), **file.get("software", {}).get(software, {})}
     return Parameters(**{k: v for k, v in values.items() if k in FIELDS}), tuple(notes)
 

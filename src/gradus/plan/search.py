@@ -352,7 +352,7 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
             good.sort(key=lambda c: c.order)
     if not good and not large:
         check.validate(space._with(space.base), space.n)  # says what is wrong
-        raise UserError(f"{space.recipe.name}: no layout is allowed on {space.n} devices. Take another number of devices, or another batch.samples.")
+        raise UserError(f"{space.recipe.name}: no layout is allowed on {space.n} devices. Use another number of devices, or another batch.samples.")
     if path:
         layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in (("good", good), ("large", large))}
         with contextlib.suppress(OSError):
@@ -435,7 +435,7 @@ class Found:
         steps = self.steps or 1000
         whole = f"; {duration(c.run)}" if c.run else ""
         cost = f"{', ' if c.run else '; '}{money(self.charge(c, steps), self.currency)}" if c.money else ""
-        return f"{whole}{cost} {'in all' if self.steps else 'for 1,000 steps'}" if whole or cost else ""
+        return f"{whole}{cost} {'in total' if self.steps else 'for 1,000 steps'}" if whole or cost else ""
 
     def charge(self, c: Candidate, steps: float) -> float:
         """Money of so many steps, and of the time that is lost beside them (`budget.goodput`)."""
@@ -464,14 +464,14 @@ class Found:
             if c.time:
                 out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
             if c.money is not None:
-                given = {"devices": c.n, "seconds a step": c.seconds, f"{self.currency} a device-hour": c.money / c.n / c.seconds * 3600}
+                given = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": c.money / c.n / c.seconds * 3600}
                 source = "the price file (gradus hardware NAME), the usual goodput (plan/budget.py)"
                 unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
                 text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
                 conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
                 out.append(figure("search/money", self.charge(c, steps), unit, text, {**given, "steps": steps}, source, **conditions))
             if c.run is not None:
-                given = {"steps": self.steps, "seconds a step": c.seconds}
+                given = {"steps": self.steps, "seconds per step": c.seconds}
                 out.append(figure("search/time", c.run, "s", "steps × seconds / goodput", given, "plan/budget.py", **conditions))
         return out
 
@@ -532,7 +532,7 @@ def _reason(c: Candidate, best: Candidate, node: int) -> str:
         return f"{c.seconds / best.seconds:.2f} × the time on {c.n:,} device{'s' * (c.n > 1)}"
     behind = {name: c.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in {*c.parts, *best.parts}}
     if (c.seconds - best.seconds) / best.seconds < 0.005:
-        return "as fast, within half a per cent"
+        return "as fast, within 0.5 %"
     name = max(sorted(behind), key=lambda part: behind[part])
     percent = f"{100 * c.parts[name] / c.seconds:.0f} %"
     axis = name.removeprefix("comm/")
@@ -545,7 +545,7 @@ def _reason(c: Candidate, best: Candidate, node: int) -> str:
         return f"computes the forward pass again: matrix products {percent} of the step"
     return {
         "matmul": f"matrices too thin: {c.parts['matmul'] / best.parts['matmul']:.2f} × the time for them" if best.parts.get("matmul") else "matmul",
-        "launch": f"too little work a launch: {percent} of the step waits for the host",
+        "launch": f"too little work per launch: {percent} of the step waits for the host",
         "memory": f"memory-bound operations {percent} of the step",
         "optimizer": f"the optimizer's step {percent}: its state is not split",
     }.get(name, f"{name} {percent} of the step")
@@ -562,7 +562,7 @@ def _advice(space: Space, nearest: Candidate) -> list[str]:
     out = [f"nearest: {nearest.describe()}: {_too_large(nearest)}"]
     state = sum(nearest.memory[name] for name in ("weights", "gradients", "optimizer"))
     if state < nearest.capacity:
-        out.append("weights, gradients and optimizer state would fit: take shorter samples (data.max_len), or layout.offload with layout.shard")
+        out.append("weights, gradients and optimizer state would fit: use shorter samples (data.max_len), or layout.offload with layout.shard")
     if more := on_more(space):
         out.append(f"it fits on {more.n:,} of them: --on {more.n}x{space.cluster.device.name} {more.keys}".rstrip())
     return out

@@ -123,9 +123,9 @@ def _length(config: ModelConfig, seq_len: int | None) -> int:
 
 def _can_split(config: ModelConfig, on: Cluster) -> None:
     most = max(n for n in range(1, on.device.node + 1) if config.n_heads % n == 0)
-    instead = f"Say --on {f'{most}x' if most > 1 else ''}{on.device.name}"
+    instead = f"Use --on {f'{most}x' if most > 1 else ''}{on.device.name}"
     if on.n > on.device.node:
-        why = f"more than a node of {on.device.node}: the all-reduces of every token would cross the network"
+        why = f"a node has {on.device.node}: beyond it the all-reduces of every token would cross the network"
         raise UserError(f"--on {on.n}x{on.device.name}: {why}. {instead}, and another copy of the model on every further node")
     if config.n_heads % on.n:
         raise UserError(f"--on {on.n}x{on.device.name}: n_heads={config.n_heads} is not a multiple of {on.n}. {instead}")
@@ -245,7 +245,7 @@ def passes(use: Use) -> Iterator[Pass]:
         acting = layers * _layer(c) + deep * 2 * c.d_model * wide
         operations = 2 * acting * use.source + 4 * layers * wide * use.source**2
         yield Pass("prefill_time", "operations on the source", use.batch * operations, acting, sums, use.source)
-    else:  # causal: half of the scores; the last place's logits
+    else:  # causal: half of the scores; the last position's logits
         operations = 2 * (n - head) * s + 2 * head + 2 * layers * wide * s**2
         yield Pass("prefill_time", "2·(N_mm - hV)·s + 2hV + 2·L·a·d·s²", use.batch * operations, n, sums, s)
     operations = 2 * n + 4 * deep * wide * (s + use.source)
@@ -265,7 +265,7 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
     of, places = ("image", "patches") if images else ("sequence", "tokens")
     held = f"{c['batch']} {of}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {places}"
     held += f" and {c['source_len']:,} of source" if "source_len" in c else ""
-    answer = [f"{name}, to use it: {rule.conditions['how']['inputs']['P']:,} parameters of {c['bits']} bits, {held} at a time"]
+    answer = [f"{name}, to serve it: {rule.conditions['how']['inputs']['P']:,} parameters of {c['bits']} bits, {held} at a time"]
     if on is None:
         answer.append(f"memory    {size(need)}: {parts}")
     else:
@@ -273,8 +273,8 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         over = f", {size(need - capacity)} too much" if need > capacity else ""
         each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
-    single = f"{device.value} has the least memory of those that hold it (of equals the cheapest)"
-    single = single if device.conditions["fits"] else "no single one holds it; --on 8xDEVICE splits it over eight"
+    single = f"{device.value} is the smallest that holds it (of equals the cheapest)"
+    single = single if device.conditions["fits"] else "no single device holds it; --on 8xDEVICE splits it over eight"
     holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
     answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")
@@ -293,10 +293,10 @@ def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, imag
         what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
         prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens {least} {duration(prefill.value)}"
         limit, speed = decode.conditions["limit"], rate(found["tokens_per_s"].value)
-        yield f"{prompt}, then a token{of_each} {least} {duration(decode.value)} (limit: {limit}): {most} {speed} tokens/s in all"
+        yield f"{prompt}, then a token{of_each} {least} {duration(decode.value)} (limit: {limit}): {most} {speed} tokens/s in total"
     elif "forward_time" in found:
         speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
-        yield f"{least} {forward} a batch: {most} {speed} {'images' if images else 'samples'}/s"
+        yield f"{least} {forward} per batch: {most} {speed} {'images' if images else 'samples'}/s"
     elif on is None:
         yield "say --on DEVICE"
 

@@ -1,7 +1,8 @@
-"""The plan as text: the answer that a person reads in ten seconds, then its components, and how any figure came about."""
+"""The plan as text: the answer that a person reads in ten seconds, then its components, and the explanation of any figure."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -102,14 +103,14 @@ def headline(answer: Answer, request: Request) -> list[str]:
     main = sorted((k for k in parts if k not in ("allocated", "reserved", "device", "capacity")), key=lambda k: -parts[k])
     most = ", ".join(f"{k} {parts[k] / parts['device']:.0%}" for k in main[:2] if parts[k])
     if answer.fits is None:
-        lines.append(f"memory    {size(parts['device'])} a device at the peak ({most})")
+        lines.append(f"memory    {size(parts['device'])} per device at the peak ({most})")
     else:
         share = parts["device"] / parts["capacity"]
         over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
         verdict = "fits" if answer.fits else "NO FIT"
-        lines.append(f"{verdict:9} {size(parts['device'])} of {size(parts['capacity'])} a device ({share:.0%}{over}; {most})")
+        lines.append(f"{verdict:9} {size(parts['device'])} of {size(parts['capacity'])} per device ({share:.0%}{over}; {most})")
     if answer.fits is False:
-        nothing = "no layout of this model fits, on up to 1,024 times as many devices of the kind: shorter samples, or a smaller model"
+        nothing = "no layout of this model fits on up to 1,024 times as many of these devices: use shorter samples, or a smaller model"
         return lines + [f"try       {line}" for line in answer.advice or [nothing]]
     return lines + _how_long(answer) + _deadline(answer, request) + _how_much(answer)
 
@@ -165,7 +166,7 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
     expected, high = (cases[case].value <= request.days * DAY for case in ("expected", "high"))
     by = f"made by {answer.n:,} × {answer.cluster.device.name}"
     if expected:
-        by += "" if high else ", but not if all goes as badly as it may"
+        by += "" if high else ", but not in the worst case"
     else:
         by = f"NOT {by}; {needed['expected'].value:,} or more would (leave the number out of --on to have it found)"
     return [f"deadline  {request.days:g} days: {by}"]
@@ -177,15 +178,15 @@ def _how_much(answer: Answer) -> list[str]:
     found = []
     if cost:
         currency = cost["low"].unit
-        found.append(f"{_interval(cost)} (price {_put_in(cost, ' a device-hour', lambda v: money(v, currency))} an hour)")
+        found.append(f"{_interval(cost)} (price {_put_in(cost, ' per device-hour', lambda v: money(v, currency))} per hour)")
     elif hours:
         device = answer.cluster.device.name
         found.append(f"no price of {device} is known (your prices: gradus hardware {device})")
     if hours:
         found.append(value_text(hours["expected"]))
     if energy:
-        watts = _put_in(_cases(answer.rows, "budget/energy_device"), "W of a device")
-        found.append(f"{_interval(energy)} ({watts} W a device, PUE {_put_in(energy, 'PUE')})")
+        watts = _put_in(_cases(answer.rows, "budget/energy_device"), "W per device")
+        found.append(f"{_interval(energy)} ({watts} W per device, PUE {_put_in(energy, 'PUE')})")
         found.append(f"{_interval(co2)} CO2 ({co2['expected'].conditions['grid']}: {_put_in(co2, 'kg/kWh')} kg/kWh)")
     return [f"how much  {'; '.join(found)}"] if found else []
 
@@ -201,7 +202,7 @@ MORE = "--all for components, --explain NAME for a figure"
 LEGEND = (
     "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; "
     "totals: also time lost, prices, power, grid",
-    "--explain NAME: how a figure came about, e.g. --explain memory/activations, budget/time",
+    "--explain NAME: the explanation of a figure, e.g. --explain memory/activations, budget/time",
 )
 
 
@@ -220,10 +221,10 @@ VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not 
 
 def printed(lines: Iterable[str]) -> Iterator[str]:
     """Lines as a terminal shows them: folded, the verdicts in colour."""
-    for line in (piece for line in lines for piece in fold(line)):
+    for text in itertools.chain.from_iterable(map(fold, lines)):
         for name, pattern in VERDICTS.items():
-            line = re.sub(pattern, lambda m, name=name: colour(m[0], name), line)
-        yield line
+            text = re.sub(pattern, lambda m, name=name: colour(m[0], name), text)
+        yield text
 
 
 def note_lines(notes: list[str]) -> list[str]:
@@ -287,7 +288,7 @@ def plain(n: Any) -> str:
 
 
 def explain(rows: list[Row], name: str) -> Iterator[str]:
-    """How a figure came about. Raises UserError for a name that the plan does not have."""
+    """The explanation of a figure. Raises UserError for a name that the plan does not have."""
     for row in named(rows, name):
         case = row.conditions.get("case")
         exact = "" if isinstance(row.value, str) else f"   ({plain(row.value)} {row.unit})".replace(" )", ")")

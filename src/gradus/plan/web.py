@@ -396,7 +396,7 @@ def open_server(host: str, port: int, started: Request | None, planner: Any = No
     except socket.gaierror:
         raise UserError(f"--host={host}: not an address of this machine. The default is 127.0.0.1: from this machine only.") from None
     except PermissionError:
-        raise UserError(f"--port={port}: ports below 1024 need root. Take --port 8000.") from None
+        raise UserError(f"--port={port}: ports below 1024 need root. Use --port 8000.") from None
     except OSError as e:
         with contextlib.suppress(OSError), socket.create_server((host, 0), family=_family(host)) as other:
             raise UserError(f"--port={port}: taken. A free one: --port {other.getsockname()[1]}") from None

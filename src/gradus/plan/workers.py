@@ -86,7 +86,7 @@ class Workers:
         free = self.slots.acquire(timeout=self.seconds)
         self.waiting -= 1
         if not free:
-            raise UserError("the page is planning for others just now. Ask again in a minute, or run the command in a terminal.")
+            raise UserError("the page is busy with other plans. Try again in a minute, or run the command in a terminal.")
         worker = None
         try:
             if gone():
@@ -96,7 +96,7 @@ class Workers:
         except Gone:
             return None
         except TimeoutError:
-            why = f"ended after {self.seconds:g} s: it takes longer than a page waits for"
+            why = f"ended after {self.seconds:g} s: longer than a page waits"
         except EOFError as e:
             why = f"{e}: too much memory?"
         finally:

@@ -420,7 +420,7 @@ class Looked:
         wait = max(0.0, data - step) if workers else data
         share = wait / (step + wait)
         text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} samples of a step"
-        text += f" that takes {1e3 * step:,.0f}{how}"
+        text += f" that takes {1e3 * step:,.0f} ms{how}"
         text += f"; {share:.0%} of the time is waiting, {WAIT:.0%} is allowed"
         if share <= WAIT:
             return text

@@ -160,6 +160,11 @@ def find(name_or_path: str | Path) -> Source:
 
 
 def _not_there(name: str, path: Path) -> str:
+    if name in presets.PRESETS or name in presets.ALIASES:
+        return (
+            f"{name}: the preset of a model, not a recipe: it has no task and no data. In a recipe set "
+            f"model.preset={name}; gradus plan {name} plans it."
+        )
     files = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES]
     near = difflib.get_close_matches(name, [*files, *names()], n=1)
     meant = f" Did you mean {near[0]}?" if near else ""

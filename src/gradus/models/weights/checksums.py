@@ -63,6 +63,8 @@ def read(folder: Path) -> dict[str, dict] | None:
         told = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except RecursionError:
+        raise ValueError(FILE) from None
     if not (
         isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())
     ):
