@@ -62,6 +62,7 @@ RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
 NODES = 2_000_000  # the same of the hardware files
 TOKEN_IDS = 2**24  # the highest id that a tokenizer may have; tables of that length are held
 LINE = 2**28  # characters of one line of data
+UNPACKED, RATIO = 256 * MB, 250  # what a packed file may always unpack to, and how many times its size beyond
 FIELD = 2**22  # characters that are read of a labelled text; War and Peace has 3.2 million
 TOKEN = 256  # characters of a token of a text that a model reads; those of published vocabularies have at most 128
 WORD = 1_000  # characters of a word from which a tokenizer is made: a longer one counts in parts

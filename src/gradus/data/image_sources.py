@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from gradus import limits
 from gradus.data.cache import digest, identity
-from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, read_rows, table_of
+from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
 from gradus.data.splits import find_split, named_after
+from gradus.data.text import check_number
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.schema import ImagesData
 from gradus.recipe.text import looked_for
@@ -58,6 +60,8 @@ class TableSource(Rows):
         for i, label in enumerate(labels):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
+            if label >= limits.CLASSES:  # it may be more than int64 holds
+                check_number(self.where(i), label)
         return np.array(labels, dtype=np.int64)
 
     def rows(self) -> Iterator[bytes | Path]:
@@ -146,7 +150,7 @@ class CifarSource(Rows):
             yield from ((str(file), file.read_bytes()) for file in self.files())
             return
         try:
-            with tarfile.open(self.path, "r:*") as archive:
+            with open_packed(self.path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
                 for member in archive:
                     base = member.name.rsplit("/", 1)[-1]
                     if re.fullmatch(r"data_batch_\d|test_batch", base):

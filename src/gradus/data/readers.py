@@ -57,12 +57,35 @@ def kind_of(path: str | Path) -> str:
     return KINDS[end]
 
 
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds. Raises UserError where that is far more than any data are packed to."""
+
+    def __init__(self, path: Path, file: io.BufferedIOBase, packed: int):
+        self.path, self.file, self.read_bytes, self.most = path, file, 0, max(limits.UNPACKED, limits.RATIO * packed)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = self.file.readinto(buffer)
+        self.read_bytes += n
+        if self.read_bytes > self.most:
+            what = f"unpacks to more than {self.most / limits.MB:,.0f} MB, {limits.RATIO} times its size or more"
+            raise UserError(f"{self.path}: {what}. Is it data? If it is, unpack it, and give what was in it.")
+        return n
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
 def open_packed(path: Path) -> io.BufferedIOBase:
-    """A file's content, unpacked where its name ends in .gz or .xz."""
-    limits.regular(path)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+    """A file's content, unpacked where its name ends in .gz, .tgz or .xz."""
+    packed = limits.regular(path).stat().st_size
+    if path.suffix not in (".gz", ".tgz", ".xz"):
+        return open(path, "rb")
+    unpack = lzma.open if path.suffix == ".xz" else gzip.open
+    return io.BufferedReader(_Unpacked(path, unpack(path, "rb"), packed), 1 << 16)
 
 
 def whole_lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
