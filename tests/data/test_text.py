@@ -10,7 +10,6 @@ import lzma
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys

@@ -228,7 +228,7 @@ def test_damaged_files_of_the_cache_are_made_anew(vit, tmp_path, monkeypatch, ca
     best.parent.mkdir()
     for text in ("", "{", "[]", "5", "null", '{"any": ["torchscript", "fp32"]}', '{"any": ["zzz", "fp32"], "when": 1}', '{"any": "torch", "when": 1}'):
         best.write_text(text)
-        code, out, err = predicted(vit / "model", vit, capsys, "auto")
+        code, _, err = predicted(vit / "model", vit, capsys, "auto")
         assert (code, "--engine auto: torch fp32 (no gradus bench" in err) == (0, True)
 
 

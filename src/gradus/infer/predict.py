@@ -23,7 +23,20 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
-from gradus.infer import PREPROCESSOR, Encoded, Place, encode, engines, find, fits, grid, note, read_made, readable, special
+from gradus.infer import (
+    PREPROCESSOR,
+    Encoded,
+    Place,
+    encode,
+    engines,
+    find,
+    fits,
+    grid,
+    note,
+    read_made,
+    readable,
+    special,
+)
 from gradus.infer.checked import Running
 from gradus.limits import read_json
 from gradus.models.decoding import complete
