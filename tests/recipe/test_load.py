@@ -424,6 +424,10 @@ def test_nested_keys_have_their_path(write):
     ]
 
 
+def test_a_section_that_holds_no_keys_is_told_beside_an_override_of_it(write):
+    assert problems(write(COPY + "log: [[]]\n"), ["log.dir=x"]) == ["r.yaml: log: expected keys, got [[]]. It has the keys dir, every, line, tensorboard, wandb."]
+
+
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
 def test_empty_file(write, text):
     assert len(lines := problems(write(text))) == 1

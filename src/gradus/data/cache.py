@@ -60,7 +60,7 @@ def _mark(file: Path) -> list[Any]:
     return [size, hashlib.sha256(file.read_bytes()).hexdigest() if size < SMALL else None]
 
 
-def whole(folder: Path) -> bool:
+def unchanged(folder: Path) -> bool:
     """Whether its files are those that `keep` has made."""
     try:
         made = json.loads((folder / MADE).read_text())
@@ -69,7 +69,10 @@ def whole(folder: Path) -> bool:
         return False
 
 
-def keep(folder: Path, write: Callable[[Path], None], setting: str = "data.cache") -> Path:
+def keep(
+    folder: Path, write: Callable[[Path], None], setting: str = "data.cache",
+    whole: Callable[[Path], bool] = unchanged,
+) -> Path:  # fmt: skip
     """The folder, made by `write` unless it is there and whole.
 
     Several processes may make the same one at the same time, in other containers and on other hosts that share the

@@ -23,7 +23,20 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
-from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, read_made, readable, special
+from gradus.infer import (
+    PREPROCESSOR,
+    Encoded,
+    Place,
+    encode,
+    engines,
+    find,
+    fits,
+    grid,
+    note,
+    read_made,
+    readable,
+    special,
+)
 from gradus.infer.checked import Running
 from gradus.limits import read_json
 from gradus.models.decoding import complete
@@ -334,7 +347,7 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
         data = place.recipe.data
         where, mean, std = f"{place.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
-        file = place.folder / "preprocessor_config.json"
+        file = place.folder / PREPROCESSOR
         settings = models.weights.read_json(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
