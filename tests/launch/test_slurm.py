@@ -120,7 +120,7 @@ def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
     ("words", "told"),
     [
         ([], "gradus launch slurm: RECIPE is missing. Give a recipe, or --status JOBID."),
-        (["copy-task", "--time", "soon"], "--time=soon: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS"),
+        (["copy-task", "--time", "soon"], "--time=soon: not a time limit. Give minutes, HH:MM:SS or D-HH:MM:SS"),
         (["copy-task", "--time", "1", "--signal", "USR1@60"], "--signal=USR1@60: the limit is only 60 s (--time=1). Give a longer --time or a later signal, e.g. USR1@15."),
         (["copy-task", "--nodes", "0"], "--nodes=0: must be at least 1."),
         (["copy-task", "--nodes", "two"], "--nodes=two: must be a whole number."),

@@ -230,7 +230,7 @@ def _gpus(args: Namespace) -> int:
 def _seconds(limit: str) -> int:
     """The seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. 0 means no limit."""
     if not TIME.fullmatch(limit):
-        raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90 or 2-00:00:00.")
+        raise UserError(f"--time={limit}: not a time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 2-00:00:00.")
     days, _, clock = limit.rpartition("-")
     first = "" if days or clock.count(":") == 2 else "0:"  # minutes come first
     hours, minutes, seconds = [*map(int, f"{first}{clock}".split(":")), 0, 0][:3]
@@ -268,7 +268,7 @@ class Job:
 
     def __init__(self, number: str):
         if not re.fullmatch(r"\d+(_\d+)?", number):
-            raise UserError(f"--status={number}: no job number. Slurm's are like 1234; squeue --me lists yours.")
+            raise UserError(f"--status={number}: not a job number. Slurm's are like 1234; squeue --me lists yours.")
         try:
             text = _call(["scontrol", "show", "job", number])
         except UserError as e:

@@ -63,7 +63,7 @@ def launch(args: Namespace) -> int:
     Raises UserError for a mistake in the options or the recipe, and for a command that fails.
     """
     if args.host is not None and not re.fullmatch(r"(\w[\w.%+-]*@)?[\w\[][\w.:%\[\]-]*", args.host):
-        raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
+        raise UserError(f"--host={args.host}: not a host. Give USER@HOST, and the port with -p.")
     if not below(args.folder):
         raise UserError(f"--folder={args.folder}: give a folder below the home folder there, without spaces.")
     for line in args.setup:
