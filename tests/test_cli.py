@@ -155,7 +155,7 @@ def test_training_arguments_reach_the_verb(verb, where, samples, arguments, monk
 
     def stand_in(recipe, *args, **kwargs):
         seen.append(recipe)
-        return 0 if function in ("check", "scale") else []
+        return 0 if function == "check" else iter(())
 
     monkeypatch.setattr(importlib.import_module(f"gradus.{module}"), function, stand_in)
     assert main([name, *SMALL, *options, "--json_file", arguments]) == 0

@@ -92,8 +92,10 @@ def _running(verb: Verb) -> None:
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and printed)")
-    add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and printed)")
+    add("--text", metavar="COLUMN", help="of a table: the text (default: the one that can be it, and printed)")
+    add("--label", metavar="COLUMN", help="of a table: the label (default: the one that can be it, and printed)")
+    text = "of a table: learn the text alone, for a model that predicts the next token"
+    add("--no-label", dest="label", action="store_const", const=False, help=text)
 
 
 def _planning(verb: Verb) -> None:

@@ -269,7 +269,7 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
     assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
     for change, told in (
         ({}, "Python and its libraries alone take"),
-        ({"resident": 0}, "Not one sample fits: take a smaller model or"),
+        ({"resident": 0}, "Not one sample fits: use a smaller model or"),
         ({"target": "cuda"}, "Not one sample fits: set layout.shard=N over N GPUs"),
     ):
         assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)

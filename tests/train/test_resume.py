@@ -28,6 +28,7 @@ from gradus.train.checkpoint import Checkpoints
 from gradus.train.run import train
 from gradus.train.schedule import too_high
 
+pytestmark = pytest.mark.usefixtures("no_plan")
 # dropout is on: the generator's state must be part of what is saved
 TINY = [
     "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.1", "data.n_train=256", "data.n_valid=32",
@@ -416,15 +417,15 @@ def scripted(monkeypatch, losses_told: dict[int, float], seen: dict, accuracies:
     monkeypatch.setattr(evaluation.Evaluation, "evaluate", noted)
 
 
-@pytest.fixture(params=["after the best", "before its name"])
-def killed_after_best(request, tmp_path, monkeypatch) -> tuple[Path, dict]:
+@pytest.fixture(scope="module", params=["after the best", "before its name"])
+def killed_once(request, tmp_path_factory) -> tuple[Path, dict]:
     """A run killed when the best weights, of step 14, were written and no checkpoint knows of them; and what was evaluated."""
-    run, seen = tmp_path / "run", {}
+    run, seen = tmp_path_factory.mktemp("killed") / "run", {}
 
     def kill(*_):
         raise Killed
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         scripted(patch, {7: 2.6, 14: 2.5}, seen, {7: 0.2, 14: 0.1})
         real_save, real_call = Checkpoints.save, Checkpoints._call_best
         patch.setattr(Checkpoints, "save", lambda self, step, *a: real_save(self, step, *a) if step < 12 else kill())
@@ -434,6 +435,12 @@ def killed_after_best(request, tmp_path, monkeypatch) -> tuple[Path, dict]:
             train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "train.checkpoint_every=10"]))
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
     return run, seen
+
+
+@pytest.fixture
+def killed_after_best(killed_once, tmp_path) -> tuple[Path, dict]:
+    run, seen = killed_once
+    return shutil.copytree(run, tmp_path / "run", symlinks=True), dict(seen)
 
 
 @pytest.mark.parametrize(
