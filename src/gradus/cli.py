@@ -117,7 +117,7 @@ def _planning(verb: Verb) -> None:
     add("--length", **whole(limits.LENGTH), help="with --serve: tokens a sequence (default: all its positions)")
     add("--bits", **whole(32, name="Q"), help="with --serve: of a stored weight, such as 8 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const=True, metavar="FILE", help="how far from published measurements (without a file)")
+    add("--accuracy", nargs="?", const=True, metavar="FILE", help="how far from published measurements (no file)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="with --web (default 8000)")
     add("--host", help="with --web (default 127.0.0.1: this machine only)")

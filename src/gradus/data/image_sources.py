@@ -60,8 +60,8 @@ class TableSource(Rows):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
             if label >= limits.CLASSES:  # it may be more than int64 holds
-                what = f"label {str(label)[:30]} is out of range"
-                raise UserError(f"{self.where(i)}: {what}. Labels count from 0, without gaps.")
+                gaps = f"classes are numbered from 0, without gaps, up to {limits.CLASSES - 1:,}"
+                raise UserError(f"{self.where(i)}: label {str(label)[:30]} is out of range: {gaps}.")
         return np.array(labels, dtype=np.int64)
 
     def rows(self) -> Iterator[bytes | Path]:
