@@ -153,12 +153,14 @@ def tree_damages(path: Path, data: bytes, pick: random.Random, n: int) -> Iterat
     for name, text in TEXTS.items():
         yield name, text.encode(), None
     text = data.decode()
-    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-    for _ in range(n if lines else 0):
-        at = pick.randrange(len(lines))
-        name, tree, why = mutated(yaml.safe_load(lines[at]) if path.suffix == ".yaml" else json.loads(lines[at]), pick)
-        yield f"{f'line {at} ' if len(lines) > 1 else ''}{name}", "\n".join([*lines[:at], json.dumps(tree),
-            *lines[at + 1 :], ""]).encode(), why
+    lines = text.splitlines() if path.suffix == ".jsonl" or "\n{" in text else [text]
+    read = yaml.safe_load if path.suffix == ".yaml" else json.loads
+    trees = [i for i, line in enumerate(lines) if path.suffix == ".yaml" or line[:1] in ("{", "[")]
+    for _ in range(n if trees else 0):
+        at = pick.choice(trees)
+        name, tree, why = mutated(read(lines[at]), pick)
+        name = f"line {at} {name}" if len(lines) > 1 else name
+        yield name, "\n".join([*lines[:at], json.dumps(tree), *lines[at + 1 :], ""]).encode(), why
     if path.suffix == ".jsonl" and lines:
         yield "a line cut", (text + lines[0][: len(lines[0]) // 2]).encode(), None
         yield "a list in it", (text + "[1]\n").encode(), None

@@ -95,15 +95,9 @@ def holds(found: Found, request: Request) -> int:
 
 
 def test_every_row_of_a_search_pastes_back():
-    request = Request("gpt2-small", ("model.n_layers=4", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "4xH100", 1e9)
+    request = Request("gpt2-small", ("model.n_layers=4", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "2xH100", 1e9)
     recipe, *_ = asked(request, [])
-    assert holds(search(recipe, cluster("4xH100")), request) >= 5
-
-
-def test_of_what_does_not_fit_a_search_says_no_time_and_no_money():
-    recipe, *_ = asked(Request("gpt3-175b", ("batch.samples=8",), "2xA100-40GB"), [])
-    found = search(recipe, cluster("2xA100-40GB"), steps=1000)
-    assert {row.name for row in found.rows()} == {"search/memory"} and "$" not in "\n".join(found.lines())
+    assert holds(search(recipe, cluster("2xH100")), request) >= 5
 
 
 def test_sections_and_null():
@@ -116,10 +110,11 @@ def test_sections_and_null():
     assert [kind_of(on) for on in ("8xA100-80GB", "H100", "1_024 × H100", "this")] == ["A100-80GB", "H100", "H100", "this"]
 
 
-def check_pair(preset: str, on: str) -> None:
+def check_pair(preset: str, on: str, layout: Layout | None = None) -> None:
+    """layout: in place of the one that a search chooses."""
     request = Request(preset, (), on)
     own, task, hardware, *_ = asked(request, [])
-    layout = best_layout(own, hardware, task)
+    layout = layout or best_layout(own, hardware, task)
     words = layout_keys(layout, own.layout, said_keys(request.overrides))
     again, _, there, _, chosen = asked(pasted(request, words), [])
     assert again == own.model_copy(update={"layout": layout}), words
@@ -127,12 +122,19 @@ def check_pair(preset: str, on: str) -> None:
     assert len(words) < 400 and words.count("layout.layout") == 0
 
 
-SAMPLE = [("llama3.2-1b", "8xH100"), ("vit-l16", "1xH100"), ("t5-small", "8xV100"), ("seq2seq-base", "72xGB200"), ("bert-base-cased", "8xB200")]
+HALF = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+SAMPLE = {
+    ("llama3.2-1b", "8xH100"): Layout(shard=8, **HALF, micro_batch=1, reshard=False),
+    ("vit-l16", "1xH100"): Layout(precision="bf16", micro_batch=64, checkpointing="selective"),
+    ("t5-small", "8xV100"): Layout(precision="fp16", micro_batch=4),
+    ("seq2seq-base", "72xGB200"): Layout(precision="bf16", micro_batch=1, tensor=8, sequence_parallel=True),
+    ("bert-base-cased", "8xB200"): Layout(precision="bf16", micro_batch=8, pipeline=2, schedule="interleaved"),
+}
 
 
 @pytest.mark.parametrize(("preset", "on"), SAMPLE)
 def test_a_presets_layout_pastes_back(preset, on):
-    check_pair(preset, on)
+    check_pair(preset, on, SAMPLE[preset, on])
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from gradus.plan.show import printed
 from gradus.recipe.schema import Layout, Recipe
 
 SMALL = {"model.n_layers": 4}
-WORDS = ("model.n_layers=4", "model.seq_len=256", "batch.samples=64")
+WORDS = ("model.n_layers=4", "batch.samples=64")  # as recipe_of has it: what was traced for one question is there for the next
 
 
 def recipe_of(name: str, samples: int = 64, **overrides) -> Recipe:
@@ -44,7 +44,7 @@ def best_of(recipe: Recipe, cluster: Cluster) -> Candidate:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return search(recipe_of("gpt2-small", **SMALL), hardware.cluster("4xH100"))
+    return search(recipe_of("gpt2-small", **SMALL), hardware.cluster("2xH100"))
 
 
 def test_the_winners_fit_and_are_allowed(found):
@@ -108,7 +108,7 @@ def test_a_second_search_reads_which_layouts_won(tmp_path, monkeypatch):
     assert best_of(recipe, on) == first
 
 
-@pytest.mark.parametrize("on", ["H100", "4xA100-40GB"])
+@pytest.mark.parametrize("on", ["H100", "2xA100-40GB"])
 def test_the_plan_chooses_and_prints_the_searchs_first(on):
     """And any other layout of the table is planned as it was ranked, to the last digit."""
     made = answer(Request("gpt2-small", WORDS, on))
@@ -121,13 +121,16 @@ def test_the_plan_chooses_and_prints_the_searchs_first(on):
 
 
 def test_nothing_fits():
-    found = search(recipe_of("gpt3-175b", samples=8), hardware.cluster("2xA100-40GB"))
+    """And of what does not fit a search says no time and no money."""
+    large, said = recipe_of("gpt3-175b", samples=8, **{"layout.precision": "bf16", "layout.checkpointing": "full"}), {"precision", "checkpointing"}
+    found = search(large, hardware.cluster("2xA100-40GB"), steps=1000, said=said)
+    assert {row.name for row in found.rows()} == {"search/memory"} and "$" not in "\n".join(found.lines())
     assert found.fastest is None and found.cheapest is None and not any(c.fits for c in found.table)
     assert "does not fit" in found.table[0].reason and "optimizer" in " ".join(c.reason for c in found.table)
     text = "\n".join(found.lines())
     assert "nothing fits" in text
     on = hardware.cluster(text.partition("--on ")[2].split()[0])  # where the batch as it is can be split so
-    assert on.n > 2 and best_of(found.recipe, on).fits
+    assert on.n > 2 and ranked(Space(large, on, said=said))[0][0].fits
 
 
 def test_what_does_not_fit_has_a_remedy():
@@ -146,7 +149,7 @@ def test_a_smaller_micro_batch_is_offered_before_checkpointing():
 
 def test_time_falls_with_devices():
     recipe = recipe_of("gpt2-small", samples=512, **SMALL)
-    seconds = [best_of(recipe, Cluster(hardware.find("H100"), n)).seconds for n in (1, 2, 4, 8)]
+    seconds = [best_of(recipe, Cluster(hardware.find("H100"), n)).seconds for n in (1, 2, 8)]
     assert all(more < less for less, more in itertools.pairwise(seconds))
 
 
@@ -164,16 +167,13 @@ def test_a_deadline_takes_the_fewest_in_whole_nodes():
 
 
 def test_a_stated_precision_stays():
-    for precision in ("fp32", "bf16"):
-        layout = best_layout(recipe_of("gpt2-small", **SMALL, **{"layout.precision": precision}), hardware.cluster("2xH100"))
-        assert layout.precision == precision or (precision == "bf16" and layout.param_dtype == "bf16")
+    layout = best_layout(recipe_of("gpt2-small", **SMALL, **{"layout.precision": "bf16"}), hardware.cluster("2xH100"))
+    assert layout.precision == "bf16" or layout.param_dtype == "bf16"
 
 
 def test_what_was_said_of_the_layout_stays():
-    for words in (("layout.checkpointing=full",), ("layout.precision=fp32",)):
-        layout = answer(Request("gpt2-small", (*WORDS, *words), "2xH100")).recipe.layout
-        for key, _, value in (word.removeprefix("layout.").partition("=") for word in words):
-            assert str(getattr(layout, key)).lower() == value, (words, layout)
+    layout = answer(Request("gpt2-small", (*WORDS, "layout.checkpointing=full", "layout.precision=fp32", "layout.shard=2"), "2xH100")).recipe.layout
+    assert (layout.checkpointing, layout.precision, layout.shard) == ("full", "fp32", 2)
 
 
 def test_nodes_have_their_own_size():
@@ -196,8 +196,10 @@ def test_an_impossible_number_of_devices():
 
 @pytest.mark.parametrize(
     "keys",
-    [{"precision": "bf16", "micro_batch": 2}, {"shard": 8, "param_dtype": "bf16", "micro_batch": 1, "checkpointing": "full"},
-     {"precision": "bf16", "tensor": 2, "pipeline": 2, "micro_batch": 2}, {"precision": "bf16", "pipeline": 4, "micro_batch": 2, "schedule": "interleaved"}],
+    [pytest.param({"precision": "bf16", "micro_batch": 2}, marks=pytest.mark.slow),
+     {"shard": 8, "param_dtype": "bf16", "micro_batch": 1, "checkpointing": "full"},
+     {"precision": "bf16", "tensor": 2, "pipeline": 2, "micro_batch": 2},
+     pytest.param({"precision": "bf16", "pipeline": 4, "micro_batch": 2, "schedule": "interleaved"}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_sketch_is_near_what_the_engine_says(keys):
     """On a small model within 8 % of the time and 15 % of the memory; with other samples in a micro-batch than were traced, too."""

@@ -28,6 +28,17 @@ HANDS_ON = {
 }
 
 
+def test_arguments_may_stand_in_the_file_as_they_are(tmp_path):
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps({**HANDS_ON, "save_total_limt": 3}))
+    ours, notes = from_training_args(path)
+    path.write_text(json.dumps({"TrainingArgs": {**HANDS_ON, "save_total_limt": 3}}))
+    assert (ours, notes) == from_training_args(path)
+    path.write_text(json.dumps({"max_steps": "many"}))
+    with pytest.raises(UserError, match=r'arguments\.json: max_steps: expected a whole number, got "many"\.'):
+        from_training_args(path)
+
+
 @pytest.fixture
 def read(tmp_path):
     """(what the file maps to, its notes)"""
@@ -283,10 +294,10 @@ def test_a_value_that_cannot_be_worked_with_is_one_line(read, tmp_path, argument
         ("", "line 1, column 1: not valid JSON: Expecting value."),
         ('{"TrainingArgs": {"seed": 1,}}', "line 1, column 29: not valid JSON: "),
         ('{"TrainingArgs": {"seed": 1, "seed": 2}}', "seed: given twice. Keep one."),
-        ("[]", 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
-        ('{"TrainingArg": {}}',
-         'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
-        ('{"TrainingArgs": 3}', 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ("[]", 'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ('{"TrainingArg": {"learning_rate": 5e-5}}',
+         'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ('{"TrainingArgs": 3}', 'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_one_line(tmp_path, content, text):

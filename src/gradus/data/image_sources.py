@@ -15,7 +15,6 @@ from gradus import limits
 from gradus.data.cache import digest, identity
 from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
 from gradus.data.splits import find_split, named_after
-from gradus.data.text import check_number
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.schema import ImagesData
 from gradus.recipe.text import looked_for
@@ -61,7 +60,7 @@ class TableSource(Rows):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
             if label >= limits.CLASSES:  # it may be more than int64 holds
-                check_number(self.where(i), label)
+                raise UserError(f"{self.where(i)}: label {str(label)[:30]} is out of range. Labels count from 0, without gaps.")
         return np.array(labels, dtype=np.int64)
 
     def rows(self) -> Iterator[bytes | Path]:
