@@ -181,7 +181,7 @@ def _using(verb: Verb) -> None:
     text = "text or image in: label, filled mask, translation or features out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: its lines as they come")
+    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     add("--features", **FLAG, help="print or save hidden states instead of a prediction")
@@ -198,7 +198,7 @@ def _using(verb: Verb) -> None:
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
-    add("--sliding-window", **FLAG, help="go on beyond the model's places, reading only the latest tokens")
+    add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
     add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
     add("--beams", **whole(1_000), default=1, help="beam search instead of the likeliest token each time (default 1)")
     _engine(add)
@@ -316,7 +316,7 @@ def _quantizing(verb: Verb) -> None:
     text = "of accuracy that it may lose (default 1)"
     add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help=text)
     add("--engine", metavar="NAME", help="in which both are measured (default: torch; int8 and int4: compiled)")
-    add("--force", **FLAG, help="keep it even if it is slower or loses more")
+    add("--force", **FLAG, help="keep it even if it is slower or loses more accuracy")
 
 
 def room(name: str):
