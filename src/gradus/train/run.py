@@ -222,7 +222,8 @@ def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) ->
     if r.evaluate.samples:
         with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
             if parallel.mesh.world.first:  # the only one that prints them
-                lines += task.examples(model.eval(), r.evaluate.samples)
+                shown = task.examples(model.eval(), r.evaluate.samples)
+                lines += ["", "samples after training:", *shown] if shown else []
                 model.train()
     summary = summary_of(trainer, derived) | {"metrics": metrics}
     for hook in trainer.hooks:
@@ -257,7 +258,7 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
         "train_steps_per_second": round(p.step / runtime, 4),
         "train_tokens_per_second": round(p.tokens / runtime, 1),
         **({"train_loss": p.loss_sum / (p.step - p.skipped)} if p.step > p.skipped else {}),
-        "hours_per_epoch": round(runtime / 3600 / max(epochs, 1e-9), 6),
+        "hours_per_epoch": float(f"{runtime / 3600 / max(epochs, 1e-9):.3g}"),
         "skipped_steps": p.skipped,
         "seconds": {k: round(v, 3) for k, v in seconds.items()},
         "best": best if p.best is not None else None,
