@@ -77,8 +77,8 @@ def _doc(owner: type[Section]) -> str:
 
 
 def keys(asked: str | None = None) -> list[str]:
-    """The lines of `gradus keys`, of at most WIDTH columns: of the whole recipe, a section (layout), a kind of one (model.gpt) or a
-    key (layout.precision).
+    """The lines of `gradus keys`, of at most WIDTH columns: of the whole recipe, a section (layout), a kind of one
+    (model.gpt) or a key (layout.precision).
 
     Raises UserError for a name that is none of these, with the nearest one.
     """

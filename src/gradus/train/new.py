@@ -278,7 +278,7 @@ def _recipe(target: Path, sections: Sections) -> Recipe:
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
     kind = sections["data"]["kind"]
-    more = {"images": "flip: true mirrors images at random.", "pairs": "Swap source and target for the other direction."}
+    more = {"images": "flip: true mirrors images at random.", "pairs": "Swap source and target for the other way."}
     held_out = f"{HELD_OUT[kind]} is held out where there is no valid split (data.valid). {more.get(kind, '')}".strip()
     classes = sections["task"]["name"] == "classification"
     comments = {
