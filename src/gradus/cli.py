@@ -128,7 +128,7 @@ def _planning(verb: Verb) -> None:
     text = "runs and studies as one HTML file and one PDF, to hand in"
     run = lambda a: room("report.report").report(a.runs, a.to, a.notes)  # noqa: E731
     add = verb("report", run, text, "runs").add_argument
-    text = "folders of runs and of studies; several runs: one table, with the speed-up against the first"
+    text = "folders of runs and of studies; runs of one recipe are compared with the first of them that is finished"
     add("runs", nargs="+", metavar="RUN|STUDY", help=text)
     add("--to", required=True, metavar="DIR", help="folder for report.html and report.pdf")
     add("--notes", metavar="FILE.md", help="your own discussion")
