@@ -108,7 +108,7 @@ def test_train_show_evaluate_resume(capsys, tmp_path):
 def test_show_prints_what_was_derived(capsys):
     assert main(["show", *COPY, "layout.micro_batch=8"]) == 0
     out = capsys.readouterr().out
-    for said in ("steps_an_epoch: 4", "accumulation: 2", "micro_batch: 8", "vocab_size: 11", "schedule_end: 4"):
+    for said in ("steps_per_epoch: 4", "accumulation: 2", "micro_batch: 8", "vocab_size: 11", "schedule_end: 4"):
         assert said in out
 
 

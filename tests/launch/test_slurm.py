@@ -126,7 +126,7 @@ def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
         (["copy-task", "--nodes", "two"], "--nodes=two: must be a whole number."),
         (["copy-task", "-N", "4", "-n", "2"], "--ntasks=2: 4 nodes need a process each."),
         (["copy-task", "-n", "2", "--ntasks-per-node", "2"], "--ntasks=2 and --ntasks-per-node=2 say the same thing. Give one of them."),
-        (["copy-task", "--gpus", "many"], "--gpus=many: give a number of GPUs a node, or TYPE:NUMBER"),
+        (["copy-task", "--gpus", "many"], "--gpus=many: give a number of GPUs per node, or TYPE:NUMBER"),
         (["copy-task", "--gpus", "2", "--ntasks-per-node", "4"], "4 processes on 1 × 2 GPUs: each process takes one GPU. Give --ntasks-per-node=2 or fewer."),
         (["copy-task", "--signal", "KILL@60"], "--signal=KILL@60: give USR1 or TERM and seconds before the limit, e.g. USR1@120."),
         (["copy-task", "--directive", "time=5"], "--directive=time=5: is an option of its own. Give --time=5."),

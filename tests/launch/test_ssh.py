@@ -84,7 +84,7 @@ def test_a_lost_connection_loses_nothing(other, capfd):
     printed = capfd.readouterr().out.splitlines()
     assert subprocess.run(["tmux", "list-sessions", "-F", "#S"], capture_output=True, text=True).stdout == "gradus-copy-task-b\n"
     assert not Path("runs/b/summary.json").exists()
-    later = printed[printed.index("training; a lost connection loses nothing. From here:") :]
+    later = printed[printed.index("training; a lost connection costs nothing. From here:") :]
     look, follow, fetch = (later[later.index(f"# {why}") + 1] for why in ("look at it (leave with Ctrl-b d)", "see its log until it has ended", "fetch the run folder"))
     assert shlex.split(look)[:3] == ["ssh", "-t", "me@there"] and "tmux attach -t gradus-copy-task-b" in look
     assert subprocess.run(["bash", "-c", follow], timeout=240).returncode == 0

@@ -106,7 +106,7 @@ class DocumentsDataset:
 
     def __init__(self, tokens: TokenFile, max_len: int, across: bool = False):
         if max_len < 1:
-            few = f"data.max_len leaves {max_len} tokens a row beside the special ones"
+            few = f"data.max_len leaves {max_len} tokens per row beside the special ones"
             raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
         self.tokens = tokens
         offsets = np.asarray(tokens.offsets)

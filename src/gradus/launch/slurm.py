@@ -41,16 +41,16 @@ def options(p: argparse.ArgumentParser) -> None:
     add("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
     add("-N", "--nodes", default=1, **number)
     add("-n", "--ntasks", **number, help="processes in all, instead of --ntasks-per-node")
-    add("--ntasks-per-node", **number, help="processes a node (default: one a GPU; without GPUs, one)")
-    add("-c", "--cpus-per-task", **number, help="processors a process")
-    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
+    add("--ntasks-per-node", **number, help="processes per node (default: one per GPU; without GPUs, one)")
+    add("-c", "--cpus-per-task", **number, help="processors per process")
+    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs per node (--gres gpu:N); 0 (default): none")
     add("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
     add("-p", "--partition", metavar="NAME")
     add("-A", "--account", metavar="NAME")
     add("-q", "--qos", metavar="NAME")
     add("--directive", **several, metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
     add("--module", **several, metavar="NAME", help="module to load, after a purge; may be repeated")
-    add("--venv", metavar="DIR", help="to activate (default: the one this command runs in); none: no one")
+    add("--venv", metavar="DIR", help="to activate, or none (default: the one this command runs in)")
     add("--container", metavar="IMAGE", help="run inside this image")
     add("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
     add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
@@ -223,7 +223,7 @@ def _directive(option: str, value: str) -> str:
 def _gpus(args: Namespace) -> int:
     found = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,6})", args.gpus)
     if not found:
-        raise UserError(f"--gpus={args.gpus}: give a number of GPUs a node, or TYPE:NUMBER, e.g. 4 or a100:4.")
+        raise UserError(f"--gpus={args.gpus}: give a number of GPUs per node, or TYPE:NUMBER, e.g. 4 or a100:4.")
     return int(found[1])
 
 

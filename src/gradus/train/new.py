@@ -261,7 +261,7 @@ def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: F
     weights = counts["attention"] + counts["feedforward"]
     weights += m.vocab_size * m.d_model if kind in ("text", "pairs") else 0
     seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
-    epoch = derived["steps_an_epoch"]
+    epoch = derived["steps_per_epoch"]
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
     steps = max(20, round(steps, -1 if steps < 100 else -2))
     sections["train"]["steps"] = steps

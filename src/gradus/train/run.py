@@ -239,7 +239,7 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
     """What summary.json holds beside the metrics. The clock's kinds stay separate: training is training. Collective."""
     p, r, seconds = trainer.progress, trainer.recipe, trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
-    epochs = p.step / derived["steps_an_epoch"]
+    epochs = p.step / derived["steps_per_epoch"]
     best = {"metric": r.evaluate.best or f"valid/{trainer.task.best}", "value": p.best, "step": p.best_step}
     memory = peaks(trainer.device)
     return {
