@@ -99,7 +99,7 @@ class Run:
     def __post_init__(self):
         object.__setattr__(self, "folder", Path(_path("run", self.folder, "a run folder")))
         if not (self.folder / "recipe.yaml").is_file():
-            raise UserError(f"{self.folder}: no run here (it has no recipe.yaml). Give a run folder.")
+            raise UserError(f"{self.folder}: not a run folder (it has no recipe.yaml). Give a run folder.")
 
     def __fspath__(self) -> str:
         return str(self.folder)
@@ -190,7 +190,7 @@ def train(
         raise _wrong("hooks", hooks, "a list of hooks")
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise UserError(f"hooks: {hook!r} is no hook. Give an object of a class made from gradus.train.hooks.Hook.")
+            raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
     given, words = Given(here=world.find(), settings=settings), _words(overrides)
     options = {"plan": Proof(_flag("force", force)), "flops": for_run, "resume": _flag("resume", resume)}
     try:
@@ -347,7 +347,7 @@ def _place(model: Any) -> Place:
 
 @contextlib.contextmanager
 def _as_it_was(place: Place) -> Iterator[None]:
-    """A model in the middle of a training loop goes on in training mode."""
+    """A model in the middle of a training loop stays in training mode."""
     was = place.model is not None and place.model.training
     try:
         yield

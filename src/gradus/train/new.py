@@ -278,24 +278,24 @@ def _recipe(target: Path, sections: Sections) -> Recipe:
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
     kind = sections["data"]["kind"]
-    more = {"images": "flip: true mirrors by chance.", "pairs": "Swap source and target for the other way."}
+    more = {"images": "flip: true mirrors images at random.", "pairs": "Swap source and target for the other way."}
     held_out = f"{HELD_OUT[kind]} is held out where there is no valid split (data.valid). {more.get(kind, '')}".strip()
     classes = sections["task"]["name"] == "classification"
     comments = {
-        "task": f"What is learnt.{' The classes and their names come from the data.' if classes else ''}",
+        "task": f"What the model learns.{' The classes and their names come from the data.' if classes else ''}",
         "model": "Small, for a first result on a CPU. With more data: more n_layers and d_model, or model.init=FOLDER.",
         "data": f"A relative path is looked for below the working directory, then beside this file. {held_out}",
         "tokenizer": "Made from the training text and kept with the weights.",
-        "optimizer": "The first thing to tune: 3e-4 to 3e-3.",
-        "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
-        "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
+        "optimizer": "The learning rate (lr) is the first thing to tune: 3e-4 to 3e-3.",
+        "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
+        "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     return comments | ({} if init is None else {
-        "model": "Fine-tuned from these weights, whose configuration holds; a head for other classes is new.",
-        "tokenizer": "Beside the weights.",
-        "optimizer": "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual.",
+        "model": "Fine-tuned from these weights, with their configuration; a head for other classes is new.",
+        "tokenizer": "The one beside the weights.",
+        "optimizer": "A small learning rate, since the weights are trained already: 2e-5 to 1e-4 for published sizes.",
     })  # fmt: skip
 
 
