@@ -295,6 +295,8 @@ def test_columns_as_documents(tmp_path):
     assert Corpus.open(path).key != Corpus.open(path, "other").key
     path = write(tmp_path / "b.jsonl", '{"label": 0, "sentence": "a"}\n')
     assert list(Corpus.column(path, None)) == ["a"], "the same column that the samples are taken from"
+    path = write(tmp_path / "c.jsonl", '{"text": "abcdef"}\n{"text": "a"}\n')
+    assert list(Corpus.column(path, "text", 3)) == ["abc", "a"] and Corpus.column(path, "text", 3).key != Corpus.open(path).key
 
 
 @pytest.mark.shared_data

@@ -210,6 +210,8 @@ def test_what_was_asked_about_can_be_answered(tmp_path):
     assert look(["h.csv"], "film 1 was bad !").data["label"] == "bad"
     table(tmp_path / "i.csv", [(i, f"film {i} is") for i in range(60)], ("number", "words"))
     assert look(["i.csv"]).data["kind"] == "text"  # the number of a row is no score
+    table(tmp_path / "d.csv", [(f"2024-01-{i % 9 + 1:02}", f"film {i} is") for i in range(60)], ("when", "words"))
+    assert look(["d.csv"]).data["kind"] == "text"  # nor are days classes
     (tmp_path / "b.txt").write_text("a b\n" * 50)
     with pytest.raises(UserError, match=r"--no-label: b.txt has no columns \(running text\)"):
         look(["b.txt"], label=False)

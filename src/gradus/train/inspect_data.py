@@ -21,6 +21,7 @@ WHAT = {"labelled": "texts with a label", "images": "images with a label", "text
 ROWS, CHARACTERS = 1000, 1 << 24  # the rows that columns are judged by: so many at most, and so large in all
 TEXT_NAMES = ("body", "comment", "message", "tweet", "document", "abstract")
 LABEL_NAMES = ("sentiment", "category", "topic", "rating", "score", "stars", "intent", "emotion", "y")
+DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -139,7 +140,7 @@ class Column:
     def is_few(self) -> bool:
         """Whether so few values could be classes."""
         few = 1 <= len(self.distinct) <= max(2, min(100, self.n_rows // 3))
-        return few and (self.is_whole or not self.is_number)
+        return few and (self.is_whole or not self.is_number) and not all(map(DATE.fullmatch, self.distinct))
 
     @property
     def is_score(self) -> bool:
