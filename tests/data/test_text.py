@@ -406,6 +406,15 @@ def test_a_damaged_cache_is_made_anew(cache, name, damage):
     assert list((cache / "tokens").iterdir()) == [file.parent]
 
 
+@pytest.mark.parametrize("name", ["about.json", "made.json"])
+def test_a_pipe_in_the_cache_is_not_waited_for(cache, name):
+    file = build(["some text"], ByteTokenizer(), "key").folder / name
+    file.unlink()
+    os.mkfifo(file)
+    assert bytes(build(["some text"], ByteTokenizer(), "key").ids.astype(np.uint8)) == b"some text"
+    assert file.is_file()
+
+
 def test_two_processes_may_make_the_same(cache):
     def texts():
         build(["same"], ByteTokenizer(), "key")  # another process is faster
