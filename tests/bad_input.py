@@ -290,7 +290,7 @@ MADE = {  # what is made of the runs: the folder or file that shows that it is t
     "cache/engines": "predict run-bert 'a good film' --precision bf16",
     "studied": "study study.yaml --to studied", "ground": "tokenizer train text.txt --vocab-size 300 --to ground",
 }  # fmt: skip
-QUICK = {"run-gpt", "run-bert", "exported", "bert-int8", "studied"}  # the part of the world that a sample needs
+QUICK = {"run-gpt", "run-bert", "exported", "studied"}  # the part of the world that a sample needs
 
 
 def build(only: set[str] | None = None) -> int:
