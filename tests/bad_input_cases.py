@@ -1126,7 +1126,7 @@ def page(sent: bytes | list[bytes], pause: float = 0.0, receiving: float | None 
 
         if receiving is not None:
             limits.RECEIVING = receiving
-        with web.open_server("127.0.0.1", 0, None, answer.answer, answer.search) as server:
+        with web.open_server("127.0.0.1", 0, None, answer) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             reply = b""
             with socket.create_connection(server.server_address[:2], timeout=100) as s, contextlib.suppress(OSError):

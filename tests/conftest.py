@@ -69,6 +69,14 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item.nodeid not in passed]
 
 
+@pytest.fixture(scope="module")
+def no_plan():
+    """Trainings that a test starts here begin without a plan, which takes a process longer than a few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradus.proof.prove.Planner", None)
+        yield
+
+
 @pytest.fixture
 def own_files(tmp_path, monkeypatch):
     """No hardware, prices or grid of whoever runs the tests."""

@@ -295,6 +295,8 @@ def test_columns_as_documents(tmp_path):
     assert Corpus.open(path).key != Corpus.open(path, "other").key
     path = write(tmp_path / "b.jsonl", '{"label": 0, "sentence": "a"}\n')
     assert list(Corpus.column(path, None)) == ["a"], "the same column that the samples are taken from"
+    path = write(tmp_path / "c.jsonl", '{"text": "abcdef"}\n{"text": "a"}\n')
+    assert list(Corpus.column(path, "text", 3)) == ["abc", "a"] and Corpus.column(path, "text", 3).key != Corpus.open(path).key
 
 
 @pytest.mark.shared_data
@@ -402,6 +404,15 @@ def test_a_damaged_cache_is_made_anew(cache, name, damage):
     again = build(["some text", "more"], ByteTokenizer(), "key")
     assert again.offsets.tolist() == [0, 9, 13] and bytes(again.ids.astype(np.uint8)) == b"some textmore"
     assert list((cache / "tokens").iterdir()) == [file.parent]
+
+
+@pytest.mark.parametrize("name", ["about.json", "made.json"])
+def test_a_pipe_in_the_cache_is_not_waited_for(cache, name):
+    file = build(["some text"], ByteTokenizer(), "key").folder / name
+    file.unlink()
+    os.mkfifo(file)
+    assert bytes(build(["some text"], ByteTokenizer(), "key").ids.astype(np.uint8)) == b"some text"
+    assert file.is_file()
 
 
 def test_two_processes_may_make_the_same(cache):

@@ -21,7 +21,7 @@ from gradus.torch_private import has_fbgemm
 torch.manual_seed(0)
 LINEAR = nn.Linear(64, 48).requires_grad_(False)
 INPUT = torch.randn(5, 7, 64)
-pytestmark = pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
+pytestmark = [pytest.mark.usefixtures("no_plan"), pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")]
 
 
 def of(how: str, linear: nn.Linear = LINEAR, **more):
@@ -109,7 +109,7 @@ GPT = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, no_plan):
     """A folder with a classifier, the same trained with rounding, and a decoder."""
     folder = tmp_path_factory.mktemp("quantize")
     (folder / "reviews").mkdir()

@@ -349,6 +349,12 @@ def test_checksums_are_those_of_what_lies_there(tmp_path):
     models.load(tmp_path)
 
 
+def test_a_pipe_in_the_place_of_checksums_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / checksums.FILE)
+    with pytest.raises(UserError, match=r"checksums\.json is not readable"):
+        checksums.verify(tmp_path, lambda name: True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_quantized_weight_is_refused_by_name(dtype, kind, tmp_path):

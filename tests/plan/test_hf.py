@@ -214,7 +214,7 @@ def test_qwen2_as_published(tmp_path, width, inner, layers, heads, keys, vocab, 
     assert (ours.qkv_bias, ours.seq_len, ours.tie_output, note) == (True, 32_768, tied, "")
     assert models.count(ours)["total"] == count_of(hf.Qwen2ForCausalLM, config) == published
     ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, use_sliding_window=True, sliding_window=4096))
-    assert ours.seq_len == 4096 and "sliding_window=4096: planned up to 4096 tokens" in note
+    assert ours.seq_len == 4096 and "sliding_window=4096 can be planned, not trained: up to 4096 tokens" in note
 
 
 def test_a_hub_name_without_internet(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,7 @@ def closed(monkeypatch, tmp_path):
     monkeypatch.setattr("gradus.plan.engine.plan_memory", plan_memory)
     monkeypatch.setattr("gradus.plan.engine.traced_work", traced_work)
     monkeypatch.setattr("gradus.plan.search.best_layout", lambda recipe, cluster, task=None, said=(): recipe.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))
+    monkeypatch.setattr("gradus.plan.search.fewest_in_time", lambda recipe, *given, **how: SimpleNamespace(n=2, layout=recipe.layout))
     monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
     monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)
     device = dataclasses.replace(hardware.find("H100"), name="a processor of 64 cores", aliases=("this", "here", "cpu"), kind="cpu", node=1, network=None)

@@ -20,12 +20,23 @@ from gradus.proof.timing import Timed, Window
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
 
+BANDWIDTH, PRODUCT_RATE = bench.roofs.bandwidth, bench.roofs.product_rate  # where most tests have others
 SHORT = ["--runs", "2", "--seconds", "0.2", "--warmup", "1", "--rounds", "1"]
 LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, seq_len=40)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def in_process():
+    """What is measured, measured here: quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])
+        for name in ("bandwidth", "product_rate"):
+            patch.setattr(bench.roofs, name, lambda *_: 1e10)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, in_process):
     """A llama, measured in two precisions of PyTorch; with the folder of the study and its rows."""
     folder = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
@@ -60,12 +71,18 @@ def test_rows_of_a_model_that_writes(made):
 
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_in_integers_are_planned_as_they_are_stored(tied, precision, bits, tmp_path):
+def test_the_weights_in_integers_are_planned_as_they_are_stored(tied, precision, bits, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradus.infer.compiled.has_compiler", lambda: True)  # nothing is compiled here
     config = GPTConfig(vocab_size=640, n_layers=1, d_model=128, n_heads=2, seq_len=16, tie_output=tied)
     models.save(models.build(config), tmp_path / "gpt")
     engine = engines.open(find(str(tmp_path / "gpt")), "compiled", precision)
     rest, stored = 4 if engine.device.type == "cpu" else 2, engine.weight_bytes()
     assert bench.in_integers(config, bits, rest) == pytest.approx(stored, rel=0.12), "scales are not counted"
+
+
+def test_roofs_are_measured(monkeypatch):
+    monkeypatch.setattr(bench.roofs, "REPEAT", 1)
+    assert 1e7 < BANDWIDTH(torch.device("cpu")) < 1e13 and 1e7 < PRODUCT_RATE(torch.device("cpu"), torch.float32) < 1e15
 
 
 def test_what_cannot_be_is_listed(made):
@@ -86,7 +103,7 @@ def test_tokens_are_per_run_and_time_per_token_is_after_the_first(tmp_path):
     assert found["roof"] == pytest.approx((weights + 2 * (8 + 2) * 2 * 32 * 4) / 1e9 / 0.2), "and keys and values of two rows"
 
 
-def test_a_bench_goes_on_where_it_stood(made, monkeypatch, capsys, tmp_path):
+def test_a_bench_goes_on_where_it_stood(made, in_process, monkeypatch, capsys, tmp_path):
     folder, command, rows = made
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
     out = folder / "out"
@@ -143,7 +160,7 @@ def test_refusals(made, words, said, capsys, tmp_path):
     assert said in error and len(error.strip().splitlines()) == 1, error
 
 
-def test_encoders_and_images(tmp_path, capsys):
+def test_encoders_and_images(in_process, tmp_path, capsys):
     bert = BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)
     models.save(models.build(bert), tmp_path / "bert")
     assert main(["bench", str(tmp_path / "bert"), "--new", "4"]) == 2 and "Leave it out" in capsys.readouterr().err
@@ -209,12 +226,6 @@ def test_best_and_rates_are_by_the_medians_that_are_shown(tmp_path):
     assert ratio.value == pytest.approx(of["latency/median", "torch"].value / of["latency/median", "onnx"].value) == pytest.approx(2.2)
     assert ratio.conditions["samples"] == pytest.approx([2.0, 2.4]) and ratio.conditions["against"] == "torch"
     assert of["best", "onnx"].conditions["of"]["any"] == ("onnx", "fp32") and ("best", "torch") not in of
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """What is measured, measured here: quick."""
-    monkeypatch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])
 
 
 def test_a_folder_that_was_made_for_an_engine_is_measured_in_it(in_process, tmp_path, monkeypatch, capsys):

@@ -184,7 +184,7 @@ def test_a_ladder_that_was_stopped_goes_on_and_measures_nothing_twice(taken, tmp
     out = capsys.readouterr().out
     assert len(taken) == len(set(taken)) > 9
     assert "layout.attention=sdpa" in out.split("keys: ")[1] and "2.00× [2.00, 2.00]" in out
-    assert f"gradus train {' '.join(COPY)} layout.attention=sdpa" in out
+    assert f"gradus train {' '.join(COPY)} layout.attention=sdpa" in re.sub(r"\s*\\\n\s*", " ", out)
     n = len(taken)
     assert main([*asked, "--json"]) == 0
     assert len(taken) == n

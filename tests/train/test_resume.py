@@ -28,6 +28,7 @@ from gradus.train.checkpoint import Checkpoints
 from gradus.train.run import train
 from gradus.train.schedule import too_high
 
+pytestmark = pytest.mark.usefixtures("no_plan")
 # dropout is on: the generator's state must be part of what is saved
 TINY = [
     "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.1", "data.n_train=256", "data.n_valid=32",
@@ -147,14 +148,17 @@ def test_resume_refuses_another_mathematics(undisturbed):
 
 
 def test_a_warm_up_longer_than_the_run_and_a_rate_too_high_for_trained_weights_are_told_before_the_first_step(undisturbed, tmp_path, capsys):
-    words = [word for word in TINY if not word.startswith(("train.steps", "schedule."))]
-    words += ["train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
+    words = [word for word in TINY if not word.startswith(("train.steps", "schedule.", "evaluate.samples"))]
+    words += ["evaluate.samples=1", "train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
     train(recipes.load("copy-task", words))
     told = capsys.readouterr()
     assert told.err.startswith("note: schedule.warmup_steps=1 instead of 500, to fit a run of 16 steps\n")
     warning = next(line for line in told.out.partition("step 1/16")[0].splitlines() if line.startswith("note:"))
     assert warning.startswith("note: a learning rate of 2.0e-02 is for training from scratch; the weights of model.init=")
     assert warning.endswith(" may lose what they have learned. Set optimizer.lr=6e-04, say.")
+    assert "\n\nsamples after training:\n1 2 3 4 5 6 7 8 9 10  →  " in told.out
+    hours = json.loads((tmp_path / "run" / "summary.json").read_text())["hours_per_epoch"]
+    assert hours == float(f"{hours:.2e}") and f"hours_per_epoch            {hours:.6g}\n" in told.out, "three digits, however short"
     assert recipes.load(tmp_path / "run").schedule.warmup_steps == 1
     usual = recipes.load("copy-task", [*words, "optimizer.lr=1e-3"])
     noam = recipes.load("copy-task", [*words, "optimizer.lr=1", "schedule.name=noam", "schedule.warmup_steps=4"])
@@ -416,15 +420,15 @@ def scripted(monkeypatch, losses_told: dict[int, float], seen: dict, accuracies:
     monkeypatch.setattr(evaluation.Evaluation, "evaluate", noted)
 
 
-@pytest.fixture(params=["after the best", "before its name"])
-def killed_after_best(request, tmp_path, monkeypatch) -> tuple[Path, dict]:
+@pytest.fixture(scope="module", params=["after the best", "before its name"])
+def killed_once(request, tmp_path_factory) -> tuple[Path, dict]:
     """A run killed when the best weights, of step 14, were written and no checkpoint knows of them; and what was evaluated."""
-    run, seen = tmp_path / "run", {}
+    run, seen = tmp_path_factory.mktemp("killed") / "run", {}
 
     def kill(*_):
         raise Killed
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         scripted(patch, {7: 2.6, 14: 2.5}, seen, {7: 0.2, 14: 0.1})
         real_save, real_call = Checkpoints.save, Checkpoints._call_best
         patch.setattr(Checkpoints, "save", lambda self, step, *a: real_save(self, step, *a) if step < 12 else kill())
@@ -434,6 +438,12 @@ def killed_after_best(request, tmp_path, monkeypatch) -> tuple[Path, dict]:
             train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "train.checkpoint_every=10"]))
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
     return run, seen
+
+
+@pytest.fixture
+def killed_after_best(killed_once, tmp_path) -> tuple[Path, dict]:
+    run, seen = killed_once
+    return shutil.copytree(run, tmp_path / "run", symlinks=True), dict(seen)
 
 
 @pytest.mark.parametrize(

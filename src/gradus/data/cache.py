@@ -56,16 +56,16 @@ SMALL = 1 << 24  # bytes of a file that is looked through each time
 
 def _mark(file: Path) -> list[Any]:
     """Size, and of a small file the hash."""
-    size = file.stat().st_size
+    size = limits.regular(file).stat().st_size
     return [size, hashlib.sha256(file.read_bytes()).hexdigest() if size < SMALL else None]
 
 
 def unchanged(folder: Path) -> bool:
     """Whether its files are those that `keep` has made."""
     try:
-        made = json.loads((folder / MADE).read_text())
+        made = json.loads(limits.regular(folder / MADE).read_text())
         return bool(made) and made == {name: _mark(folder / name) for name in made}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, UserError):
         return False
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gradus import limits
 from gradus.data.cache import digest, identity
 from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
 from gradus.data.splits import find_split, named_after
@@ -54,14 +53,12 @@ class TableSource(Rows):
         return (row[name] for table in self.parts for row in read_rows(table, [name]))
 
     def labels(self) -> np.ndarray:
-        """(n,) int64."""
+        """(n,) int64, or uint64 where one needs it."""
         labels = list(self.column(self.label))
         for i, label in enumerate(labels):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
-            if label >= limits.CLASSES:  # it may be more than int64 holds
-                raise UserError(f"{self.where(i)}: label {str(label)[:30]} is out of range. Labels count from 0, without gaps.")
-        return np.array(labels, dtype=np.int64)
+        return np.array(labels, dtype=np.uint64 if max(labels, default=0) >= 2**63 else np.int64)
 
     def rows(self) -> Iterator[bytes | Path]:
         """Every image in order: a file's bytes, or a path."""

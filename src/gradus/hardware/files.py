@@ -127,7 +127,7 @@ def load(path: str | Path | None = None) -> tuple[dict[str, Device], dict[str, L
     Raises UserError for a file given that does not exist, an unknown key, a wrong unit or number (naming file and key).
     """
     file = _own("hardware", path)
-    return _load(file, file and file.stat().st_mtime_ns)
+    return _load(file, _stamp(file))
 
 
 def devices(path: str | Path | None = None) -> dict[str, Device]:
@@ -266,21 +266,30 @@ def quotes(name: str, path: str | Path | None = None) -> list[Price]:
     """What single sources say a device costs an hour; the user's file replaces the packaged quotes of its devices. []
     where nothing is known."""
     answer: list[Price] = []
+    own = _own("hardware", None)
     for file in _files("prices", path):
-        t = read(kinds.Prices, file)
-        if t.currency != "USD" and t.rate is None:
-            raise UserError(f"{file}: rate: missing; state what one dollar costs in {t.currency}, e.g. rate: 0.9.")
-        context = {"sources": t.sources, "date": t.date}
-        for key, found in t.prices.items():
-            places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}
-            own = {"context": context, "currency": t.currency}
-            parts = [_quote(one, f"{file}: prices.{key}{i}.", **own) for i, one in places.items()]
-            try:
-                of = key if key == name else find(key).name
-            except UserError as e:
-                raise UserError(f"{file}: prices.{e}") from None
-            if plain(of) == plain(name):
-                answer = parts
+        answer = _quotes(file, own, _stamp(file), _stamp(own)).get(plain(name), answer)
+    return answer
+
+
+def _stamp(file: Path | None) -> int | None:
+    return file and file.stat().st_mtime_ns
+
+
+@functools.lru_cache(maxsize=8)
+def _quotes(file: Path, own: Path | None, *stamps: int | None) -> dict[str, list[Price]]:
+    """Of all devices of a file, by plain name. own: the user's devices. stamps: when either was changed."""
+    t = read(kinds.Prices, file)
+    if t.currency != "USD" and t.rate is None:
+        raise UserError(f"{file}: rate: missing; state what one dollar costs in {t.currency}, e.g. rate: 0.9.")
+    answer, own = {}, {"context": {"sources": t.sources, "date": t.date}, "currency": t.currency}
+    for key, found in t.prices.items():
+        places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}
+        parts = [_quote(one, f"{file}: prices.{key}{i}.", **own) for i, one in places.items()]
+        try:
+            answer[plain(find(key).name)] = parts
+        except UserError as e:
+            raise UserError(f"{file}: prices.{e}") from None
     return answer
 
 

@@ -520,7 +520,7 @@ def opened(
             raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
-    path = models.locate(checkpoint or name)
+    path = models.locate(name if checkpoint is None else checkpoint)
     made = read_made(path)
     config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
@@ -529,4 +529,4 @@ def opened(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split)  # raises where there is none
-    return Place(checkpoint or name, path, config, recipe, made), session
+    return Place(name if checkpoint is None else checkpoint, path, config, recipe, made), session

@@ -356,7 +356,7 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
     words = ["full_shard"] if value is True else value if isinstance(value, list) else str(value).split()
     for word in words:
         if word not in WORDS:
-            raise m.wrong("fsdp", f": {word} is no option of it.{did_you_mean(str(word), WORDS)}")
+            raise m.wrong("fsdp", f": {word} is not one of its options.{did_you_mean(str(word), WORDS)}")
     strategy = next((word for word in words if word in STRATEGIES), None if "no_shard" in words else "full_shard")
     config = {name.removeprefix("fsdp_"): v for name, v in config.items()}
     if config.pop("activation_checkpointing", False):

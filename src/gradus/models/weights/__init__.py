@@ -135,9 +135,8 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
             return _read_file(path / name)
         if (path / f"{name}.index.json").is_file():
             return _read_shards(path / f"{name}.index.json")
-    raise UserError(
-        f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
-    )
+    where = "whole or in shards with an index.json (graphs for engines and quantized folders have none: give their run)"
+    raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}")
 
 
 def _read_file(file: Path) -> dict[str, Stored]:
