@@ -17,7 +17,7 @@ from typing import Any
 
 from gradus import files, hardware, models
 from gradus.errors import UserError
-from gradus.infer import engines, find, predict, quantize, quantized
+from gradus.infer import beside, engines, find, predict, quantize, quantized
 from gradus.models.decoding import generate
 from gradus.plan.serving import cache_bytes, serving
 from gradus.proof import bench
@@ -138,8 +138,9 @@ def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
         return to
     if run is None:
         model = models.load(at).eval()
-        with files.aside(to) as aside:
-            quantized.write(aside, model, kind, {name: [-4.0, 4.0] for name in quantized.linears(model)})
+        with beside.folder(to) as folder:
+            about = quantized.write(folder, model, kind, {name: [-4.0, 4.0] for name in quantized.linears(model)})
+            files.write_json(folder / quantized.FILE, about | {"told": "random weights, not checked"})
         return to
     if how == "qat" and not (at / "qat.json").is_file():
         raise UserError(f"{run}: no run with train.qat=true.")

@@ -153,12 +153,14 @@ def tree_damages(path: Path, data: bytes, pick: random.Random, n: int) -> Iterat
     for name, text in TEXTS.items():
         yield name, text.encode(), None
     text = data.decode()
-    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-    for _ in range(n if lines else 0):
-        at = pick.randrange(len(lines))
-        name, tree, why = mutated(yaml.safe_load(lines[at]) if path.suffix == ".yaml" else json.loads(lines[at]), pick)
-        yield f"{f'line {at} ' if len(lines) > 1 else ''}{name}", "\n".join([*lines[:at], json.dumps(tree),
-            *lines[at + 1 :], ""]).encode(), why
+    lines = text.splitlines() if path.suffix == ".jsonl" or "\n{" in text else [text]
+    read = yaml.safe_load if path.suffix == ".yaml" else json.loads
+    trees = [i for i, line in enumerate(lines) if path.suffix == ".yaml" or line[:1] in ("{", "[")]
+    for _ in range(n if trees else 0):
+        at = pick.choice(trees)
+        name, tree, why = mutated(read(lines[at]), pick)
+        name = f"line {at} {name}" if len(lines) > 1 else name
+        yield name, "\n".join([*lines[:at], json.dumps(tree), *lines[at + 1 :], ""]).encode(), why
     if path.suffix == ".jsonl" and lines:
         yield "a line cut", (text + lines[0][: len(lines[0]) // 2]).encode(), None
         yield "a list in it", (text + "[1]\n").encode(), None
@@ -247,7 +249,7 @@ USES: dict[str, list[str]] = {  # of a folder or file
                "evaluate run-vit",
                "predict run-vit images/valid/cat/0.png"],
     "tables": ["train bert.yaml data.path=tables data.train=train.jsonl data.valid=valid.jsonl train.steps=2 log.dir=o",
-               "train bert.yaml data.path=tables data.train=train.parquet data.valid=valid.parquet train.steps=2 log.dir=o",
+               "train bert.yaml data.path=tables data.train=train.parquet data.valid=valid.parquet log.dir=o",
                "new out.yaml --data tables/train.parquet && show out.yaml",
                "new out.yaml --data tables/train.jsonl && show out.yaml"],
     "ground": ["show gpt.yaml tokenizer.kind=file tokenizer.path=ground",
@@ -1124,7 +1126,7 @@ def page(sent: bytes | list[bytes], pause: float = 0.0, receiving: float | None 
 
         if receiving is not None:
             limits.RECEIVING = receiving
-        with web.open_server("127.0.0.1", 0, None, answer.answer, answer.search) as server:
+        with web.open_server("127.0.0.1", 0, None, answer) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             reply = b""
             with socket.create_connection(server.server_address[:2], timeout=100) as s, contextlib.suppress(OSError):

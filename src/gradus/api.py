@@ -13,12 +13,14 @@ import dataclasses
 import inspect
 import io
 import json
+import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradus import limits
 from gradus.errors import UserError
 
 if TYPE_CHECKING:  # `import gradus.api` loads no torch
@@ -40,6 +42,54 @@ def frame(rows: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(rows)
 
 
+# ---------------------------------------------------------------- arguments
+
+
+def _wrong(name: str, value: Any, expected: str) -> UserError:
+    shown = f"{value!r}"
+    return UserError(f"{name}={shown if len(shown) <= 60 else shown[:60] + '…'}: expected {expected}.")
+
+
+def _text(name: str, value: Any, expected: str = "a text") -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, expected)
+    return value
+
+
+def _path(name: str, value: Any, expected: str = "a name, a file or a folder") -> str:
+    return _text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, expected)
+
+
+def _words(values: Iterable[Any]) -> list[str]:
+    return [_text("overrides", value, "texts such as 'train.steps=100'") for value in values]
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "True or False")
+    return value
+
+
+def _int(name: str, value: Any, least: int, most: int) -> int:
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and least <= operator.index(value) <= most:
+            return operator.index(value)
+    raise _wrong(name, value, f"a whole number from {least} to {most:,}")
+
+
+def _float(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes | bool):
+        raise _wrong(name, value, "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor of several numbers
+        raise _wrong(name, value, "a number") from None
+
+
+def _optional(read: Any, name: str, value: Any, *more: Any) -> Any:
+    return None if value is None else read(name, value, *more)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run folder. `Run("runs/mine/20260101-120000")` opens one that is there already."""
@@ -47,9 +97,9 @@ class Run:
     folder: Path
 
     def __post_init__(self):
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", Path(_path("run", self.folder, "a run folder")))
         if not (self.folder / "recipe.yaml").is_file():
-            raise UserError(f"{self.folder}: no run here (it has no recipe.yaml). Give a run folder.")
+            raise UserError(f"{self.folder}: not a run folder (it has no recipe.yaml). Give a run folder.")
 
     def __fspath__(self) -> str:
         return str(self.folder)
@@ -62,7 +112,12 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What `summary.json` says: losses, metrics, the best step, times; empty before the end."""
-        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8")) if self.finished else {}
+        if not self.finished:
+            return {}
+        found = limits.read_json(self.folder / "summary.json", limits.CONFIG_FILE)
+        if not isinstance(found, dict):
+            raise UserError(f"{self.folder / 'summary.json'}: expected an object. Copy the run folder again.")
+        return found
 
     @property
     def rows(self) -> Any:
@@ -102,7 +157,7 @@ class Plan:
     def value(self, name: str, **conditions: Any) -> float | None:
         """A figure by its name, e.g. value("budget/time", case="expected"), in the row's unit; None where there is no
         such row."""
-        return self.answer.value(name, **conditions)
+        return self.answer.value(_text("name", name), **conditions)
 
     def __repr__(self) -> str:
         from gradus.plan.show import screen
@@ -131,12 +186,15 @@ def train(
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
+    if not isinstance(hooks, list | tuple):
+        raise _wrong("hooks", hooks, "a list of hooks")
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise UserError(f"hooks: {hook!r} is no hook. Give an object of a class made from gradus.train.hooks.Hook.")
-    given, options = Given(here=world.find(), settings=settings), {"plan": Proof(force), "flops": for_run}
+            raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
+    given, words = Given(here=world.find(), settings=settings), _words(overrides)
+    options = {"plan": Proof(_flag("force", force)), "flops": for_run, "resume": _flag("resume", resume)}
     try:
-        return Run(start(os.fspath(recipe), list(overrides), given, resume=resume, hooks=hooks, **options).folder)
+        return Run(start(_path("recipe", recipe), words, given, hooks=hooks, **options).folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)
 
@@ -152,7 +210,8 @@ def plan(
     """
     from gradus.plan.answer import Request, answer
 
-    return Plan(answer(Request(os.fspath(recipe), overrides, on, tokens, days)))
+    on, tokens, days = _optional(_text, "on", on), _optional(_float, "tokens", tokens), _optional(_float, "days", days)
+    return Plan(answer(Request(_path("recipe", recipe), tuple(_words(overrides)), on, tokens, days)))
 
 
 # ---------------------------------------------------------------- using a model
@@ -160,14 +219,15 @@ def plan(
 
 def load(model: Any, precision: str = "fp32") -> nn.Module:
     """The model as a torch.nn.Module with its weights, in evaluation mode, on the accelerator where there is one.
-    precision: of the weights and the arithmetic: fp32, bf16 or fp16.
+    precision: of the weights and the arithmetic: fp32, bf16 or fp16; of a folder that `gradus quantize` wrote, its own.
+    What load returned comes back as it is.
 
     `model.tokenizer` is its tokenizer (None where it has none), `model.config` its configuration. Besides its own
     arguments forward takes Hugging Face's by name: input_ids, attention_mask (1: a token, 0: padding), token_type_ids,
     decoder_input_ids, pixel_values. Raises UserError where there is no model, or a damaged one.
     """
     place = _place(model)
-    module = place.load(precision)
+    module = place.load(_text("precision", precision))
     if not hasattr(module, "place"):
         module.place, module.tokenizer = place, None
         with contextlib.suppress(UserError):  # raised once texts are to be read
@@ -186,8 +246,28 @@ def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         ours = next((name for name in names if name in known), None)
         if ours and theirs in kwargs:
             value = kwargs.pop(theirs)
+            _check_tensor(module, theirs, ours, value)
             kwargs[ours] = value.bool() if theirs == "attention_mask" and value is not None else value
+    for name, value in (dict(zip(known, args)) | kwargs).items():
+        _check_tensor(module, name, name, value)
     return args, kwargs
+
+
+def _check_tensor(module: nn.Module, name: str, ours: str, value: Any) -> None:
+    """Raises UserError for what is no tensor, and for ids that the model does not have: on a CPU alone, since others
+    would wait for the values."""
+    import torch
+
+    config, ids = module.config, ours in ("ids", "source", "target")
+    if not any(ours in names for names in THEIRS.values()) or value is None:
+        return
+    if not isinstance(value, torch.Tensor) or (ids and value.dtype not in (torch.long, torch.int)):
+        raise _wrong(name, value, "a tensor of ids (torch.long)" if ids else "a tensor")
+    if ids and value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+        n = (ours == "target" and getattr(config, "target_vocab_size", None)) or config.vocab_size
+        low, high = (int(limit) for limit in value.aminmax())
+        if low < 0 or high >= n:
+            raise UserError(f"{name}: ids from {low:,} to {high:,}, where the model has 0 to {n - 1:,}.")
 
 
 def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = None) -> dict[str, float]:
@@ -199,7 +279,8 @@ def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = 
     """
     from gradus.infer.predict import evaluate as metrics
 
-    return metrics(os.fspath(run), list(overrides), split, None if checkpoint is None else os.fspath(checkpoint))
+    checkpoint = _optional(_path, "checkpoint", checkpoint)
+    return metrics(_path("run", run), _words(overrides), _text("split", split), checkpoint)
 
 
 def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
@@ -212,15 +293,16 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     """
     from gradus.infer.predict import records_of, visible
 
-    several = isinstance(inputs, Iterable) and not isinstance(inputs, str) and not _is_picture(inputs)
-    given = list(inputs) if several else [inputs]
+    several = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping) and not _is_picture(inputs)
+    given, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
+    place = _place(model)
+    images = place.config.reads == "images"
+    what = "an image (a file or a PIL image)" if images else "a text"
+    items = [_png(one) if images and _is_picture(one) else _path("inputs", one, f"{what}, or a list") for one in given]
     if not given:
         return []
-    if top < 1:
-        raise UserError(f"top={top}: must be at least 1.")
-    place = _place(model)
     with _as_it_was(place):
-        records = list(records_of(place, [_png(item) if _is_picture(item) else os.fspath(item) for item in given], top))
+        records = list(records_of(place, items, top))
     return [{**visible(record), "input": item} for item, record in zip(given, records)]
 
 
@@ -238,10 +320,16 @@ def generate(
     from gradus.infer.generate import Continuation
     from gradus.models.decoding import sampler
 
-    choose, place = sampler(temperature, top_k, top_p, seed), _place(model)
+    several = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
+    prompts = [_text("prompt", one, "a text, or a list of texts") for one in (prompt if several else [prompt])]
+    top_k, top_p = _optional(_int, "top_k", top_k, 1, limits.VOCABULARY), _optional(_float, "top_p", top_p)
+    choose = sampler(_float("temperature", temperature), top_k, top_p, _int("seed", seed, 0, limits.SEED))
+    max_new, sliding = _int("max_new", max_new, 1, limits.LENGTH), _flag("sliding_window", sliding_window)
+    place = _place(model)
+    if not prompts:
+        return []
     with _as_it_was(place):
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        found = Continuation(place, prompts, max_new=max_new, sliding=sliding_window)
+        found = Continuation(place, prompts, max_new=max_new, sliding=sliding)
         for _ in found.steps(choose):
             pass
     return found.texts[0] if isinstance(prompt, str) else found.texts
@@ -259,7 +347,7 @@ def _place(model: Any) -> Place:
 
 @contextlib.contextmanager
 def _as_it_was(place: Place) -> Iterator[None]:
-    """A model in the middle of a training loop goes on in training mode."""
+    """A model in the middle of a training loop stays in training mode."""
     was = place.model is not None and place.model.training
     try:
         yield

@@ -92,8 +92,10 @@ def _running(verb: Verb) -> None:
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--text", metavar="COLUMN", help="of a table: the text (default: guessed, and printed)")
-    add("--label", metavar="COLUMN", help="of a table: the label (default: guessed, and printed)")
+    add("--text", metavar="COLUMN", help="of a table: the text (default: the one that can be it, and printed)")
+    add("--label", metavar="COLUMN", help="of a table: the label (default: the one that can be it, and printed)")
+    text = "of a table: learn the text alone, for a model that predicts the next token"
+    add("--no-label", dest="label", action="store_const", const=False, help=text)
 
 
 def _planning(verb: Verb) -> None:
@@ -115,7 +117,7 @@ def _planning(verb: Verb) -> None:
     add("--length", **whole(limits.LENGTH), help="with --serve: tokens a sequence (default: all its positions)")
     add("--bits", **whole(32, name="Q"), help="with --serve: of a stored weight, such as 8 (default: the precision's)")
     add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const="", metavar="FILE", help="how far from published measurements (without a file)")
+    add("--accuracy", nargs="?", const=True, metavar="FILE", help="how far from published measurements (no file)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="with --web (default 8000)")
     add("--host", help="with --web (default 127.0.0.1: this machine only)")
@@ -126,7 +128,7 @@ def _planning(verb: Verb) -> None:
     text = "runs and studies as one HTML file and one PDF, to hand in"
     run = lambda a: room("report.report").report(a.runs, a.to, a.notes)  # noqa: E731
     add = verb("report", run, text, "runs").add_argument
-    text = "folders of runs and of studies; several runs: one table, with the speed-up against the first"
+    text = "folders of runs and of studies; runs of one recipe are compared with the first of them that is finished"
     add("runs", nargs="+", metavar="RUN|STUDY", help=text)
     add("--to", required=True, metavar="DIR", help="folder for report.html and report.pdf")
     add("--notes", metavar="FILE.md", help="your own discussion")
@@ -179,7 +181,7 @@ def _using(verb: Verb) -> None:
     text = "text or image in: label, filled mask, translation or features out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: its lines as they come")
+    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     add("--features", **FLAG, help="print or save hidden states instead of a prediction")
@@ -196,7 +198,7 @@ def _using(verb: Verb) -> None:
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
-    add("--sliding-window", **FLAG, help="go on beyond the model's places, reading only the latest tokens")
+    add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
     add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
     add("--beams", **whole(1_000), default=1, help="beam search instead of the likeliest token each time (default 1)")
     _engine(add)
@@ -314,7 +316,7 @@ def _quantizing(verb: Verb) -> None:
     text = "of accuracy that it may lose (default 1)"
     add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help=text)
     add("--engine", metavar="NAME", help="in which both are measured (default: torch; int8 and int4: compiled)")
-    add("--force", **FLAG, help="keep it even if it is slower or loses more")
+    add("--force", **FLAG, help="keep it even if it is slower or loses more accuracy")
 
 
 def room(name: str):
@@ -385,7 +387,7 @@ def plan(args) -> int | Iterable[str]:
     mode = modes[0] if modes else "plan"
     _only_with(args, mode)
     if mode == "accuracy":
-        return room("plan.show").printed(room("plan.published").lines(args.accuracy or None))
+        return room("plan.show").printed(room("plan.published").lines(None if args.accuracy is True else args.accuracy))
     request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
     if mode == "web":
         port = 8000 if args.port is None else args.port

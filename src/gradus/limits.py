@@ -29,7 +29,7 @@ EXPERTS = 2**20  # PEER (He 2024) has a million, Switch 2,048
 LENGTH = 2**24  # seq_len; Llama 4 Scout has 10 million
 PARAMETERS = 1e15  # in all: a thousand times the largest published
 CLASSES = 2**22  # Amazon-3M, the largest classification set, has 2.8 million; each takes a name and a row of the head
-IMAGE = 2**14  # pixels a side
+IMAGE = 2**14  # pixels per side
 BATCH = 2**30  # samples or tokens of a step; GPT-4's is put at 60 million tokens
 STEPS = 10**12  # also of a schedule, and between two checkpoints
 TOKENS = 1e18  # of --tokens; Qwen 3 saw 3.6e13
@@ -62,6 +62,7 @@ RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
 NODES = 2_000_000  # the same of the hardware files
 TOKEN_IDS = 2**24  # the highest id that a tokenizer may have; tables of that length are held
 LINE = 2**28  # characters of one line of data
+UNPACKED, RATIO = 256 * MB, 250  # what a packed file may always unpack to, and how many times its size beyond
 FIELD = 2**22  # characters that are read of a labelled text; War and Peace has 3.2 million
 TOKEN = 256  # characters of a token of a text that a model reads; those of published vocabularies have at most 128
 WORD = 1_000  # characters of a word from which a tokenizer is made: a longer one counts in parts
@@ -212,7 +213,7 @@ def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> li
     found = [word.strip() for word in text.split(",")]
     for word in found:
         if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
-            what = f"{word[:40] or 'nothing'!r} is no whole number from {least} to {most:,}"
+            what = f"{word[:40] or 'nothing'!r} is not a whole number from {least} to {most:,}"
             raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
     return list(dict.fromkeys(map(int, found)))
 

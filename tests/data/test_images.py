@@ -228,6 +228,12 @@ def test_colour_in_a_grey_set_is_named(tmp_path):
         open_images(ImagesData(path=str(tmp_path)))
 
 
+def test_labels_may_be_unsigned_numbers_of_64_bits(tmp_path):
+    path = write_parquet(tmp_path / "train.parquet", map(png, random_images(40)), [2**63 + i % 2 for i in range(40)], label_type=pa.uint64())
+    train = open_images(ImagesData(path=str(path)))["train"]
+    assert train.classes == ["9223372036854775808", "9223372036854775809"] and {train[i]["label"] for i in range(len(train))} == {0, 1}
+
+
 def test_bad_labels_and_columns_are_named(tmp_path):
     path, files = tmp_path / "train.parquet", [png(image) for image in random_images(20)]
 

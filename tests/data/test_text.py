@@ -95,6 +95,18 @@ def as_parquet(rows) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.parametrize("suffix", [".txt.gz", ".csv.xz", ".parquet.gz"])
+def test_a_file_packed_to_burst_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(limits, "UNPACKED", 100_000)
+    path = write(tmp_path / f"bomb{suffix}", "a line\n" * 100_000)
+    assert path.stat().st_size * limits.RATIO < 700_000
+    with pytest.raises(UserError, match=r"bomb\S+: unpacks to more than 0 MB, 250 times its size or more\. Is it data\? If it is, unpack it"):
+        list(read_rows(path, ["a line"] if "csv" in suffix else None))
+    monkeypatch.setattr(limits, "RATIO", 10_000)
+    if "txt" in suffix:
+        assert len(list(read_rows(path))) == 100_000
+
+
 @pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
 def test_rows_of_every_kind(tmp_path, packed):
     lines = "\n".join(json.dumps(r) for r in ROWS) + "\n\n"
@@ -283,6 +295,8 @@ def test_columns_as_documents(tmp_path):
     assert Corpus.open(path).key != Corpus.open(path, "other").key
     path = write(tmp_path / "b.jsonl", '{"label": 0, "sentence": "a"}\n')
     assert list(Corpus.column(path, None)) == ["a"], "the same column that the samples are taken from"
+    path = write(tmp_path / "c.jsonl", '{"text": "abcdef"}\n{"text": "a"}\n')
+    assert list(Corpus.column(path, "text", 3)) == ["abc", "a"] and Corpus.column(path, "text", 3).key != Corpus.open(path).key
 
 
 @pytest.mark.shared_data
@@ -390,6 +404,15 @@ def test_a_damaged_cache_is_made_anew(cache, name, damage):
     again = build(["some text", "more"], ByteTokenizer(), "key")
     assert again.offsets.tolist() == [0, 9, 13] and bytes(again.ids.astype(np.uint8)) == b"some textmore"
     assert list((cache / "tokens").iterdir()) == [file.parent]
+
+
+@pytest.mark.parametrize("name", ["about.json", "made.json"])
+def test_a_pipe_in_the_cache_is_not_waited_for(cache, name):
+    file = build(["some text"], ByteTokenizer(), "key").folder / name
+    file.unlink()
+    os.mkfifo(file)
+    assert bytes(build(["some text"], ByteTokenizer(), "key").ids.astype(np.uint8)) == b"some text"
+    assert file.is_file()
 
 
 def test_two_processes_may_make_the_same(cache):

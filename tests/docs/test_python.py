@@ -128,10 +128,10 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
         (lambda: api.train("copy-tusk"), "copy-tusk: no such recipe. Did you mean copy-task?"),
         (lambda: api.train("copy-task", "optimizer.lrr=1"), "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
         (lambda: api.train("copy-task", optimizer={"learning_rate": 1}), "optimizer.learning_rate: unknown key. It is optimizer.lr."),
-        (lambda: api.train("copy-task", hooks=[print]), "hooks: <built-in function print> is no hook. Give an object"),
+        (lambda: api.train("copy-task", hooks=[print]), "hooks: <built-in function print> is not a hook. Give an object"),
         (lambda: api.plan("gpt2-smal"), "Did you mean gpt2-small?"),
         (lambda: api.load("./nowhere"), "nowhere: no such file or folder"),
-        (lambda: api.Run("."), "no run here"),
+        (lambda: api.Run("."), "not a run folder"),
         (lambda: api.predict(3, "x"), "expected a model, got int"),
         (lambda: api.generate("./nowhere", temperature=-1), "temperature=-1"),
         (lambda: api.evaluate("copy-task"), "a recipe has no weights"),
@@ -140,6 +140,42 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
 def test_mistakes_are_the_command_lines_errors(call, said):
     with pytest.raises(UserError, match=re.escape(said)):
         call()
+
+
+WRONG = """
+train(5) train(None) train('copy-task', 5) train('copy-task', None) train('copy-task', hooks=5) train('copy-task', hooks=[1]) train('copy-task', resume='x')
+train('copy-task', force=1) train('copy-task', train=5) train('copy-task', train={5: 1})
+plan(5) plan('copy-task', on=5) plan('copy-task', on='H100', tokens='x') plan('copy-task', on='H100', tokens=-1) plan('copy-task', on='H100', days='x') plan('copy-task', 5)
+plan('copy-task', on='H100').value(5) Run(5) Run(None) Run('/none')
+load(5) load(None) load(bert, 'int8') load(bert, 5) load(load(bert), 'int8')
+load(bert)(input_ids='x') load(bert)(5) load(bert)(ids=torch.zeros(1, 3)) load(bert)(input_ids=torch.full((1, 3), 10**6)) load(gpt)(torch.full((1, 3), -1))
+load(bert)(input_ids=torch.zeros(1, 3, dtype=torch.long), attention_mask=[[1, 1, 1]]) load(bert)(input_ids=torch.zeros(1, 500, dtype=torch.long))
+predict(5, 'a') predict(bert, 5) predict(bert, None) predict(bert, [5]) predict(bert, ['a', ['b']]) predict(bert, b'a') predict(bert, [b'a']) predict(bert, {'a': 'b'})
+predict(bert, torch.zeros(2)) predict(bert, picture) predict(bert, 'a', top='x') predict(bert, 'a', top=0) predict(bert, 'a', top=1.5) predict(bert, 'a', top=None) predict(bert, 'a', top=True)
+predict(gpt, 'a')
+generate(gpt, 5) generate(gpt, None) generate(gpt, [5]) generate(gpt, b'a') generate(gpt, {'a': 1}) generate(gpt, 'a', max_new='x') generate(gpt, 'a', max_new=0) generate(gpt, 'a', max_new=1.5)
+generate(gpt, 'a', temperature='x') generate(gpt, 'a', temperature=float('nan')) generate(gpt, 'a', temperature=1, top_k='x') generate(gpt, 'a', temperature=1, top_k=0)
+generate(gpt, 'a', temperature=1, top_p='x') generate(gpt, 'a', temperature=1, top_p=2) generate(gpt, 'a', temperature=1, seed='x') generate(gpt, 'a', temperature=1, seed=-1)
+generate(gpt, 'a', temperature=1, seed=2**70) generate(gpt, 'a', sliding_window='yes') generate(bert, 'a')
+evaluate(5) evaluate(bert, 5) evaluate(bert, split=5) evaluate(bert, split='zz') evaluate(bert, checkpoint=5) evaluate(bert, checkpoint='/none')
+"""
+
+
+def test_wrong_types_are_user_errors(tmp_path):
+    bert = saved(tmp_path / "bert", BertConfig(**TINY, vocab_size=260, seq_len=32, head="classification", n_classes=3))
+    gpt = saved(tmp_path / "gpt", GPTConfig(**TINY, vocab_size=260, seq_len=32))
+    for folder in (bert, gpt):
+        tokenizers.ByteTokenizer().save(folder)
+    picture = pytest.importorskip("PIL.Image").new("RGB", (8, 8))
+    names = {**{name: getattr(api, name) for name in api.__all__}, "torch": torch, "bert": bert, "gpt": gpt, "picture": picture}
+    calls = re.split(rf"\s(?=(?:{'|'.join(api.__all__)})\()", WRONG.strip())
+    assert len(calls) > 70
+    for call in calls:
+        with pytest.raises(UserError) as told:
+            eval(call, names)
+        assert len(str(told.value).splitlines()) == 1, call
+    assert api.generate(gpt, []) == [] == api.predict(bert, [])
+    assert len(api.generate(gpt, "a", max_new=np.int64(3), temperature=np.float32(1), seed=np.int64(2))) >= 1, "numbers of numpy are numbers"
 
 
 # ---------------------------------------------------------------- Hugging Face's names

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -17,6 +19,7 @@ from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.infer import engines, find
 from gradus.models.decoding import complete
+from gradus.models.weights import checksums
 from gradus.recipe.schema import Model
 
 SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 24}
@@ -153,6 +156,122 @@ def test_outputs_that_are_off_are_refused(tmp_path, capsys, monkeypatch):
     saved("vit", tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "torchscript"]) == 2
     assert "outputs differ from PyTorch's by" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- a check holds for the bytes that it was made with
+
+
+def flip(file: Path) -> None:
+    """The signs of some weights."""
+    content = bytearray(file.read_bytes())
+    at = len(content) // 2
+    content[at : at + 400 : 4] = bytes(b ^ 0x80 for b in content[at : at + 400 : 4])
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """An image classifier, exported, and an image."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("vit")
+    saved("vit", folder / "model")
+    (folder / "model" / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    assert main(["export", str(folder / "model"), "--to", str(folder / "out"), "--as", "torchscript"]) == 0
+    Image.new("RGB", (8, 8), (9, 99, 199)).save(folder / "a.png")
+    return folder
+
+
+def predicted(model: Path, vit: Path, capsys, engine: str = "torchscript") -> tuple[int, str, str]:
+    code, told = main(["predict", str(model), str(vit / "a.png"), "--engine", engine]), capsys.readouterr()
+    return code, told.out, told.err
+
+
+def changed(**more):
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("model.pt", flip), ("model.pt", Path.unlink), ("model.pt", lambda file: file.write_bytes(file.read_bytes()[:1000])),
+    ("export.json", changed(told="checked: perfect")), ("export.json", changed(graphs=[1])), ("export.json", lambda file: file.write_text("5")),
+    ("config.json", changed(id2label={"0": "a"}, num_labels=1)), ("checksums.json", Path.unlink), ("checksums.json", lambda file: file.write_text("[]")),
+])  # fmt: skip
+def test_an_export_of_other_bytes_is_refused(vit, tmp_path, name, change, capsys):
+    assert predicted(vit / "out", vit, capsys)[0] == 0
+    shutil.copytree(vit / "out", tmp_path / "out")
+    change(tmp_path / "out" / name)
+    code, out, err = predicted(tmp_path / "out", vit, capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"{name} " in err
+    assert "its check does not hold. Copy it again, or make it anew with gradus export" in err
+
+
+def test_an_export_whose_checksums_are_of_another_version_of_its_json(vit, tmp_path, capsys):
+    shutil.copytree(vit / "out", tmp_path / "out")
+    (tmp_path / "out" / "export.json").write_text("{}")
+    checksums.write(tmp_path / "out")
+    assert "export.json is of another version" in predicted(tmp_path / "out", vit, capsys)[2]
+
+
+def test_damaged_files_of_the_cache_are_made_anew(vit, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    whole = predicted(vit / "model", vit, capsys)
+    (graph,), (check,) = tmp_path.glob("exports/*/model.pt"), tmp_path.glob("engines/*")
+    for damage in (flip, Path.unlink, lambda file: file.with_name("export.json").write_text("{}"), lambda file: file.with_name("checksums.json").write_text("[")):
+        damage(graph)
+        assert predicted(vit / "model", vit, capsys) == whole
+    kept = check.read_text()
+    for text in ("", "[", "[]\n", kept[: len(kept) // 2], "\0", kept.replace('"value": ', '"value": "x", "v": '), kept.splitlines()[0] + "\n"):
+        for file in tmp_path.glob("engines/*"):
+            file.write_text(text)
+        assert predicted(vit / "model", vit, capsys)[:2] == whole[:2]
+    best = engines.best_at(find(str(vit / "model")))
+    best.parent.mkdir()
+    for text in ("", "{", "[]", "5", "null", '{"any": ["torchscript", "fp32"]}', '{"any": ["zzz", "fp32"], "when": 1}', '{"any": "torch", "when": 1}'):
+        best.write_text(text)
+        code, _, err = predicted(vit / "model", vit, capsys, "auto")
+        assert (code, "--engine auto: torch fp32 (no gradus bench" in err) == (0, True)
+
+
+def test_a_check_is_of_the_graph_that_it_was_made_with(vit, tmp_path, monkeypatch, capsys):
+    """A graph that is made anew is compared anew, since its bytes may be others."""
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    predicted(vit / "model", vit, capsys)
+    (graph,) = tmp_path.glob("exports/*/model.pt")
+    flip(graph)
+    checksums.write(graph.parent)  # as if it had been made so
+    code, _, err = predicted(vit / "model", vit, capsys)
+    assert code == 2 and "differs from PyTorch in fp32" in err
+
+
+@pytest.mark.parametrize("kind", ["hf", "torchscript"])
+def test_a_full_disk_leaves_nothing_of_an_export(kind, vit, tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gradus.infer.beside.write", full)  # the weights are written by then
+    assert main(["export", str(vit / "model"), "--to", str(tmp_path / "out"), "--as", kind]) == 74
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the disk is full" in err and "nothing was written" in err and not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_compiled_for_a_gpu_is_checked_against_one_that_stays(vit, tmp_path, monkeypatch):
+    """By a stand-in for the GPU, and for the machine code."""
+    from gradus.infer import export_pt2, graphs
+
+    monkeypatch.setattr(export_pt2, "pick_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(export_pt2, "compile_ahead", lambda *_: b"code")
+    model = models.load(vit / "model").eval()
+    (graph,) = graphs.graphs(model)
+    assert export_pt2.Pt2.write(graph, tmp_path)["device"] == "meta"
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and (tmp_path / "model.pt2").read_bytes() == b"code"
+
+
+def test_without_a_compiler_what_needs_one_is_told(vit, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/none/g++")
+    code, out, err = predicted(vit / "model", vit, capsys, "compiled")
+    assert (code, out) == (2, "") and "--engine compiled: torch.compile finds no C++ compiler here. Install g++" in err and err.count("\n") == 1
+    assert main(["export", str(vit / "model"), "--to", str(tmp_path / "out"), "--as", "pt2"]) == 2
+    assert "--as pt2: AOTInductor finds no C++ compiler here" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- TensorRT, by a stand-in

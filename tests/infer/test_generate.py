@@ -278,7 +278,7 @@ def test_the_room_left_is_used_and_said(gpt, bpe, capsys):
 def test_a_sliding_window_goes_on_beyond_the_positions(gpt, bpe, tmp_path, capsys):
     folder, model = gpt
     ids = bpe.encode("once upon")
-    assert "--sliding-window goes on" in run(folder, "once upon", "--max-new", "100", capsys=capsys)[1]
+    assert "--sliding-window continues" in run(folder, "once upon", "--max-new", "100", capsys=capsys)[1]
     out, err = run(folder, "once upon", "--max-new", "100", "--sliding-window", capsys=capsys)
     assert out == bpe.decode(ids + complete(model, [ids], max_new=100, eos_id=bpe.eos_id, window=48)[0]) + "\n"
     assert "100 tokens in" in err and "cut" not in err

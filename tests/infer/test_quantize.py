@@ -233,7 +233,7 @@ def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):
     for words in ([], ["--features"], ["--engine", "onnx"], ["--precision", "bf16"]):
         assert main(["predict", name, "x", *words]) == 2
         assert "quantized for --engine torch --precision int8. Use that" in capsys.readouterr().err
-    assert main(["export", name, "--to", str(tmp_path / "out")]) == 2 and "made for engines" in capsys.readouterr().err
+    assert main(["export", name, "--to", str(tmp_path / "out")]) == 2 and "an exported or quantized folder" in capsys.readouterr().err
     assert main(["train", "bert.json", f"model.init={name}", "log.dir=again"]) == 2 and name in capsys.readouterr().err
     damaged = {
         quantized.WEIGHTS: flipped, "quantized.json": lambda b: b.replace(b"1 of", b"9 of").replace(b"0", b"1", 1),

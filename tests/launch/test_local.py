@@ -340,7 +340,7 @@ def test_the_command_line(capsys):
     assert main(["train", "copy-task", "--resume", "--auto-resume", "--processes", "2"]) == 2
     assert "Give one of them." in capsys.readouterr().err
     assert main(["train", "copy-task", "--processes", "2", "layout.timeout=1e30"]) == 2
-    assert "layout.timeout: 1e30 is more than a size one could mean: at most 10,000,000." in capsys.readouterr().err
+    assert "layout.timeout: 1e30 is more than a plausible size: at most 10,000,000." in capsys.readouterr().err
     assert main(["train", "copy-task", "--processes", "2", "optimizer.lrr=1"]) == 2
     assert json.dumps(capsys.readouterr().err).count("error:") == 1
 

@@ -84,7 +84,7 @@ def test_a_lost_connection_loses_nothing(other, capfd):
     printed = capfd.readouterr().out.splitlines()
     assert subprocess.run(["tmux", "list-sessions", "-F", "#S"], capture_output=True, text=True).stdout == "gradus-copy-task-b\n"
     assert not Path("runs/b/summary.json").exists()
-    later = printed[printed.index("training; a lost connection loses nothing. From here:") :]
+    later = printed[printed.index("training; a lost connection costs nothing. From here:") :]
     look, follow, fetch = (later[later.index(f"# {why}") + 1] for why in ("look at it (leave with Ctrl-b d)", "see its log until it has ended", "fetch the run folder"))
     assert shlex.split(look)[:3] == ["ssh", "-t", "me@there"] and "tmux attach -t gradus-copy-task-b" in look
     assert subprocess.run(["bash", "-c", follow], timeout=240).returncode == 0
@@ -112,14 +112,14 @@ def test_the_commands_are_printed(tmp_path, monkeypatch, capsys):
     ("words", "told"),
     [
         (["--host", "-oProxyCommand=x"], "argument --host: expected one argument"),
-        (["--host=-oProxyCommand=x"], "--host=-oProxyCommand=x: no host. Give USER@HOST, and the port with -p."),
-        (["--host", "a b"], "--host=a b: no host."),
+        (["--host=-oProxyCommand=x"], "--host=-oProxyCommand=x: not a host. Give USER@HOST, and the port with -p."),
+        (["--host", "a b"], "--host=a b: not a host."),
         (["--port", "0"], "--port=0: must be at least 1."),
         (["--folder", "a; b"], "--folder=a; b: give a folder below the home folder there"),
         (["--folder", "x/../../.."], "--folder=x/../../..: give a folder below the home folder there"),
         (["--folder=-x"], "--folder=-x: give a folder below the home folder there"),
         (["--folder", "/etc"], "--folder=/etc: give a folder below the home folder there"),
-        (["--host", "me@-oProxyCommand"], "--host=me@-oProxyCommand: no host."),
+        (["--host", "me@-oProxyCommand"], "--host=me@-oProxyCommand: not a host."),
         (["log.dir=-x"], "log.dir=-x: it is the same below this folder and below the one there."),
         (["log.dir=a:b"], "log.dir=a:b: it is the same below this folder and below the one there."),
         (["name=../x"], "name: '../x' cannot be the name of a folder"),

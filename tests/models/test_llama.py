@@ -105,7 +105,25 @@ def test_qwen2_there_and_back(tmp_path, tied):
     assert config_from_hf(config_to_hf(model.config)) == model.config
 
 
+@pytest.mark.parametrize("window", [None, 64])
+def test_mistral_without_a_window_is_a_llama(tmp_path, window):
+    """A window that no text fills is none. Exported it is a Llama, which computes the same."""
+    config = transformers.MistralConfig(**HF_TINY, num_key_value_heads=2, head_dim=12, sliding_window=window)
+    theirs = shake(transformers.MistralForCausalLM(config)).train()
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert_same(model, theirs)
+    model.zero_grad()
+    save(model, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").train()
+    assert isinstance(back, transformers.LlamaForCausalLM)
+    assert_same(model, back)
+
+
 def test_a_window_that_is_used_is_refused():
+    for stated in ({"sliding_window": 8}, {}):  # one that config.json does not state is 4,096 tokens long
+        with pytest.raises(UserError, match=f"sliding_window={stated.get('sliding_window', 4096)} is not supported"):
+            config_from_hf({"model_type": "mistral", **stated})
     with pytest.raises(UserError, match="sliding_window=8 is not supported"):
         config_from_hf({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8})
     with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one out"):

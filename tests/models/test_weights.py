@@ -349,6 +349,12 @@ def test_checksums_are_those_of_what_lies_there(tmp_path):
     models.load(tmp_path)
 
 
+def test_a_pipe_in_the_place_of_checksums_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / checksums.FILE)
+    with pytest.raises(UserError, match=r"checksums\.json is not readable"):
+        checksums.verify(tmp_path, lambda name: True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_quantized_weight_is_refused_by_name(dtype, kind, tmp_path):
@@ -441,7 +447,10 @@ def test_absent_folders(tmp_path):
         ("{", "config.json: line 1, column 2: not valid JSON"),
         ("[]", "config.json: not a JSON object"),
         ("{}", "no model_type.* Known: bert, gpt2, "),
-        ('{"model_type": "gtp2"}', r"model_type=gtp2 is none of Gradus' families. Did you mean gpt2\?"),
+        ('{"model_type": "gtp2"}', r"model_type=gtp2 is not one of Gradus's families, nor like one. Known: bert, gpt2, "),
+        ('{"model_type": "roberta"}', r"model_type=roberta can be planned, not trained: family bert has as many .* Plan it: gradus plan hf:/\S+$"),
+        ('{"model_type": "qwen3"}', r"model_type=qwen3 can be neither planned nor trained: q_norm, k_norm: queries and keys have norms"),
+        ('{"model_type": "mistral", "sliding_window": 8}', "sliding_window=8 is not supported by family llama"),
         ('{"model_type": "vit"}', "config.json: num_hidden_layers is not in it"),
         ('{"model_type": "gpt2", "n_head": 7}', "config.json: d_model=768 is not a multiple of n_heads=7"),
     ],

@@ -259,7 +259,7 @@ def test_evaluation_heads_few_batches_checkpointing_and_autocast():
         ),
         (common.CONFIGS["t5"], {"pipeline": 4, "schedule": "interleaved"}, ""),
         (common.CONFIGS["t5"], {"pipeline": 2, "schedule": "zero_bubble"}, "Use layout.schedule=interleaved."),
-        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "1f1b", "stages": 2}, "layout.stages: cannot be combined with layout.schedule=1f1b: it has 1 stage a process"),
+        (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "1f1b", "stages": 2}, "layout.stages: cannot be combined with layout.schedule=1f1b: it has 1 stage per process"),
         (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "interleaved", "stages": 1}, "nothing interleaves"),
         (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "checkpointing": "full"}, "layout.checkpointing: cannot be combined with layout.schedule=zero_bubble"),
         (common.CONFIGS["gpt"], {"pipeline": 2, "schedule": "zero_bubble", "compile": "default"}, "layout.compile: cannot be combined with layout.schedule=zero_bubble"),

@@ -12,10 +12,11 @@ import transformers as hf
 from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.models.weights import others
 from gradus.plan.answer import Request, open_recipe
 from gradus.plan.batches import complete
 from gradus.plan.counts import flops, parameters, tokens_a_sample
-from gradus.plan.hf import KINDS, REFUSED, read_hf, recipe_for
+from gradus.plan.hf import read_hf, recipe_for
 from gradus.recipe.presets import PRESETS, config_of
 
 SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -85,7 +86,7 @@ def test_as_many_parameters_as_theirs(name, tmp_path):
 
 def test_every_reader_is_tested_and_none_is_also_refused():
     kinds = {config.model_type for config, _ in THEIRS.values()} | {"marian", "pegasus"}
-    assert kinds == set(KINDS) and not kinds & set(REFUSED)
+    assert kinds == set(others.planned()) and not kinds & set(others.table()["refused"])
 
 
 def test_published_configurations(tmp_path):
@@ -160,13 +161,13 @@ def test_a_folder_is_planned_by_its_config_and_said_not_to_be_trained_where_it_i
         assert any(f"model_type={name} can be planned, not trained: " in note for note in notes) is not trained
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", others.table()["refused"])
 def test_refused_families_name_the_field_and_the_nearest(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UserError, match=f"model_type={kind} can be neither planned nor trained: ") as e:
         from_hf(f"hf:{tmp_path}")
     assert "\n" not in str(e.value)
-    family, preset = REFUSED[kind][2:]
+    family, preset = others.table()["refused"][kind][2:]
     assert f"The nearest family is {family}: gradus plan {preset}" in str(e.value)
     assert config_of(preset).family == family
 
@@ -213,7 +214,7 @@ def test_qwen2_as_published(tmp_path, width, inner, layers, heads, keys, vocab, 
     assert (ours.qkv_bias, ours.seq_len, ours.tie_output, note) == (True, 32_768, tied, "")
     assert models.count(ours)["total"] == count_of(hf.Qwen2ForCausalLM, config) == published
     ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, use_sliding_window=True, sliding_window=4096))
-    assert ours.seq_len == 4096 and "sliding_window=4096: planned up to 4096 tokens" in note
+    assert ours.seq_len == 4096 and "sliding_window=4096 can be planned, not trained: up to 4096 tokens" in note
 
 
 def test_a_hub_name_without_internet(monkeypatch):

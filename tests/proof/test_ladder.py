@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_a_ladder_that_was_stopped_goes_on_and_measures_nothing_twice(taken, tmp
     out = capsys.readouterr().out
     assert len(taken) == len(set(taken)) > 9
     assert "layout.attention=sdpa" in out.split("keys: ")[1] and "2.00× [2.00, 2.00]" in out
-    assert f"gradus train {' '.join(COPY)} layout.attention=sdpa" in out
+    assert f"gradus train {' '.join(COPY)} layout.attention=sdpa" in re.sub(r"\s*\\\n\s*", " ", out)
     n = len(taken)
     assert main([*asked, "--json"]) == 0
     assert len(taken) == n
@@ -273,6 +274,11 @@ def test_a_folder_without_samples_is_free(tmp_path):
     file.write_text(json.dumps({"name": "sample", "value": 0, "failed": "the first rung"}) + "\n")
     with study.claimed(tmp_path / "a", "ladder", {"digest": "two"}, {}):
         assert json.loads((tmp_path / "a" / "ladder.json").read_text()) == {"digest": "two"}
+    (tmp_path / "a" / "runs" / "first-1").mkdir(parents=True)
+    (tmp_path / "a" / "runs" / "first-1" / "recipe.yaml").touch()
+    with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
+        pass  # a training was begun there
+    shutil.rmtree(tmp_path / "a" / "runs")
     file.write_text(json.dumps({"name": "sample", "value": 1.0}) + "\n")
     with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
         pass

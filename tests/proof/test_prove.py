@@ -210,7 +210,7 @@ def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypa
 
 
 def test_the_third_step_may_be_in_the_next_epoch():
-    session = open_session(recipes.load("copy-task", **TINY))  # four steps an epoch
+    session = open_session(recipes.load("copy-task", **TINY))  # four steps per epoch
     (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
     assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
     assert not torch.equal(a[0]["source"], c[0]["source"])
@@ -269,7 +269,7 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
     assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
     for change, told in (
         ({}, "Python and its libraries alone take"),
-        ({"resident": 0}, "Not one sample fits: take a smaller model or"),
+        ({"resident": 0}, "Not one sample fits: use a smaller model or"),
         ({"target": "cuda"}, "Not one sample fits: set layout.shard=N over N GPUs"),
     ):
         assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)

@@ -424,6 +424,10 @@ def test_nested_keys_have_their_path(write):
     ]
 
 
+def test_a_section_that_holds_no_keys_is_told_beside_an_override_of_it(write):
+    assert problems(write(COPY + "log: [[]]\n"), ["log.dir=x"]) == ["r.yaml: log: expected keys, got [[]]. It has the keys dir, every, line, tensorboard, wandb."]
+
+
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
 def test_empty_file(write, text):
     assert len(lines := problems(write(text))) == 1
@@ -466,7 +470,8 @@ def test_names_and_paths_that_are_not_there(write, tmp_path, monkeypatch):
         ("copy-tsk", "copy-tsk: no such recipe. Did you mean copy-task? Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
         ("mine", "mine: no such recipe. Did you mean mine.yaml? Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
         ("minee.yaml", "minee.yaml: no such file. Did you mean mine.yaml?"),
-        ("gpt2-small", "gpt2-small: the preset of a model, not a recipe: it has no task and no data. In a recipe set model.preset=gpt2-small; "
+        ("gpt2-smal", "gpt2-smal: no such recipe. Did you mean a recipe with model.preset=gpt2-small? Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
+        ("gpt2-small", "gpt2-small: the preset of a model, not a recipe: it has no task and no data. Give a recipe and model.preset=gpt2-small; "
          "gradus plan gpt2-small plans it."),
         (str(tmp_path), f"{tmp_path}: a folder without recipe.yaml is not a run. Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."),
     ]:

@@ -28,6 +28,17 @@ HANDS_ON = {
 }
 
 
+def test_arguments_may_stand_in_the_file_as_they_are(tmp_path):
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps({**HANDS_ON, "save_total_limt": 3}))
+    ours, notes = from_training_args(path)
+    path.write_text(json.dumps({"TrainingArgs": {**HANDS_ON, "save_total_limt": 3}}))
+    assert (ours, notes) == from_training_args(path)
+    path.write_text(json.dumps({"max_steps": "many"}))
+    with pytest.raises(UserError, match=r'arguments\.json: max_steps: expected a whole number, got "many"\.'):
+        from_training_args(path)
+
+
 @pytest.fixture
 def read(tmp_path):
     """(what the file maps to, its notes)"""
@@ -215,8 +226,8 @@ def test_what_of_a_layout_is_not_taken_over_is_told(read, processes, arguments, 
     [
         ({"fsdp": True, "deepspeed": {}}, None),
         ({"fsdp": True, "deepspeed": {ZERO: {"stage": 2}}}, "fsdp and TrainingArgs.deepspeed are both given. Keep one."),
-        ({"fsdp": "full_shrad"}, "fsdp: full_shrad is no option of it. Did you mean full_shard?"),
-        ({"fsdp": 3}, "fsdp: 3 is no option of it."),
+        ({"fsdp": "full_shrad"}, "fsdp: full_shrad is not one of its options. Did you mean full_shard?"),
+        ({"fsdp": 3}, "fsdp: 3 is not one of its options."),
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": 3}}, "fsdp_config.reshard_after_forward: expected true or false, got 3."),
         ({"deepspeed": {ZERO: {"stage": 4}}}, "deepspeed.zero_optimization.stage: expected 0, 1, 2 or 3, got 4."),
         ({"deepspeed": {ZERO: 3}}, "deepspeed.zero_optimization: expected an object or the name of a JSON file with one, got 3."),
@@ -283,10 +294,10 @@ def test_a_value_that_cannot_be_worked_with_is_one_line(read, tmp_path, argument
         ("", "line 1, column 1: not valid JSON: Expecting value."),
         ('{"TrainingArgs": {"seed": 1,}}', "line 1, column 29: not valid JSON: "),
         ('{"TrainingArgs": {"seed": 1, "seed": 2}}', "seed: given twice. Keep one."),
-        ("[]", 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
-        ('{"TrainingArg": {}}',
-         'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
-        ('{"TrainingArgs": 3}', 'expected an object "TrainingArgs" with TrainingArguments in it, such as {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ("[]", 'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ('{"TrainingArg": {"learning_rate": 5e-5}}',
+         'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
+        ('{"TrainingArgs": 3}', 'expected an object of TrainingArguments, such as {"learning_rate": 5e-5}, or {"TrainingArgs": {"learning_rate": 5e-5}}.'),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_one_line(tmp_path, content, text):

@@ -220,6 +220,9 @@ def test_numbers_that_no_plot_holds(tmp_path):
     folder = folder_of(tmp_path / "s", [row("samples_per_s", value, f"c{i}") for i, value in enumerate(values)])
     assert studies.read([folder])[0].values("samples_per_s") == {"c0": 1.0} and len(captions(folder)) == 1
     assert blocks_of(folder, Table)[0].rows[3][1].startswith("1000")
+    words = [row(name, "nan", "c", **more) for name in ("memory/allocated", "collective/all_reduce", "time/step") for more in ({}, {"kind": "predicted"})]
+    folder = folder_of(tmp_path / "words", [row("samples_per_s", 1.0, "c"), *words, row("memory/allocated", 5.0, "c", kind="predicted")])
+    assert blocks_of(folder, Table)[1].rows[0][1:] == ["5", "nan"] and len(captions(folder)) == 1
 
 
 def test_names_are_text_in_markdown():

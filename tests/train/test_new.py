@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +17,12 @@ import yaml
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
+from gradus.data.readers import read_rows
 from gradus.errors import UserError
 from gradus.models.weights import LoadReport
 from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
 from gradus.tasks import open_task
-from gradus.train import resolve
+from gradus.train import inspect_data, resolve
 from gradus.train.new import look
 from gradus.train.run import weights_line
 from gradus.train.session import open_session
@@ -141,13 +145,13 @@ def test_every_kind_of_data_becomes_a_recipe_that_checks(tmp_path, monkeypatch, 
     assert main(["check", "mine.yaml"]) == 0
 
 
-def test_the_columns_are_guessed_said_and_can_be_named(tmp_path, capsys):
-    rows = [(i, f"title {i}", f"a much longer text about film {i}", i % 2, i % 3) for i in range(60)]
+def test_columns_are_chosen_where_one_is_possible_and_can_be_named(tmp_path, capsys):
+    rows = [(i, f"the title {i}", f"a much longer text about film {i}", i % 2, i % 3) for i in range(60)]
     path = str(table(tmp_path / "r.csv", rows, ("id", "head", "words", "odd", "kind")))
-    assert main(["new", "a.yaml", "--data", path]) == 0
-    told = capsys.readouterr().out
-    assert "column 'words': it holds the longest texts; another with --text COLUMN" in told
-    assert "column 'odd': it has only 2 values in the first 60 rows; another with --label COLUMN" in told
+    assert main(["new", "a.yaml", "--data", path]) == 2
+    assert "which column is the text? 'head' and 'words' hold text. Name one" in capsys.readouterr().err
+    assert main(["new", "a.yaml", "--data", path, "--text", "words"]) == 2
+    assert "which column is the label, 'odd' (2 values) or 'kind' (3 values)?" in capsys.readouterr().err
     assert main(["new", "b.yaml", "--data", path, "--text", "head", "--label", "kind"]) == 0
     assert "classes    3: 0 20, 1 20, 2 20" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "b.yaml").read_text())["data"] | {"path": ""} == {
@@ -158,6 +162,105 @@ def test_the_columns_are_guessed_said_and_can_be_named(tmp_path, capsys):
     }
     assert main(["new", "c.yaml", "--data", path, "--label", "kinds"]) == 2
     assert "--label kinds: " in (err := capsys.readouterr().err) and "Did you mean kind?" in err
+    one = table(tmp_path / "one.csv", [(i, text, label) for i, text, label in reviews()], ("id", "words", "kind"))
+    said = look([str(one)]).lines
+    assert "column 'words': the only one that holds text" in said[1] and said[2].startswith("label      column 'kind': the only one")
+
+
+SCORE = [(f"film {i} is good", i / 7) for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    "header, rows, options, words",
+    [
+        ("id,question1,question2,is_duplicate", [(i, f"what is {i}?", f"where is {i}?", i % 2) for i in range(60)], [],
+         "'question1' and 'question2' hold text. Name one, such as --text question1"),
+        ("en,de", [(f"the house {i}", f"das Haus {i}") for i in range(60)], [], "two files, NAME.en and NAME.de"),
+        ("text,text2,label", [(f"film {i} is", f"film {i} was", i % 2) for i in range(60)], [], "'text' and 'text2' hold text"),
+        ("review,score", SCORE, [], "column 'score' holds 60 different numbers, such as "),
+        ("review,score", SCORE, [], "--no-label"),
+        ("review,points", SCORE, [], "It is a score, and only classes can be learned"),
+        ("review,label", SCORE, ["--label", "label"], "It is a score, and only classes can be learned"),
+        ("review,points", [(text, i * 37 % 50) for i, (text, _) in enumerate(SCORE)], [],
+         "holds 50 different numbers, such as 37. Is it a score? Only classes can be learned. If each number is a class: --label points"),
+        ("text,intent", [(text, f"intent {i % 25}") for i, (text, _) in enumerate(SCORE)], [], "If each is a class: --label intent"),
+        ("text,category,rating", [(text, "ab"[i % 2], i % 3) for i, (text, _) in enumerate(SCORE)], [],
+         "which column is the label, 'category' (2 values) or 'rating' (3 values)?"),
+        ("film 1 was bad !,bad", [r[1:] for r in reviews()], [], "the first row (film 1 was bad !, bad) looks like data"),
+        ("0,film 1 was bad !", [r[:2] for r in reviews()], [], "If these are the names: --text COLUMN"),
+        ("a film that was very good", [(f"a film that was {i}",) for i in range(60)], [], "Put a row of names above it"),
+        ("text,text,label", [("a b", "c d", i % 2) for i in range(60)], [], "names the column 'text' twice"),
+        ("text,label", [(text, "good") for text, _ in SCORE], [], "every sample is of one class (good)"),
+        ("text,label", [r[1:] for r in reviews()], ["--text", "label", "--label", "label"], "one column cannot be both"),
+    ],
+)  # fmt: skip
+def test_what_is_ambiguous_or_no_class_is_asked_about(tmp_path, capsys, header, rows, options, words):
+    table(tmp_path / "r.csv", rows, header.split(","))
+    assert main(["new", "x.yaml", "--data", "r.csv", *options]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1, err
+    assert not (tmp_path / "x.yaml").exists()
+
+
+def test_what_was_asked_about_can_be_answered(tmp_path):
+    table(tmp_path / "r.csv", SCORE, ("review", "score"))
+    assert look(["r.csv"], label=False).data == {"kind": "text", "path": str(tmp_path / "r.csv"), "text": "review"}
+    table(tmp_path / "q.csv", [(i, f"what is {i}?", f"where is {i}?", i % 2) for i in range(60)], ("id", "q1", "q2", "same"))
+    assert look(["q.csv"], "q2").data | {"path": ""} == {"kind": "labelled", "path": "", "text": "q2", "label": "same"}
+    table(tmp_path / "h.csv", [r[1:] for r in reviews()], ("film 1 was bad !", "bad"))
+    assert look(["h.csv"], "film 1 was bad !").data["label"] == "bad"
+    table(tmp_path / "i.csv", [(i, f"film {i} is") for i in range(60)], ("number", "words"))
+    assert look(["i.csv"]).data["kind"] == "text"  # the number of a row is no score
+    table(tmp_path / "d.csv", [(f"2024-01-{i % 9 + 1:02}", f"film {i} is") for i in range(60)], ("when", "words"))
+    assert look(["d.csv"]).data["kind"] == "text"  # nor are days classes
+    (tmp_path / "b.txt").write_text("a b\n" * 50)
+    with pytest.raises(UserError, match=r"--no-label: b.txt has no columns \(running text\)"):
+        look(["b.txt"], label=False)
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_a_csv_may_have_semicolons_or_tabs(tmp_path, delimiter):
+    lines = [f'"film {i}{delimiter} and, ""more"""{delimiter}{"ab"[i % 2]}' for i in range(30)]
+    (tmp_path / "r.csv").write_text("\n".join([f"text{delimiter}label", *lines]))
+    found = look(["r.csv"])
+    assert found.data["text"] == "text" and "2 values in the first 30 rows" in found.lines[2]
+    assert next(read_rows(tmp_path / "r.csv")) == {"text": f'film 0{delimiter} and, "more"', "label": "a"}
+
+
+def test_stars_from_1_to_5_are_five_classes(tmp_path, capsys):
+    table(tmp_path / "r.csv", [(f"film {i} is good", i % 5 + 1) for i in range(100)], ("review", "stars"))
+    assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
+    assert "classes    5: 1 20, 2 20, 3 20, 4 20, 5 20" in capsys.readouterr().out
+    recipe = open_session(resolve.load("x.yaml", [])[0]).recipe
+    assert recipe.model.n_classes == 5 and recipe.task.classes == ["1", "2", "3", "4", "5"]
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_try_works(tmp_path, monkeypatch, capsys):
+    table(tmp_path / "r.csv", reviews())
+
+    def full(path, *args, **kwargs):
+        if "x.yaml" not in path.name:
+            return write_text(path, *args, **kwargs)
+        path.write_bytes(b"")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    before, write_text = sorted(tmp_path.iterdir()), Path.write_text
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert main(["new", "x.yaml", "--data", "r.csv"]) == 74
+    err = capsys.readouterr().err
+    assert "x.yaml: the disk is full" in err and err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+    assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
+
+
+def test_of_a_wide_or_large_table_few_rows_are_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_data, "CHARACTERS", 10_000)
+    wide = [f"c{i}" for i in range(300)]
+    table(tmp_path / "w.csv", [("a film", "ab"[i % 2], *"x" * 300) for i in range(100)], ("text", "label", *wide))
+    found = look(["w.csv"])
+    assert found.lines[0].endswith("c16, c17, ... (302 in all)")
+    assert "2 values in the first 17 rows" in found.lines[2], "2 characters for each cell with its delimiter"
 
 
 def test_what_lies_in_a_folder_is_found(tmp_path):
@@ -181,15 +284,22 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, cap
     (tmp_path / "loose" / "a.png").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     models.save(models.build(GPTConfig(vocab_size=300, **TINY)), tmp_path / "gpt")
+    models.save(models.build(BertConfig(vocab_size=300, seq_len=32, **TINY)), tmp_path / "exported")
+    (tmp_path / "exported" / "model.safetensors").rename(tmp_path / "exported" / "model.onnx")
+    (tmp_path / "exported" / "checksums.json").unlink(missing_ok=True)
+    pictures(tmp_path / "one", ("ant",))
     cases = {
         ("there.yaml", "r.csv"): "there is such a file already",
         ("x.json", "r.csv"): "Name it x.yaml",
         ("x.yaml", "r.xlsx"): "not a kind of file that is read (.xlsx)",
         ("x.yaml", "r.cvs"): "Did you mean r.csv?",
-        ("x.yaml", "loose"): "Put them into a folder a class",
+        ("x.yaml", "loose"): "Put them into a folder per class",
         ("x.yaml", "empty"): "no file for the train split",
         ("x.yaml", "r.csv", "r.xlsx"): "NAME.en and NAME.de",
         ("x.yaml", "r.csv", "--init", "gpt"): "a gpt, and texts with a label are for bert",
+        ("x.yaml", "r.csv", "--init", "exported"): "exported: no weights: neither model.safetensors",
+        ("x\ny.yaml", "r.csv"): "a line break",
+        ("x.yaml", "one"): "every sample is of one class (ant), so there is nothing to learn. Put images",
     }
     for (file, *rest), words in cases.items():
         assert main(["new", file, "--data", *rest]) == 2

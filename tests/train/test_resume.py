@@ -148,14 +148,17 @@ def test_resume_refuses_another_mathematics(undisturbed):
 
 
 def test_a_warm_up_longer_than_the_run_and_a_rate_too_high_for_trained_weights_are_told_before_the_first_step(undisturbed, tmp_path, capsys):
-    words = [word for word in TINY if not word.startswith(("train.steps", "schedule."))]
-    words += ["train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
+    words = [word for word in TINY if not word.startswith(("train.steps", "schedule.", "evaluate.samples"))]
+    words += ["evaluate.samples=1", "train.epochs=1", "schedule.warmup_steps=500", f"log.dir={tmp_path / 'run'}", f"model.init={undisturbed}", "optimizer.lr=0.02"]
     train(recipes.load("copy-task", words))
     told = capsys.readouterr()
     assert told.err.startswith("note: schedule.warmup_steps=1 instead of 500, to fit a run of 16 steps\n")
     warning = next(line for line in told.out.partition("step 1/16")[0].splitlines() if line.startswith("note:"))
     assert warning.startswith("note: a learning rate of 2.0e-02 is for training from scratch; the weights of model.init=")
     assert warning.endswith(" may lose what they have learned. Set optimizer.lr=6e-04, say.")
+    assert "\n\nsamples after training:\n1 2 3 4 5 6 7 8 9 10  →  " in told.out
+    hours = json.loads((tmp_path / "run" / "summary.json").read_text())["hours_per_epoch"]
+    assert hours == float(f"{hours:.2e}") and f"hours_per_epoch            {hours:.6g}\n" in told.out, "three digits, however short"
     assert recipes.load(tmp_path / "run").schedule.warmup_steps == 1
     usual = recipes.load("copy-task", [*words, "optimizer.lr=1e-3"])
     noam = recipes.load("copy-task", [*words, "optimizer.lr=1", "schedule.name=noam", "schedule.warmup_steps=4"])

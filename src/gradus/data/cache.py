@@ -56,20 +56,23 @@ SMALL = 1 << 24  # bytes of a file that is looked through each time
 
 def _mark(file: Path) -> list[Any]:
     """Size, and of a small file the hash."""
-    size = file.stat().st_size
+    size = limits.regular(file).stat().st_size
     return [size, hashlib.sha256(file.read_bytes()).hexdigest() if size < SMALL else None]
 
 
-def whole(folder: Path) -> bool:
+def unchanged(folder: Path) -> bool:
     """Whether its files are those that `keep` has made."""
     try:
-        made = json.loads((folder / MADE).read_text())
+        made = json.loads(limits.regular(folder / MADE).read_text())
         return bool(made) and made == {name: _mark(folder / name) for name in made}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, UserError):
         return False
 
 
-def keep(folder: Path, write: Callable[[Path], None], setting: str = "data.cache") -> Path:
+def keep(
+    folder: Path, write: Callable[[Path], None], setting: str = "data.cache",
+    whole: Callable[[Path], bool] = unchanged,
+) -> Path:  # fmt: skip
     """The folder, made by `write` unless it is there and whole.
 
     Several processes may make the same one at the same time, in other containers and on other hosts that share the

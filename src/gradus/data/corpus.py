@@ -56,10 +56,11 @@ class Corpus:
         return cls(functools.partial(_named, read, expanded(path)), key, str(path), documents)
 
     @classmethod
-    def column(cls, path: str | Path, column: str | None) -> Corpus:
-        """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document."""
-        key = digest("column", kind_of(path), column, identity(path))
-        return cls(functools.partial(_column, path, column), key, str(path), True)
+    def column(cls, path: str | Path, column: str | None, most: int | None = None) -> Corpus:
+        """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document, of which at most
+        `most` characters are read."""
+        key = digest("column", kind_of(path), column, identity(path), *([most] if most else []))
+        return cls(functools.partial(_column, path, column, most), key, str(path), True)
 
     @classmethod
     def lines(cls, path: str | Path) -> Corpus:
@@ -117,14 +118,14 @@ class Corpus:
             raise UserError(f"{self.name}: too little text to take {share}. Set data.valid=NAME.")
 
 
-def _column(path: str | Path, column: str | None) -> Iterator[str]:
+def _column(path: str | Path, column: str | None, most: int | None) -> Iterator[str]:
     for number, row in enumerate(read_rows(path), 1):
         if isinstance(row, str):
             raise readers.no_columns(path, column or "text")
         if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
             row = row["translation"]
         column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
-        yield text_of(path, number, row, column)
+        yield text_of(path, number, row, column)[:most]
 
 
 def text_of(path: str | Path, number: int, row: Row, column: str) -> str:

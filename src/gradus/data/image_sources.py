@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradus.data.cache import digest, identity
-from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, read_rows, table_of
+from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
 from gradus.data.splits import find_split, named_after
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.schema import ImagesData
@@ -53,12 +53,12 @@ class TableSource(Rows):
         return (row[name] for table in self.parts for row in read_rows(table, [name]))
 
     def labels(self) -> np.ndarray:
-        """(n,) int64."""
+        """(n,) int64, or uint64 where one needs it."""
         labels = list(self.column(self.label))
         for i, label in enumerate(labels):
             if not isinstance(label, int):
                 raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
-        return np.array(labels, dtype=np.int64)
+        return np.array(labels, dtype=np.uint64 if max(labels, default=0) >= 2**63 else np.int64)
 
     def rows(self) -> Iterator[bytes | Path]:
         """Every image in order: a file's bytes, or a path."""
@@ -146,7 +146,7 @@ class CifarSource(Rows):
             yield from ((str(file), file.read_bytes()) for file in self.files())
             return
         try:
-            with tarfile.open(self.path, "r:*") as archive:
+            with open_packed(self.path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
                 for member in archive:
                     base = member.name.rsplit("/", 1)[-1]
                     if re.fullmatch(r"data_batch_\d|test_batch", base):

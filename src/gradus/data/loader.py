@@ -2,7 +2,7 @@
 
 A global batch is formed first, from (seed, epoch, position) alone; then it is cut into ranks' shares and micro-batches,
 and only per sample is anything drawn at random. So neither workers, micro-batches, processes nor a resume change what
-is learnt from.
+is learned from.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ POOL = 50  # batches whose samples are sorted by length together: little padding
 class Plan:
     """The order of the samples: a pure function of the arguments and the epoch.
 
-    n: number of samples. Exactly one of batch_samples (samples a step) and batch_tokens (as many samples a step as fit,
-    padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens a sample, needed by batch_tokens and bucket.
+    n: number of samples. Exactly one of batch_samples (samples per step) and batch_tokens (as many per step as fit,
+    padding counted: longest × count ≤ batch_tokens). lengths: (n,) tokens of each, needed by batch_tokens and bucket.
     bucket: batches of samples of like length; with shuffle, pools of 50 batches of shuffled samples are sorted, and the
     batches shuffled; without (evaluation), all are sorted. Every sample comes exactly once an epoch.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
 import functools
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -57,12 +59,35 @@ def kind_of(path: str | Path) -> str:
     return KINDS[end]
 
 
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds. Raises UserError where that is far more than any data are packed to."""
+
+    def __init__(self, path: Path, file: io.BufferedIOBase, packed: int):
+        self.path, self.file, self.read_bytes, self.most = path, file, 0, max(limits.UNPACKED, limits.RATIO * packed)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = self.file.readinto(buffer)
+        self.read_bytes += n
+        if self.read_bytes > self.most:
+            what = f"unpacks to more than {self.most / limits.MB:,.0f} MB, {limits.RATIO} times its size or more"
+            raise UserError(f"{self.path}: {what}. Is it data? If it is, unpack it, and give what was in it.")
+        return n
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
 def open_packed(path: Path) -> io.BufferedIOBase:
-    """A file's content, unpacked where its name ends in .gz or .xz."""
-    limits.regular(path)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+    """A file's content, unpacked where its name ends in .gz, .tgz or .xz."""
+    packed = limits.regular(path).stat().st_size
+    if path.suffix not in (".gz", ".tgz", ".xz"):
+        return open(path, "rb")
+    unpack = lzma.open if path.suffix == ".xz" else gzip.open
+    return io.BufferedReader(_Unpacked(path, unpack(path, "rb"), packed), 1 << 16)
 
 
 def whole_lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
@@ -90,7 +115,8 @@ def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
             yield row
     except UnicodeDecodeError as e:
         byte = f"0x{e.object[e.start]:02x}"
-        raise UserError(f"{path}: not UTF-8 text after {unit} {n} (byte {byte}). Convert the file to UTF-8.") from None
+        how = "Convert the file to UTF-8, for example: iconv -f latin1 -t utf-8"
+        raise UserError(f"{path}: not UTF-8 text after {unit} {n} (byte {byte}). {how}") from None
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
         raise UserError(f"{path}: truncated or corrupt after {unit} {n} ({e}). Get the file again.") from None
     except FileNotFoundError:
@@ -112,7 +138,8 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
     .xz.
 
     `hf:NAME[:CONFIG][#SPLIT]` is a Hugging Face data set, and so is a folder that `datasets.save_to_disk` wrote.
-    columns: keep only these. A .csv is quoted as usual, a .tsv (as GLUE's) never; both begin with the names of columns.
+    columns: keep only these. A .csv is quoted as usual, its delimiter a comma, a semicolon or a tab (the one with which
+    its first line has most fields); a .tsv (as GLUE's) is never quoted. Both begin with the names of columns.
     Raises UserError, with file and row (counted from 1, without header and blank lines), for a row that is no JSON
     object, has another number of fields, or lacks a column; and for a file that is missing, empty, truncated or of an
     unknown kind.
@@ -164,6 +191,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
     header = next(records, [])
+    twice = [name for name, n in collections.Counter(header).items() if name and n > 1]
+    if twice:
+        raise UserError(f"{path}: the header names the column {twice[0]!r} twice. Give each column its own name.")
     for row, values in enumerate(records, 1):
         if len(values) != len(header):
             there = f"the header names {len(header)}: {', '.join(header)[:200]}"
@@ -173,7 +203,10 @@ def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 128 KiB, is less than many documents
-    reader = csv.reader(whole_lines(path, newline=""), strict=True)
+    lines = whole_lines(path, newline="")
+    first = next(filter(str.strip, lines), "")
+    delimiter = max(",;\t", key=lambda character: len(next(csv.reader([first], delimiter=character), [])))
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     try:
         yield from _table(path, filter(None, reader))
     except csv.Error as e:

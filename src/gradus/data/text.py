@@ -106,7 +106,7 @@ class DocumentsDataset:
 
     def __init__(self, tokens: TokenFile, max_len: int, across: bool = False):
         if max_len < 1:
-            few = f"data.max_len leaves {max_len} tokens a row beside the special ones"
+            few = f"data.max_len leaves {max_len} tokens per row beside the special ones"
             raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
         self.tokens = tokens
         offsets = np.asarray(tokens.offsets)
@@ -192,7 +192,7 @@ class LabelledDataset:
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} classes{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
-            mend = "Correct it, or name every class in task.classes"
+            mend = "Correct it, write names for numbers, or list every class in task.classes"
             raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r:.60} is not one of the {there}. {mend}.")
 
     def _texts(
@@ -223,13 +223,13 @@ def _label(where: str, value: Any, before: list[int | str]) -> int | str:
         value = int(value)  # True is 1
     text = str(value).strip() if isinstance(value, int | str) else ""
     if not text:
-        raise UserError(f"{where}: label {value!r} is neither a whole number nor a name.")
+        raise UserError(f"{where}: label {value!r} is neither a whole number nor a name. Correct the row.")
     if before and isinstance(before[0], str):
         return text
     if re.fullmatch(r"[+-]?\d{1,4000}", text):  # longer ones are no numbers to Python
         return int(text)
     if before:
-        raise UserError(f"{where}: label {value!r} is not a whole number, as those of the rows before are.")
+        raise UserError(f"{where}: label {value!r} is not a whole number, as those before it are. Use one kind.")
     return text
 
 

@@ -20,7 +20,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-GENERATION = "generation_config.json"  # Hugging Face's, beside weights
+GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
@@ -86,14 +86,14 @@ class Place:
         Raises UserError for a folder of graphs, of weights that are quantized to something else, and for int8 and int4
         of any other.
         """
+        if not self.made and precision not in ("fp32", "bf16", "fp16"):
+            how = f"gradus quantize {self.name} writes a folder that has it"
+            raise UserError(f"precision={precision!r:.40}: {self.name} has fp32, bf16 and fp16. {how}.")
         if self.model is None and self.made:
             from gradus.infer import quantized
 
             self.model = quantized.load(self, precision)
         if self.model is None:
-            if precision not in ("fp32", "bf16", "fp16"):
-                how = f"gradus quantize {self.name} writes a folder that has it"
-                raise UserError(f"precision={precision!r:.40}: {self.name} has fp32, bf16 and fp16. {how}.")
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
             self.model = models.load(self.path, dtype=numbers.dtype, device=device)

@@ -10,7 +10,7 @@ from pathlib import Path
 from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import GENERATION, Place, end_tokens, note, special
+from gradus.infer import GENERATION, PREPROCESSOR, Place, end_tokens, note, special
 from gradus.models.weights import checksums
 
 
@@ -41,10 +41,11 @@ def write(place: Place, to: Path) -> bool:
             note(f"without a tokenizer: {str(e).removesuffix(hint)}")
     tasks.save_tokenizers(to, tokenizers)
     if place.recipe is not None and place.config.reads == "images":
-        (to / "preprocessor_config.json").write_text(json.dumps(image_processor(place), indent=2) + "\n")
-    if (place.folder / GENERATION).is_file():
-        (to / GENERATION).write_bytes((place.folder / GENERATION).read_bytes())
-    elif tokenizers and place.family.attention != "both":
+        (to / PREPROCESSOR).write_text(json.dumps(image_processor(place), indent=2) + "\n")
+    kept = [n for n in (GENERATION, PREPROCESSOR) if place.path.is_dir() and (place.folder / n).is_file()]
+    for name in kept:
+        (to / name).write_bytes((place.folder / name).read_bytes())
+    if tokenizers and GENERATION not in kept and place.family.attention != "both":
         (to / GENERATION).write_text(json.dumps(generation(place, tokenizers), indent=2) + "\n")
     return bool(tokenizers)
 

@@ -32,8 +32,8 @@ def compare(
     """How far an engine's logits are from the reference's, on the same inputs.
 
     inputs: prompts, of which both decode the reference's `n` greedy tokens; or the arguments of some forward passes.
-    Rows check/max_abs_delta, check/largest (the reference's largest |logit|), check/cosine (the lowest of a place),
-    check/greedy (share of places whose likeliest token or class is the same; `n` of them), check/computes (the type).
+    Rows check/max_abs_delta, check/largest (the reference's largest |logit|), check/cosine (the lowest of a position),
+    check/greedy (share of the `n` positions whose likeliest token or class is the same), check/computes (the type).
     """
     if isinstance(inputs, Encoded):
         tokens: list[Tensor] = []
@@ -54,7 +54,7 @@ def compare(
 
 def _flat(out: Any) -> Tensor:
     out = out[0] if isinstance(out, tuple) else out
-    return out.float().cpu().reshape(-1, out.shape[-1])  # (places, classes)
+    return out.float().cpu().reshape(-1, out.shape[-1])  # (positions, classes)
 
 
 def _decoded(engine: Engine, inputs: Encoded, n: int, tokens: list[Tensor], forced: bool = False) -> list[Tensor]:

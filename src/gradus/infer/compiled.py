@@ -179,7 +179,7 @@ class Compiled(Torch):
         device = pick_device("auto")
         on_gpu = device.type != "cpu"
         if on_gpu and precision == "int4":
-            raise UserError("--engine compiled --precision int4: for CPUs alone. Use --precision int8.")
+            raise UserError("--engine compiled --precision int4: for CPUs only. Use --precision int8.")
         if not on_gpu and not has_compiler():
             mend = "Install g++ (or set CXX to a compiler), or use --engine torch"
             raise UserError(f"--engine compiled: torch.compile finds no C++ compiler here. {mend}.")

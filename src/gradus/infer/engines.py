@@ -58,8 +58,8 @@ class Engine:
         self.place, self.precision, self.config = place, precision, place.config
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Logits of every place, or of every sample: what the model's forward returns. inputs: the model's arguments by
-        their names (ids, keep, token_types; images; source, target, source_keep), those that are None left out."""
+        """Logits of every position or sample: what the model's forward returns. inputs: the model's arguments by their
+        names (ids, keep, token_types; images; source, target, source_keep), those that are None left out."""
         raise NotImplementedError
 
     def content(self) -> str:
@@ -81,10 +81,10 @@ class Engine:
         self, ids: Tensor, lengths: Tensor, sources: Tensor | None = None, source_lengths: Tensor | None = None, *,
         room: int | None = None,
     ) -> Tensor:  # fmt: skip
-        raise UserError(f"--engine={self.name}: it does not write texts. Use --engine torch.")
+        raise UserError(f"--engine={self.name}: it does not generate text. Use --engine torch.")
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        raise UserError(f"--engine={self.name}: it does not write texts. Use --engine torch.")
+        raise UserError(f"--engine={self.name}: it does not generate text. Use --engine torch.")
 
     def reorder(self, rows: Tensor) -> None:
         raise UserError(f"--engine={self.name}: it has no beam search. Use --beams 1, or --engine torch.")
@@ -111,7 +111,7 @@ class Torch(Steps, Engine):
         return sum(held.values())  # of tied weights one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.model(*args, **kwargs)  # it computes the selected places alone
+        return self.model(*args, **kwargs)  # it computes the selected positions alone
 
 
 def kind(name: str) -> type[Engine]:

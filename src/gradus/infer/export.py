@@ -30,7 +30,7 @@ def export(
     graphs = kind != "hf"
     free(place, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
     if place.made:
-        raise UserError(f"{name}: made for engines, so not exported again. Give the model that it was made from.")
+        raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
     if not graphs:

@@ -50,7 +50,7 @@ class Onnx(GraphEngine):
                 for name, path in paths.items()
             }  # fmt: skip
         except Exception as e:  # of its own kinds, for a file or an operator that this build does not run
-            raise UserError(f"ONNX Runtime {ort.__version__} here does not run it ({str(e).splitlines()[0]})") from None
+            raise UserError(f"ONNX Runtime {ort.__version__} cannot run it here ({str(e).splitlines()[0]})") from None
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         has = self.graphs[graph]

@@ -37,7 +37,8 @@ class TorchScript(GraphEngine):
             try:
                 self.loaded = {name: torch.jit.load(path) for name, path in paths.items()}
             except RuntimeError as e:
-                raise UserError(f"{next(iter(paths.values()))}: no TorchScript ({str(e).splitlines()[0]})") from None
+                why = str(e).splitlines()[0]
+                raise UserError(f"{next(iter(paths.values()))}: not a TorchScript file ({why})") from None
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         has = self.graphs[graph]

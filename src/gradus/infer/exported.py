@@ -145,7 +145,7 @@ def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
 
     key = digest([identity(p) for p in place.weights()], f"{place.config!r}", kind.name, precision, torch.__version__)
     try:
-        return keep(files.cache_dir() / "exports" / key, make, whole, "GRADUS_CACHE")
+        return keep(files.cache_dir() / "exports" / key, make, "GRADUS_CACHE", whole)
     except UserError as e:
         why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
         what = f"--engine {kind.name}: {place.name} cannot be exported for it"

@@ -47,11 +47,11 @@ class Continuation:
         self.rows = [list(row) for row in self.before]
 
     def _room(self, place: Place, max_new: int, sliding: bool) -> int:
-        longest, places = max(map(len, self.encoded.prompts)), place.config.longest
-        if sliding or places is None or longest + max_new - 1 <= places:  # the last new token is not read again
+        longest, context = max(map(len, self.encoded.prompts)), place.config.longest
+        if sliding or context is None or longest + max_new - 1 <= context:  # the last new token is not read again
             return max_new
-        room, on = places - longest + 1, "; --sliding-window goes on" if place.family.attention == "causal" else ""
-        why = f"the model has {places:,} places, of which the prompt takes {longest:,}{on}"
+        room, more = context - longest + 1, "; --sliding-window continues" if place.family.attention == "causal" else ""
+        why = f"the context length is {context:,} tokens, and the prompt has {longest:,}{more}"
         note(f"--max-new={max_new} cut to {room}: {why}")
         return room
 

@@ -177,7 +177,7 @@ def graphs(model: nn.Module) -> list[Graph]:
     """Raises UserError for a model of which no graph can be made."""
     family, config = lookup(model.config.family), model.config
     if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
-        raise UserError("a mixture of experts: no format but hf has its products. Use --as hf.")
+        raise UserError("a mixture of experts: only the format hf has its products. Use --as hf.")
     if config.longest is not None and config.longest < EXAMPLE["total"]:
         raise UserError(f"model.seq_len={config.longest}: too short to export; at least {EXAMPLE['total']}.")
     tokens = torch.arange(2 * 7).view(2, 7) % config.vocab_size if config.reads == "text" else torch.empty(2, 0)
@@ -197,7 +197,7 @@ def graphs(model: nn.Module) -> list[Graph]:
         return [Graph("model", Reads(model), inputs, dict.fromkeys(inputs, row), out)]
 
     if not hasattr(model, "new_cache"):
-        raise UserError(f"family {family.name}: its decoder keeps no keys and values. Use --as hf.")
+        raise UserError(f"family {family.name}: its decoder has no cache of keys and values. Use --as hf.")
     shapes = [(layer.k.shape[1], layer.k.shape[3]) for layer in model.new_cache(1, 1).layers]
 
     def kept(names: str, axis: str) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:

@@ -23,7 +23,20 @@ from gradus.data.collate import pad_sequences
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
-from gradus.infer import Encoded, Place, encode, engines, find, fits, grid, note, read_made, readable, special
+from gradus.infer import (
+    PREPROCESSOR,
+    Encoded,
+    Place,
+    encode,
+    engines,
+    find,
+    fits,
+    grid,
+    note,
+    read_made,
+    readable,
+    special,
+)
 from gradus.infer.checked import Running
 from gradus.limits import read_json
 from gradus.models.decoding import complete
@@ -92,7 +105,7 @@ def predict(args: Any) -> Iterator[str]:
         yield f"wrote {args.grid}"
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
         few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
-        raise UserError(f"standard input: {few}. Their places say why.")
+        raise UserError(f"standard input: {few}. The output has the reason in place of each answer.")
 
 
 def records_by_line(place: Place, top: int) -> Iterator[Record]:
@@ -334,7 +347,7 @@ def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
         data = place.recipe.data
         where, mean, std = f"{place.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
-        file = place.folder / "preprocessor_config.json"
+        file = place.folder / PREPROCESSOR
         settings = models.weights.read_json(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = place.config.n_channels
@@ -412,7 +425,7 @@ def split_of(task: Task, split: str) -> Any:
 def features(place: Place, args: Any) -> Iterator[str]:
     """The last hidden states of each input (of an encoder-decoder, its encoder's): yield their shape and first values.
     With --to, one file gets all of them (n, seq, d_model), zero behind the end of shorter texts, and another their mean
-    over the places (n, d_model)."""
+    over the positions (n, d_model)."""
     inputs = inputs_of(args)
     images = place.config.reads == "images"
     if images:
@@ -507,7 +520,7 @@ def opened(
             raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
-    path = models.locate(checkpoint or name)
+    path = models.locate(name if checkpoint is None else checkpoint)
     made = read_made(path)
     config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
@@ -516,4 +529,4 @@ def opened(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split)  # raises where there is none
-    return Place(checkpoint or name, path, config, recipe, made), session
+    return Place(name if checkpoint is None else checkpoint, path, config, recipe, made), session

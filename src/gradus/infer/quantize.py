@@ -79,7 +79,7 @@ def _engine(args: Any, place: Place) -> str:
     """The engine in which both are measured. Raises UserError for what does not fit together."""
     how, known = args.how, engines.quantized_in(args.how, place.family)
     if place.made:
-        raise UserError(f"{place.name}: made for engines. Give the model that it was made from.")
+        raise UserError(f"{place.name}: an exported or quantized folder. Give the model that it was made from.")
     if args.calibrate and how != "static":
         raise UserError(f"--calibrate={args.calibrate}: of --as static; {how} needs no samples. Leave it out.")
     if why := quantized.lacks(how):
@@ -123,7 +123,7 @@ def calibration(asked: str, evaluated: str, session: Session) -> tuple[list[dict
 
 
 def _steps(session: Session, split: str, samples: int) -> Iterator[Step]:
-    """A split in its order, so many samples a step and at most BATCH a forward pass."""
+    """A split in its order, so many samples per step and at most BATCH per forward pass."""
     task = session.task
     plan = task.plan(split, samples, None)
     return Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, micro_batch=BATCH).steps(0)

@@ -6,7 +6,6 @@ Nothing heavy is imported before it is needed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from argparse import ArgumentParser, Namespace
@@ -44,7 +43,7 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 def json_file(p: ArgumentParser) -> None:
     """The option of every verb that takes a recipe."""
     add = p.add_argument
-    what = 'a JSON file with a "TrainingArgs" object in Hugging Face\'s names'
+    what = 'a JSON file of Hugging Face\'s TrainingArguments, or with them in an object "TrainingArgs"'
     add("--json_file", "--json-file", metavar="FILE", help=what)
 
 
@@ -83,10 +82,12 @@ def travelling(args: Namespace) -> Path | None:
     """
     if args.json_file is None:
         return None
-    content = json.loads(Path(os.path.expanduser(args.json_file)).read_text(encoding="utf-8"))  # `read` has read it
+    from gradus.recipe import training_args
+
+    arguments, above, _ = training_args.read(os.path.expanduser(args.json_file))
     for name in ("fsdp_config", "deepspeed"):
-        if isinstance(content["TrainingArgs"].get(name), str):
-            text = f"TrainingArgs.{name} names a file of this machine. Write its content there."
+        if isinstance(arguments.get(name), str):
+            text = f"{above}{name} names a file of this machine. Write its content there."
             raise UserError(f"{args.json_file}: {text}")
     return Path(os.path.expanduser(args.json_file)).resolve()
 

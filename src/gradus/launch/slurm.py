@@ -41,16 +41,16 @@ def options(p: argparse.ArgumentParser) -> None:
     add("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
     add("-N", "--nodes", default=1, **number)
     add("-n", "--ntasks", **number, help="processes in all, instead of --ntasks-per-node")
-    add("--ntasks-per-node", **number, help="processes a node (default: one a GPU; without GPUs, one)")
-    add("-c", "--cpus-per-task", **number, help="processors a process")
-    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs a node (--gres gpu:N); 0 (default): none")
+    add("--ntasks-per-node", **number, help="processes per node (default: one per GPU; without GPUs, one)")
+    add("-c", "--cpus-per-task", **number, help="processors per process")
+    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs per node (--gres gpu:N); 0 (default): none")
     add("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
     add("-p", "--partition", metavar="NAME")
     add("-A", "--account", metavar="NAME")
     add("-q", "--qos", metavar="NAME")
     add("--directive", **several, metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
     add("--module", **several, metavar="NAME", help="module to load, after a purge; may be repeated")
-    add("--venv", metavar="DIR", help="to activate (default: the one this command runs in); none: no one")
+    add("--venv", metavar="DIR", help="to activate, or none (default: the one this command runs in)")
     add("--container", metavar="IMAGE", help="run inside this image")
     add("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
     add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
@@ -223,14 +223,14 @@ def _directive(option: str, value: str) -> str:
 def _gpus(args: Namespace) -> int:
     found = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,6})", args.gpus)
     if not found:
-        raise UserError(f"--gpus={args.gpus}: give a number of GPUs a node, or TYPE:NUMBER, e.g. 4 or a100:4.")
+        raise UserError(f"--gpus={args.gpus}: give a number of GPUs per node, or TYPE:NUMBER, e.g. 4 or a100:4.")
     return int(found[1])
 
 
 def _seconds(limit: str) -> int:
     """The seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. 0 means no limit."""
     if not TIME.fullmatch(limit):
-        raise UserError(f"--time={limit}: no time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 90 or 2-00:00:00.")
+        raise UserError(f"--time={limit}: not a time limit. Give minutes, HH:MM:SS or D-HH:MM:SS, e.g. 2-00:00:00.")
     days, _, clock = limit.rpartition("-")
     first = "" if days or clock.count(":") == 2 else "0:"  # minutes come first
     hours, minutes, seconds = [*map(int, f"{first}{clock}".split(":")), 0, 0][:3]
@@ -268,7 +268,7 @@ class Job:
 
     def __init__(self, number: str):
         if not re.fullmatch(r"\d+(_\d+)?", number):
-            raise UserError(f"--status={number}: no job number. Slurm's are like 1234; squeue --me lists yours.")
+            raise UserError(f"--status={number}: not a job number. Slurm's are like 1234; squeue --me lists yours.")
         try:
             text = _call(["scontrol", "show", "job", number])
         except UserError as e:

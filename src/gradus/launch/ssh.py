@@ -38,7 +38,7 @@ def options(p: argparse.ArgumentParser) -> None:
     add("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
     add("--dry-run", action="store_true", help="print the commands, run none")
     number = limits.whole(1, limits.PROCESSES)
-    add("--processes", type=number, default=1, metavar="N", help="to start there, one a GPU (default 1)")
+    add("--processes", type=number, default=1, metavar="N", help="to start there, one per GPU (default 1)")
     add("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
     add("--copy", choices=["scp", "rsync"], default="scp", help="rsync (must be there too) sends only what changed")
     add("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
@@ -63,7 +63,7 @@ def launch(args: Namespace) -> int:
     Raises UserError for a mistake in the options or the recipe, and for a command that fails.
     """
     if args.host is not None and not re.fullmatch(r"(\w[\w.%+-]*@)?[\w\[][\w.:%\[\]-]*", args.host):
-        raise UserError(f"--host={args.host}: no host. Give USER@HOST, and the port with -p.")
+        raise UserError(f"--host={args.host}: not a host. Give USER@HOST, and the port with -p.")
     if not below(args.folder):
         raise UserError(f"--folder={args.folder}: give a folder below the home folder there, without spaces.")
     for line in args.setup:
@@ -96,7 +96,7 @@ def launch(args: Namespace) -> int:
         print(f"# {command.why}\n{command}", flush=True)
         _run(command)
     if not args.follow:
-        print("training; a lost connection loses nothing. From here:")
+        print("training; a lost connection costs nothing. From here:")
         for command in (look, follow, fetch):
             print(f"# {command.why}\n{command}")
         return 0

@@ -41,9 +41,9 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
     generators: dict[str, torch.Generator] = {}
 
     def choose(logits: Tensor) -> Tensor:
-        place = str(logits.device)
-        if place not in generators:
-            generators[place] = torch.Generator(logits.device).manual_seed(seed)
+        device = str(logits.device)
+        if device not in generators:
+            generators[device] = torch.Generator(logits.device).manual_seed(seed)
         logits = logits.float()
         logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
         if top_k is not None and top_k < logits.shape[-1]:
@@ -54,7 +54,7 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
             beyond = ordered.cumsum(-1) - ordered >= top_p
             beyond[:, 0] = False  # the likeliest token always stays
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), float("-inf"))
-        return torch.multinomial(logits.softmax(-1), 1, generator=generators[place])[:, 0]
+        return torch.multinomial(logits.softmax(-1), 1, generator=generators[device])[:, 0]
 
     return choose
 
@@ -73,8 +73,8 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> 
 def latest(ids: Tensor, lengths: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """The last `window` tokens of every row, or all of a shorter one: (ids (batch, <= window), lengths (batch,))."""
     start = (lengths - window).clamp_min(0)
-    places = start[:, None] + torch.arange(min(window, ids.shape[1]), device=ids.device)
-    return ids.gather(1, places.clamp_max(ids.shape[1] - 1)), lengths - start
+    positions = start[:, None] + torch.arange(min(window, ids.shape[1]), device=ids.device)
+    return ids.gather(1, positions.clamp_max(ids.shape[1] - 1)), lengths - start
 
 
 class Steps:
@@ -107,8 +107,8 @@ class Steps:
         if sources is not None:
             keep = torch.arange(sources.shape[1], device=ids.device) < source_lengths[:, None]  # (batch, source)
             self.memory = self.model.encode(sources, keep), keep
-        places = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-        return self._read(ids, places, select=places == lengths[:, None] - 1)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        return self._read(ids, positions, select=positions == lengths[:, None] - 1)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The logits after one more token a row: (batch, vocab). ids, positions: (batch,), of the new tokens."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model's experts cannot be split so, one line a reason."""
+    """Why this model's experts cannot be split so, one line per reason."""
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
         able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]

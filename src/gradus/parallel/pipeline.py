@@ -52,7 +52,7 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
     if n * per_process > n_blocks:
         yield (
-            f"layout.pipeline={n} with {per_process} stages a process: {n * per_process} stages, and the model has "
+            f"layout.pipeline={n} with {per_process} stages per process: {n * per_process} stages, and the model has "
             f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
             f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
         )

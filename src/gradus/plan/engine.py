@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradus import __version__, files, models
+from gradus import __version__, files, limits, models
 from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.parallel import check
@@ -103,11 +103,11 @@ def profile_of(
         return _kept[key]
     path = files.cache_dir() / "profiles" / f"{key}.json"
     try:
-        digest, _, text = path.read_text().partition("\n")
+        digest, _, text = limits.regular(path).read_text().partition("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("another text than was written")
         found = profiles.from_plain(json.loads(text))
-    except (OSError, ValueError):  # absent, torn or changed
+    except (OSError, ValueError, UserError):  # absent, torn or changed
         found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,31 +1,24 @@
 """A bare model as something to plan: a preset's name or a Hugging Face config.json → a configuration of ours → a whole recipe.
 
-A config.json maps (hf.yaml) where our module has as many parameters and operations as theirs; what else differs (an activation, a rescaled
+A config.json maps (recipe/hf.yaml) where our module has as many parameters and operations as theirs; what else differs (an activation, a rescaled
 rotary angle, several dropouts) is told in the notes. Where even the parameters would differ, it is refused with the field's name.
 """
 
 from __future__ import annotations
 
-import importlib.resources
 import math
 import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from gradus import models
 from gradus.errors import UserError
 from gradus.models import weights
+from gradus.models.weights import others
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
 from gradus.recipe.schema import ModelConfig, Recipe
-
-TABLE = yaml.safe_load((importlib.resources.files("gradus.plan") / "hf.yaml").read_text(encoding="utf-8"))
-KINDS = {kind: entry for entry in TABLE["read"] for kind in entry["types"]}  # model_type → how it is read
-REFUSED = TABLE["refused"]
-
 
 # ---------------------------------------------------------------- config.json → a configuration
 
@@ -51,13 +44,8 @@ def read_hf(name: str) -> Read:
     kind = hf.get("model_type")
     if not isinstance(kind, str | None):
         raise UserError(f"{name}: model_type={kind!r:.60}: expected text")
-    if kind in REFUSED:
-        field, why, nearest, preset = REFUSED[kind]
-        raise UserError(
-            f"{name}: model_type={kind} can be neither planned nor trained: {field}: {why}. The nearest family is {nearest}: gradus plan {preset}"
-        )
-    if kind not in KINDS:
-        raise UserError(f"{name}: model_type={kind} is not one of Gradus's families, nor like one. Known: {', '.join(sorted(KINDS))}.")
+    if kind not in others.planned():
+        raise UserError(f"{name}: {others.refused(kind, others.planned())}")
     with models.one_line(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # several dropouts: they are no matter of size
         try:
@@ -67,7 +55,7 @@ def read_hf(name: str) -> Read:
 
 
 def _map(hf: dict[str, Any], kind: str) -> Read:
-    entry, notes, usable = KINDS[kind], [], None
+    entry, notes, usable = others.planned()[kind], [], None
     missing = [field for field in entry.get("needs", ()) if hf.get(entry.get("default", {}).get(field, field)) is None]
     if missing:
         raise UserError(f"{', '.join(missing)}: not in it, and the model cannot be planned without")
@@ -78,8 +66,8 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
     for field, value in entry.get("default", {}).items():
         if hf.get(field) is None:
             hf[field] = hf.get(value, value) if isinstance(value, str) else value
-    first, *others = entry.get("equal", [None])
-    planned = {field: [hf.get(first, 0.1)] for field in others} | entry.get("planned", {})
+    first, *alike = entry.get("equal", [None])
+    planned = {field: [hf.get(first, 0.1)] for field in alike} | entry.get("planned", {})
     if entry["family"] == "t5" and str(hf.get("feed_forward_proj")).startswith("gated-"):
         planned["feed_forward_proj"] = ["gated-gelu", "gated-gelu_new"]
     for field, known in planned.items():
@@ -121,7 +109,7 @@ def _window_and_angles(hf: dict[str, Any], kind: str, notes: list[str]) -> None:
     window = hf.pop("sliding_window", None)
     used = hf.get("use_sliding_window", kind != "qwen2")  # Qwen2 names a window that it may not use
     if window and window < hf.get("max_position_embeddings", 2048) and used:
-        notes.append(f"sliding_window={window}: planned up to {window} tokens, where the window changes nothing")
+        notes.append(f"sliding_window={window} can be planned, not trained: up to {window} tokens, where the window changes nothing")
         hf["max_position_embeddings"] = window
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     how = rope.get("rope_type") or rope.get("type") or "default"
@@ -167,7 +155,7 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
         tokenizer = model.removeprefix("hf:")
         config, more, usable, kind = read_hf(model)
         if kind and kind not in weights.model_types():
-            notes.append(f"model_type={kind} can be planned, not trained: family {config.family} has as many parameters and operations, other weights")
+            notes.append(others.not_trained(kind))
         name, notes[len(notes) :] = Path(tokenizer).name, more
     else:
         config = presets.config_of(model)

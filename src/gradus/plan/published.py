@@ -21,7 +21,7 @@ SHOWN = ("n", "mean", "median", "max", "bias", "inside", "skill")  # columns of 
 
 def lines(path: str | None = None) -> Iterator[str]:
     """The kept tables. Raises UserError for a file, which is the benchmark's."""
-    if path:
+    if path is not None:
         instead = f"python benchmarks/groundtruth.py {path} scores it, --fit fits on it"
         raise UserError(f"gradus plan --accuracy prints the packaged table and takes no file: {instead}.")
     file = fitted()

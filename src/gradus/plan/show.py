@@ -221,10 +221,10 @@ VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not 
 
 def printed(lines: Iterable[str]) -> Iterator[str]:
     """Lines as a terminal shows them: folded, the verdicts in colour."""
-    for line in itertools.chain.from_iterable(map(fold, lines)):
+    for text in itertools.chain.from_iterable(map(fold, lines)):
         for name, pattern in VERDICTS.items():
-            line = re.sub(pattern, lambda m, name=name: colour(m[0], name), line)
-        yield line
+            text = re.sub(pattern, lambda m, name=name: colour(m[0], name), text)
+        yield text
 
 
 def note_lines(notes: list[str]) -> list[str]:

@@ -191,7 +191,7 @@ def verdicts(f: Found) -> Iterator[Row]:
 # ------------------------------------------------------------ what is printed
 
 
-HEAD = ["tried", "kept", "samples/s", "× [lowest, highest]", "tensors", "planned", "saved", "process", "first call", "loss off by"]
+HEAD = ["tried", "kept", "samples/s", "× [lowest, highest]", "tensors", "planned", "saved", "process", "first call", "loss off"]
 
 
 def table(start: dict[str, Any], found: Sequence[Found]) -> Iterator[str]:
@@ -202,7 +202,7 @@ def table(start: dict[str, Any], found: Sequence[Found]) -> Iterator[str]:
         cells = [words(f.keys), mark(f), results.figure(f.speed) if there else "-"]
         cells += [f"{f.ratio:.2f} [{f.low:.2f}, {f.high:.2f}]" if there else "-"]
         cells += [memory(f.tensors), memory(f.planned), f"{f.saved:+.1%}" if f.tensors else "-", memory(f.process)]
-        cells += [duration(f.first_call) if f.first_call else "-", "-" if f.loss is None else f"{f.loss:.1e}"]
+        cells += [duration(f.first_call) if f.first_call else "-", "-" if f.loss is None else f"{f.loss:.1e}" if f.loss else "0"]
         body.append(cells)
     yield from columns(HEAD, body, set(range(2, len(HEAD))), results.width())
     rung = None

@@ -90,8 +90,9 @@ class Table:
         return [kind for kind in WORDS if kind in there]
 
     def error(self, c: str, name: str, planned: str, measured: str) -> float | None:
-        p, m = (self.of.get((c, name, kind)) for kind in (planned, measured))
-        return (p["value"] - m["value"]) / m["value"] if p and m and m["value"] else None
+        p, m = (self.of.get((c, name, kind), {}).get("value") for kind in (planned, measured))
+        known = isinstance(p, int | float) and isinstance(m, int | float)  # what is not finite is a word in a file
+        return (p - m) / m if known and m else None
 
     def errors(self, name: str, planned: str, measured: str) -> list[float]:
         """Of all configurations that have both."""

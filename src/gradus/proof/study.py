@@ -273,7 +273,7 @@ def label(name: str) -> str:
 @contextlib.contextmanager
 def claimed(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any]) -> Iterator[None]:
     """The folder, made and locked inside the context, for what `mine` tells from others, kept in KIND.json with `more` and the command. One
-    without samples is free. Raises UserError where it holds something else, or another process writes there."""
+    without samples or runs is free. Raises UserError where it holds something else, or another process writes there."""
     file, other = folder / f"{kind}.json", f"--to={folder}: holds another {kind}, or this one with other settings. Give another folder, or remove it."
     with locked(folder, kind, "give another --to"):
         if file.exists():
@@ -281,7 +281,8 @@ def claimed(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any])
             if not isinstance(kept, dict):
                 raise UserError(f"{file}: not what gradus writes there. Remove the folder, or give another --to.")
             if not mine.items() <= kept.items():
-                if any("failed" not in row for path in folder.rglob(SAMPLES) for row in read_rows(path)):
+                runs = any(folder.rglob("recipe.yaml"))  # whole trainings that were begun
+                if runs or any("failed" not in row for path in folder.rglob(SAMPLES) for row in read_rows(path)):
                     raise UserError(other)
                 for name in (SAMPLES, PLAN):
                     (folder / name).unlink(missing_ok=True)
@@ -406,9 +407,9 @@ def unit_of(name: str) -> str:
 def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), more: More = lambda *_: ()) -> list[Row]:
     """Take the samples that are missing, and return and write the rows of all that are there.
 
-    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples, each in place of one of that name. Writes study.json,
-    plan.jsonl, samples.jsonl, rows.jsonl and workers.log into `folder`. Raises UserError for a mistake that is known before anything is
-    started; what a configuration fails of later is told in its row.
+    only: names of configurations, or parts of them; each with what it is compared with. more: further rows, of all samples, each in
+    place of one of that name. Writes study.json, plan.jsonl, samples.jsonl, rows.jsonl and workers.log into `folder`. Raises UserError for a
+    mistake that is known before anything is started; what a configuration fails of later is told in its row.
     """
     wanted = {c.name for c in study.configurations if not only or any(word in c.name for word in only)}
     if not wanted:

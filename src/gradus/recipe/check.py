@@ -135,7 +135,7 @@ def _images(data, sizes) -> Iterator[Problem]:
     for key in ("mean", "std"):
         values = getattr(data, key)
         if values is not None and len(values) != sizes.n_channels:
-            text = f"{len(values)} numbers for model.n_channels={sizes.n_channels}. Give one a channel."
+            text = f"{len(values)} numbers for model.n_channels={sizes.n_channels}. Give one per channel."
             yield Problem(f"data.{key}", text, ("model.n_channels",))
         if key == "std" and values is not None and min(values, default=1.0) <= 0:
             yield Problem("data.std", f"the images are divided by it: {values} must all be > 0.")

@@ -59,7 +59,7 @@ def _wrong_value(error: Any, field: Any, value: Any) -> str:
     if kind in ("less_than_equal", "int_parsing_size"):
         most = error.get("ctx", {}).get("le", limits.SEED)
         most = f"{most:,.0f}" if 1 <= most < 1e15 else f"{most:g}"
-        return f"{show(value)} is more than a size one could mean: at most {most}."
+        return f"{show(value)} is more than a plausible size: at most {most}."
     hint = ""
     if isinstance(value, str):
         near = nearest(value, get_args(alternatives(field.annotation)[0])) if wanted.startswith("one of") else None

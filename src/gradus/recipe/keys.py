@@ -6,15 +6,18 @@ import ast
 import inspect
 import io
 import sys
+import textwrap
 import tokenize
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 from gradus.errors import UserError, nearest
 from gradus.recipe.conflicts import DEPENDENT
 from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section, kinds_of
 from gradus.recipe.schema import Recipe, Section
 from gradus.recipe.text import said
+
+WIDTH = 100  # columns
 
 
 @cache
@@ -74,8 +77,8 @@ def _doc(owner: type[Section]) -> str:
 
 
 def keys(asked: str | None = None) -> list[str]:
-    """The lines of `gradus keys`, one a key: of the whole recipe, a section (layout), a kind of one (model.gpt) or a
-    key (layout.precision).
+    """The lines of `gradus keys`, of at most WIDTH columns: of the whole recipe, a section (layout), a kind of one
+    (model.gpt) or a key (layout.precision).
 
     Raises UserError for a name that is none of these, with the nearest one.
     """
@@ -104,6 +107,10 @@ def keys(asked: str | None = None) -> list[str]:
 
 def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:
     name_room, default_room = (max([len(e[i]) for e in listed], default=0) for i in (0, 1))
-    yield f"# {title}: {text}" if text else f"# {title}"
-    yield from (f"{name:{name_room}}  {default:{default_room}}  {rest}" for name, default, rest in listed)
+    wrap = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield from wrap(f"# {title}: {text}" if text else f"# {title}", subsequent_indent="#   ")
+    for name, default, rest in listed:
+        head = f"{name:{name_room}}  {default:{default_room}}  "
+        first, *more = wrap(rest, initial_indent=" " * len(head), subsequent_indent=" " * min(len(head), WIDTH // 2))
+        yield from (head + first.lstrip(), *more)
     yield ""

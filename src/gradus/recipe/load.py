@@ -104,6 +104,9 @@ class Layers:
         self.said = dict.fromkeys(order, Said(FILE, FILE))
 
     def put(self, path: str, value: Any, layer: int) -> None:
+        section = path.split(".")[0]
+        if "." in path and is_section(section) and not isinstance(self.tree.get(section), dict | None):
+            return  # a section that holds no keys stays, for its error
         repeated = path in self.said and same(get(self.tree, path), value)
         since = self.said[path].since if repeated else layer
         self._forget(path)

@@ -71,8 +71,8 @@ class ModelConfig(Section):
     init: str | None = None  # start from weights: a folder, a file or a hub name
     vocab_size: Vocabulary | None = None  # from the tokenizer when not given
     n_layers: Layers  # blocks; of an encoder-decoder: of the encoder
-    d_model: Width  # width: numbers a token
-    n_heads: Heads  # attention heads a layer
+    d_model: Width  # width: numbers per token
+    n_heads: Heads  # attention heads per layer
     dropout: Fraction = 0.0  # share of numbers set to 0 in training
     _classes: tuple[str, ...] = PrivateAttr(())
 
@@ -118,7 +118,7 @@ class ExpertsConfig(ModelConfig):
     """A mixture of experts in place of every feed-forward network, in the families that have it."""
 
     n_experts: Experts | None = None  # None: one feed-forward network, which all tokens take
-    top_k: Experts = 2  # experts a token takes
+    top_k: Experts = 2  # experts per token
     balance: NonNegativeFloat = 0.01  # weight of the load-balancing loss, least at equal load (Fedus et al. 2021)
 
     @model_validator(mode="after")
@@ -265,8 +265,8 @@ class ViTConfig(ModelConfig):
     learns = {"classification": "images"}
     reads = "images"
     family: Literal["vit"] = "vit"
-    image_size: Pixels = 224  # pixels a side
-    patch_size: Pixels = 16  # pixels a side of a patch; a token is a patch
+    image_size: Pixels = 224  # pixels per side
+    patch_size: Pixels = 16  # pixels per side of a patch; a token is a patch
     n_channels: upto(limits.HEADS) = 3  # 3: colour, 1: grey
     d_ff: Hidden  # width of the feed-forward network
     n_classes: Classes | None = None  # from the data when not given
@@ -475,7 +475,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
 
     name: Literal["adamw"] = "adamw"
-    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, a step
+    weight_decay: NonNegativeFloat = 0.01  # of matrices, times lr, per step
 
 
 class SGD(Section):
@@ -513,8 +513,8 @@ class Batch(Section):
     counted)."""
 
     alternatives = ("samples", "tokens")
-    samples: Batches | None = None  # samples a step, over all processes
-    tokens: Batches | None = None  # tokens a step at most, padding counted, over all processes
+    samples: Batches | None = None  # samples per step, over all processes
+    tokens: Batches | None = None  # tokens per step at most, padding counted, over all processes
 
 
 class Train(Section):
@@ -568,7 +568,7 @@ class Layout(Section):
     """
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: a GPU where there is one
-    threads: Threads | None = None  # CPU threads a process; None: PyTorch's choice, for several processes equal shares
+    threads: Threads | None = None  # CPU threads per process; None: PyTorch's choice, of several processes equal shares
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
     micro_batch: Batches | None = None  # samples a forward pass and process; None: the process's share of the batch
@@ -594,7 +594,7 @@ class Layout(Section):
     vocab_parallel: bool = True  # of tensor: the loss over logits split along the vocabulary
     pipeline: Axis = 1  # processes that each hold a part of the layers
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of pipeline
-    stages: Layers | None = None  # of pipeline: stages a process; None: 2 for interleaved and zero_bubble, else 1
+    stages: Layers | None = None  # of pipeline: stages per process; None: 2 for interleaved and zero_bubble, else 1
     context: Axis = 1  # processes that split the sequence, attention included
     context_method: Literal["ring", "ulysses"] = "ring"  # of context: keys sent around, or heads exchanged for sequence
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch

@@ -160,14 +160,17 @@ def find(name_or_path: str | Path) -> Source:
 
 
 def _not_there(name: str, path: Path) -> str:
-    if name in presets.PRESETS or name in presets.ALIASES:
+    files, known = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES], names()
+    models = [*presets.PRESETS, *presets.ALIASES]
+    if name in models:
         return (
-            f"{name}: the preset of a model, not a recipe: it has no task and no data. In a recipe set "
-            f"model.preset={name}; gradus plan {name} plans it."
+            f"{name}: the preset of a model, not a recipe: it has no task and no data. "
+            f"Give a recipe and model.preset={name}; gradus plan {name} plans it."
         )
-    files = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES]
-    near = difflib.get_close_matches(name, [*files, *names()], n=1)
+    near = difflib.get_close_matches(name, [*files, *known], n=1) or difflib.get_close_matches(name, models, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
+    if near and near[0] in models:
+        meant = f" Did you mean a recipe with model.preset={near[0]}?"
     if path.suffix in SUFFIXES or "/" in name:
         return f"{name}: no such file.{meant}"
     return f"{name}: no such recipe.{meant or did_you_mean(name, names())} {GIVE}"

@@ -1,7 +1,7 @@
 """Hugging Face TrainingArguments in a JSON file, in this recipe's words.
 
-The file holds an object "TrainingArgs" of names and values. Only what it names is taken over: an argument that is left
-out keeps the recipe's value, not Hugging Face's default.
+The file holds names and values, in an object "TrainingArgs" or as they are (TrainingArguments.to_json_string()). Only
+what it names is taken over: an argument that is left out keeps the recipe's value, not Hugging Face's default.
 """
 
 from __future__ import annotations
@@ -84,19 +84,25 @@ def from_training_args(
 
     processes, on_host: of the run, and of them on this host (None: all); what is said of one device is of each. layout:
     which of them work on the same samples. resuming: a run goes on, and its batch holds.
-    Raises UserError in one line for a file that is not JSON or has no "TrainingArgs", and for a value that cannot be
+    Raises UserError in one line for a file that is not JSON or has no TrainingArguments, and for a value that cannot be
     worked with.
     """
-    arguments, notes = _read(Path(path))
-    mapping = Arguments(str(path), {k: v for k, v in arguments.items() if v is not None}, notes, resuming)
+    arguments, above, notes = read(path)
+    stated = {k: v for k, v in arguments.items() if v is not None}
+    mapping = Arguments(f"{path}: {above}", stated, notes, resuming)
     mapping.shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
     mapping.sharing = max(1, mapping.shares // layout.expert)
     mapping.on_host = min(mapping.sharing, on_host or mapping.sharing)
     mapping.run()
+    if not above and not arguments.keys() & mapping.known:
+        raise _none_in(path)
     return mapping.ours, notes
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+def read(path: str | Path) -> tuple[dict[str, Any], str, list[str]]:
+    """The arguments in a file, what stands before their names in it ("TrainingArgs." or nothing), and a line for what
+    else it holds."""
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [k for k, _ in pairs]
         twice = [k for i, k in enumerate(keys) if k in keys[:i]]
@@ -105,10 +111,16 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
         return dict(pairs)
 
     content = limits.read_json(path, limits.RECIPE_FILE, object_pairs_hook=once)
-    if not isinstance(content, dict) or not isinstance(content.get(KEY), dict):
-        example = f'such as {{"{KEY}": {{"learning_rate": 5e-5}}}}'
-        raise UserError(f'{path}: expected an object "{KEY}" with TrainingArguments in it, {example}.')
-    return content[KEY], [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
+    if not isinstance(content, dict) or not isinstance(content.get(KEY, {}), dict):
+        raise _none_in(path)
+    if KEY not in content:
+        return content, "", []
+    return content[KEY], f"{KEY}.", [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
+
+
+def _none_in(path: str | Path) -> UserError:
+    example = f'{{"learning_rate": 5e-5}}, or {{"{KEY}": {{"learning_rate": 5e-5}}}}'
+    return UserError(f"{path}: expected an object of TrainingArguments, such as {example}.")
 
 
 KINDS = {bool: ("true or false", TypeAdapter(bool)), str: ("a word in quotes", TypeAdapter(str)),
@@ -141,7 +153,7 @@ class Arguments:
     # ---- taking
 
     def wrong(self, name: str, text: str) -> UserError:
-        return UserError(f"{self.where}: {KEY}.{name}{text}")
+        return UserError(f"{self.where}{name}{text}")
 
     def take(self, name: str, kind: type | None = None) -> Any:
         """The argument's value, of this kind; None where it is not given."""
@@ -344,7 +356,7 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
     words = ["full_shard"] if value is True else value if isinstance(value, list) else str(value).split()
     for word in words:
         if word not in WORDS:
-            raise m.wrong("fsdp", f": {word} is no option of it.{did_you_mean(str(word), WORDS)}")
+            raise m.wrong("fsdp", f": {word} is not one of its options.{did_you_mean(str(word), WORDS)}")
     strategy = next((word for word in words if word in STRATEGIES), None if "no_shard" in words else "full_shard")
     config = {name.removeprefix("fsdp_"): v for name, v in config.items()}
     if config.pop("activation_checkpointing", False):

@@ -27,11 +27,11 @@ h2 { border-top: 1px solid var(--line); padding-top: 1rem; }
 .wide { overflow-x: auto; margin: 1rem 0 0; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-.left { text-align: left; }
+.left { text-align: left; min-width: 5rem; }
 .caption, figcaption { color: var(--quiet); font-size: .9rem; margin: .3rem 0 0; max-width: 44rem; }
 figure { margin: 1.5rem 0; color: var(--ink); }
 .short { white-space: nowrap; }
-.panels { display: flex; flex-wrap: wrap; gap: .5rem; }
+.panels { display: flex; flex-wrap: wrap; align-items: flex-start; gap: .5rem; }
 .panels svg { flex: 1 1 auto; width: 18rem; max-width: 24rem; height: auto; }
 .panels svg:only-child { width: auto; max-width: 100%; flex: none; }
 .key { display: inline-block; margin-right: 1.2em; font-size: .85rem; }
@@ -112,7 +112,7 @@ def _cell(tag: str, text: str, left: bool) -> str:
 def _breakable(cell: str) -> str:
     """Marks where long words may break."""
     words = re.split(r"(\s+)", cell)
-    places = r"[/._=:,-]+(?=\w)|\w{24}(?=\w)"
+    places = r"[/._=:,-]+(?=\w)|[^\W_]{24}(?=\w)"
     return "".join(re.sub(places, rf"\g<0>{BREAK}", word) if len(word) > SHORT else word for word in words)
 
 

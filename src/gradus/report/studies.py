@@ -233,7 +233,7 @@ def _parts(study: Study) -> Iterator[Table]:
     calls = [
         [c, name.removeprefix("collective/"), f"{r.get('calls', 0):g}", duration(r["value"]), size(r.get("bytes") or 0)]
         for (c, name), r in study.table.measured.items()
-        if name.startswith("collective/")
+        if name.startswith("collective/") and is_number(r["value"])
     ]
     if calls:
         caption = "The table shows the collectives of a step, profiled apart. A time includes the wait for others; "

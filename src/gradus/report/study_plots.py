@@ -97,10 +97,10 @@ def _components(study: Study) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {}
     for c in study.values(whole):
         for planned, rows in ((True, study.table.planned), (False, study.table.measured)):
-            total = rows.get((c, whole), {}).get("value")  # planned: of the largest batch
+            total = rows.get((c, whole), {}).get("value", "")  # planned: of the largest batch; a word where not finite
             known = {label: study.values(name, planned).get(c) for name, label in STATE.items() if tensors}
             parts = {label: value for label, value in known.items() if value is not None}
-            side = {} if total is None else {**parts, rest: max(0.0, total - sum(parts.values()))}
+            side = {} if isinstance(total, str) else {**parts, rest: max(0.0, total - sum(parts.values()))}
             found.setdefault(c, []).append(side)
     return found
 

@@ -111,7 +111,7 @@ class TextClassification(Classification):
 
 
 class ImageClassification(Classification):
-    """Image → label; augmentation is drawn a sample and applied a batch, on the device."""
+    """Image → label; augmentation is drawn per sample and applied per batch, on the device."""
 
     counts_tokens = False
 

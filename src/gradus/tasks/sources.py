@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import models
+from gradus import limits, models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.splits import find_pairs, find_split, hold_out, limited
 from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset
@@ -103,7 +103,8 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
-    tokenizers = given or {"": make_tokenizer(recipe, lambda: [Corpus.column(files["train"], data.text)])}
+    corpus = Corpus.column(files["train"], data.text, limits.FIELD)
+    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpus])}
     options = {"columns": (data.text, data.label), "n_classes": recipe.model.n_classes, "cache": data.cache}
     train = LabelledDataset(files["train"], tokenizers[""], room, names=recipe.task.classes, **options)
     splits: dict[str, Any] = {"train": train}

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradus import files, tasks
+from gradus import files, limits, tasks
 from gradus.errors import UserError
 from gradus.models.weights import checksums, some
 from gradus.parallel import qat
@@ -310,6 +310,6 @@ def _set_aside(folder: Path) -> Path:
 def _evaluated(best: Path) -> dict[str, Any]:
     """What best.json says; {} where it is damaged."""
     try:
-        return json.loads((best / "best.json").read_text())
-    except (OSError, ValueError):
+        return json.loads(limits.regular(best / "best.json").read_text())
+    except (OSError, ValueError, UserError):
         return {}

@@ -123,7 +123,7 @@ def _from_hub(
     name: str, key: str, to: Path, patterns: list[list[str]], enough: Callable[[Path], bool] = lambda folder: True
 ) -> None:
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"{key}={name}: no such file or folder, and no name of the hub (bert-base-cased, OWNER/NAME).")
+        raise UserError(f"{key}={name}: no such file or folder, and not a hub name (bert-base-cased, OWNER/NAME).")
     hub.download(name, patterns, enough, f"{key}={name}", to)
 
 

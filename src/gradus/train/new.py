@@ -3,82 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from gradus import models, tasks
-from gradus.data.corpus import TEXT_COLUMNS, Corpus
-from gradus.data.image_sources import SUFFIXES, find_cifar
+from gradus import files, models, tasks
+from gradus.data.corpus import Corpus
 from gradus.data.images import LazyImages
-from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, near, read_rows
-from gradus.data.splits import Part, find_pairs, find_split, visible_files
-from gradus.data.text import LABEL_COLUMNS
-from gradus.errors import UserError, did_you_mean
+from gradus.data.readers import expanded
+from gradus.data.splits import Part, find_pairs, find_split
+from gradus.errors import UserError, not_written
 from gradus.recipe.check import learners
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train import resolve
+from gradus.train.inspect_data import WHAT, DataSummary, look
+from gradus.train.schedule import fine_tuning_rate
 from gradus.train.session import derive, open_session
 
 Sections = dict[str, dict[str, Any]]  # of a recipe
 
-LOOKED = 1000  # rows that the columns are guessed from
-TEXT_NAMES = (*TEXT_COLUMNS, "body", "comment", "message", "tweet", "document", "abstract", "title")
-LABEL_NAMES = (*LABEL_COLUMNS, "sentiment", "category", "topic", "rating", "stars", "intent", "emotion", "y")
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
-WHAT = {"labelled": "texts with a label", "images": "images with a label", "text": "running text",
-        "pairs": "parallel sentences"}  # fmt: skip
 HELD_OUT = {**dict.fromkeys(("labelled", "images"), "A tenth of each class"), "text": "The last tenth of the text",
             "pairs": "Every tenth pair"}  # fmt: skip
-SMALL = 512  # d_model below which a pre-trained model takes a larger rate
-
-
-@dataclasses.dataclass
-class Found:
-    """What the data are. `data`: the recipe's section, with an absolute path."""
-
-    data: dict[str, Any]
-    lines: list[str]
-
-    @property
-    def kind(self) -> str:
-        return self.data["kind"]
 
 
 def new(
-    file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None, label: str | None = None
-) -> Iterator[str]:
+    file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None,
+    label: str | bool | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text). Yields what was found.
 
-    init: a folder or hub name to fine-tune from. text_column, label: columns of a table, in place of guesses.
-    Raises UserError where `file` is there already, for data that no reader knows or that cannot be trained on, and for
-    an init of another kind.
+    init: a folder or hub name to fine-tune from. text_column, label: columns of a table, which are chosen where only
+    one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
+    that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
     """
-    target = expanded(file)
-    if target.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
-    if target.exists() or not target.parent.is_dir():
-        what = "there is such a file already" if target.exists() else f"there is no folder {target.parent}"
-        raise UserError(f"{file}: {what}. Give another name.")
+    target = _target(file)
     found = look(paths, text_column, label)
-    config = models.config_of(init) if init else None
-    if config is not None and config.family not in (known := learners(TASK[found.kind])[found.kind]):
-        raise UserError(f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}.")
-    yield from found.lines
+    config = _weights(init, found) if init else None
+    yield from map(printable, found.lines)
     if init and expanded(init).exists():
         init = str(expanded(init).absolute())
     sections = _draft(found, init, config)
     facts = Facts(tasks.open_task(_recipe(target, sections)), found)
-    yield from facts.lines()
+    yield from map(printable, facts.lines())
+    facts.need_two_classes()
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
     derived = derive(session)
@@ -87,136 +62,41 @@ def new(
     family, minutes = session.recipe.model.family, max(1, round(minutes))
     about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples; "
     about += f"about {minutes} minute{'s' if minutes > 1 else ''} on two CPU cores (an estimate)"
-    what = f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {family}"
+    what = printable(f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {family}")
     commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
-    with open(target, "x", encoding="utf-8") as written:
-        written.write(_text(target, sections, [what, about, *commands], init))
+    try:
+        files.write_text(target, _text(target, sections, [what, about, *commands], init))
+    except OSError as e:
+        raise not_written(target, e, "nothing was written. Make room, or give another name.") from e
     yield f"wrote      {file}: {family}, {about}"
     yield f"next       gradus check {file}, then gradus train {file}"
 
 
-# ---------------------------------------------------------------- what the data are
+def _target(file: str) -> Path:
+    """Where to write. Raises UserError where that is not possible."""
+    if not file.isprintable():
+        raise UserError(f"{file!r}: a line break or another character that cannot be printed. Give another name.")
+    target = expanded(file)
+    if target.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file}: a recipe is a .yaml file. Name it {target.with_suffix('.yaml')}.")
+    if target.exists() or not target.parent.is_dir():
+        what = "there is such a file already" if target.exists() else f"there is no folder {target.parent}"
+        raise UserError(f"{file}: {what}. Give another name.")
+    return target
 
 
-def look(paths: Sequence[str], text_column: str | None = None, label: str | None = None) -> Found:
-    """What kind of data this is. Raises UserError for what no reader knows."""
-    if len(paths) > 2:
-        raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
-    path = expanded(paths[0])
-    if len(paths) == 2:
-        found = _pair(path, expanded(paths[1]))
-    elif path.is_dir() and not is_hub(path):
-        found = _folder(path, text_column, label)
-    elif find_cifar(path):
-        found = _images(path)
-    else:
-        found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
-    for option, column in {"--text": text_column, "--label": label}.items():
-        if column is not None and column not in found.data.values():
-            raise UserError(f"{option} {column}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
-    return found
+def _weights(init: str, found: DataSummary) -> ModelConfig:
+    """The configuration of weights to fine-tune. Raises UserError where there are none that learn these data."""
+    config = models.config_of(init)
+    if config.family not in (known := learners(TASK[found.kind])[found.kind]):
+        raise UserError(f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}.")
+    models.load_deferred(init, strict=False)  # headers only
+    return config
 
 
-def _side(file: Path) -> tuple[str, str] | None:
-    """(name, language) of one side of parallel text."""
-    match = re.fullmatch(r"(.+)\.([A-Za-z]{2,3}([-_]\w+)?)", re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", file.name))
-    return (match[1], match[2]) if match and f".{match[2]}" not in KINDS and file.is_file() else None
-
-
-def _pair(first: Path, second: Path) -> Found:
-    for file in (first, second):
-        if not file.is_file():
-            raise UserError(f"{file}: no such file.{near(file)}")
-    a, b = _side(first), _side(second)
-    if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
-        raise UserError(f"{first} and {second}: parallel text must lie in one folder as NAME.en and NAME.de, say.")
-    return _pairs(first.parent, a[0], a[1], b[1])
-
-
-def _pairs(folder: Path, name: str, source: str, target: str) -> Found:
-    data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
-    if name not in SPLITS["train"]:
-        data["train"] = name
-    line = f"found      {folder / name}.{source} and .{target}: parallel sentences, "
-    return Found(data, [f"{line}learnt from {source} to {target} (data.source, data.target)"])
-
-
-def _folder(folder: Path, text_column: str | None, label: str | None) -> Found:
-    files = visible_files(folder)
-    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
-    if find_cifar(folder) or next(pictures, None):
-        return _images(folder)
-    if any(f.suffix.lower() in SUFFIXES for f in files):
-        raise UserError(f"{folder}: images without a class. Put them into a folder a class: {folder / 'cat'}, say.")
-    sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
-    if len(languages := sorted({language for _, language in sides})) == 2:
-        return _pairs(folder, sides[0][0], *languages)
-    shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
-    if len(files) == 1 and not shards:
-        return _table(files[0], files[0], text_column, label)
-    return _table(folder, shards[0] if shards else find_split(folder, "train"), text_column, label)
-
-
-def _images(path: Path) -> Found:
-    return Found({"kind": "images", "path": str(path.absolute())}, [f"found      {path}: images with a label"])
-
-
-def _table(path: str | Path, file: Path, text_column: str | None, label: str | None) -> Found:
-    where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
-    rows = list(itertools.islice(read_rows(file), LOOKED))
-    if isinstance(rows[0], str):
-        return Found({"kind": "text", "path": where}, [f"found      {path}: running text, learnt token by token"])
-    columns = {c: [row.get(c) for row in rows] for c in rows[0]}
-    there = ", ".join(columns)
-    for option, column in (("--text", text_column), ("--label", label)):
-        if column is not None and column not in columns:
-            raise UserError(f"{option} {column}: {file} has no such column.{did_you_mean(column, columns)}")
-    images = (c for c, v in columns.items() if isinstance(v[0], bytes) or (isinstance(v[0], dict) and "bytes" in v[0]))
-    picture = next(images, None)
-    words = {c: v for c, v in columns.items() if c != label and all(isinstance(x, str) for x in v)}
-    if picture or text_column:
-        first, why = (picture, "it holds images") if picture else (text_column, "--text")
-    elif not words:
-        raise UserError(f"{file}: no column holds text in every row; there are: {there}. Name one: --text COLUMN.")
-    else:
-        named = _named(words, TEXT_NAMES)
-        first = named or max(words, key=lambda c: sum(map(len, words[c])))
-        why = f"{'by its name' if named else 'it holds the longest texts'}; another with --text COLUMN"
-    what = "image" if picture else "text"
-    lines = [f"found      {path}: a table with columns {there}", f"{what:10} column {first!r}: {why}"]
-    why = "--label"
-    if not label:
-        label, why = _label_column({c: v for c, v in columns.items() if c not in (first, picture)})
-    if label is None and picture:
-        raise UserError(f"{file}: no column looks like a label; there are: {there}. Name it: --label COLUMN.")
-    lines.append(f"label      {f'column {label!r}: {why}' if label else why}")
-    if picture:
-        return Found({"kind": "images", "path": where, "image": picture, "label": label}, lines)
-    data = {"kind": "labelled" if label else "text", "path": where, "text": first}
-    return Found(data | ({"label": label} if label else {}), lines)
-
-
-def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
-    """The column with the first of these names that there is."""
-    found = {c.strip().casefold(): c for c in reversed([*columns])}
-    return next((found[name] for name in names if name in found), None)
-
-
-def _label_column(columns: dict[str, list[Any]]) -> tuple[str | None, str]:
-    """(column or None, why)."""
-    values = {c: {str(x).strip() for x in v if x is not None} for c, v in columns.items()}
-    most = max(2, min(100, len(next(iter(columns.values()), [])) // 3))
-    few = [
-        c for c, v in columns.items() if 1 <= len(values[c]) <= most
-        and all(isinstance(x, str | int | None) or (isinstance(x, float) and x.is_integer()) for x in v)
-    ]  # fmt: skip
-    named = _named(few, LABEL_NAMES)
-    column = named or min((c for c in few if len(values[c]) > 1), key=lambda c: len(values[c]), default=None)
-    if column is None:
-        return None, "none found, so that only the text is learnt, token by token; name one with --label COLUMN"
-    n = len(values[column])
-    why = f"{'by its name; ' if named else 'it has only '}{n} value{'s' if n > 1 else ''}"
-    return column, f"{why} in the first {len(columns[column]):,} rows; another with --label COLUMN"
+def printable(text: str) -> str:
+    """The text on one line, whatever names hold."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---------------------------------------------------------------- what is in them
@@ -227,7 +107,7 @@ class Facts:
     """Numbers of data as a task has opened them."""
 
     task: Any
-    found: Found
+    found: DataSummary
 
     @property
     def train(self) -> Any:
@@ -252,19 +132,25 @@ class Facts:
             counts = np.bincount(labels, minlength=len(self.task.classes))
             shown = [f"{name} {n:,}" for name, n in zip(self.task.classes, counts)]
             yield f"classes    {len(shown)}: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
-            if not counts.all():
-                empty = self.task.classes[int(np.argmin(counts))]
-                yield f"note       class {empty} has no samples: labels count from 0"
         if kind == "images":
             shape = self.train.shape
             size = f"{shape[2]} × {shape[1]} pixels" if self.one_size else "several sizes: scaled and cut to one"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
-            yield f"tokens     {n:,} to train on, of {kinds:,} kinds"
+            yield f"tokens     {n:,} for training, in a vocabulary of {kinds:,}"
         else:
             low, middle, high = np.percentile(self.lengths(), [0, 50, 100]).astype(int)
-            yield f"lengths    {low} to {high} tokens, half of them below {middle + 1}"
+            yield f"lengths    {low} to {high} tokens, median {middle}"
+
+    def need_two_classes(self) -> None:
+        """Raises UserError for a classification of one class."""
+        if len(classes := getattr(self.task, "classes", ())) != 1:
+            return
+        only = f"{self.found.data['path']}: every sample is of one class ({classes[0]}), so there is nothing to learn"
+        if self.found.kind == "images":
+            raise UserError(f"{only}. Put images of another class into a folder beside it.")
+        raise UserError(f"{only}. Name another label (--label COLUMN), or learn the text alone (--no-label).")
 
     @property
     def one_size(self) -> bool:
@@ -286,7 +172,7 @@ class Facts:
 # ---------------------------------------------------------------- the recipe
 
 
-def _draft(found: Found, init: str | None, config: ModelConfig | None) -> Sections:
+def _draft(found: DataSummary, init: str | None, config: ModelConfig | None) -> Sections:
     """The sections of a recipe that opens these data."""
     kind, path = found.kind, found.data["path"]
     size = {"n_layers": 2 if kind in ("labelled", "pairs") else 4, "d_model": 128, "n_heads": 4}
@@ -310,7 +196,7 @@ def _draft(found: Found, init: str | None, config: ModelConfig | None) -> Sectio
     elif kind != "images":
         lowercase = {"lowercase": True} if kind == "labelled" else {}
         sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
-    rate = (models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)) if init else 1e-3
+    rate = fine_tuning_rate(config) if config else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
@@ -375,9 +261,9 @@ def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: F
     weights = counts["attention"] + counts["feedforward"]
     weights += m.vocab_size * m.d_model if kind in ("text", "pairs") else 0
     seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
-    epoch = derived["steps_an_epoch"]
+    epoch = derived["steps_per_epoch"]
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
-    steps = max(steps, 20) if steps < 100 else round(steps, -2)
+    steps = max(20, round(steps, -1 if steps < 100 else -2))
     sections["train"]["steps"] = steps
     sections["schedule"]["warmup_steps"] = max(1, steps // 10)
     sections["evaluate"]["every"] = max(1, steps // 5)
@@ -392,24 +278,24 @@ def _recipe(target: Path, sections: Sections) -> Recipe:
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     """Section → why it is so, and what to change."""
     kind = sections["data"]["kind"]
-    more = {"images": "flip: true mirrors by chance.", "pairs": "Swap source and target for the other way."}
+    more = {"images": "flip: true mirrors images at random.", "pairs": "Swap source and target for the other way."}
     held_out = f"{HELD_OUT[kind]} is held out where there is no valid split (data.valid). {more.get(kind, '')}".strip()
     classes = sections["task"]["name"] == "classification"
     comments = {
-        "task": f"What is learnt.{' The classes and their names come from the data.' if classes else ''}",
+        "task": f"What the model learns.{' The classes and their names come from the data.' if classes else ''}",
         "model": "Small, for a first result on a CPU. With more data: more n_layers and d_model, or model.init=FOLDER.",
         "data": f"A relative path is looked for below the working directory, then beside this file. {held_out}",
         "tokenizer": "Made from the training text and kept with the weights.",
-        "optimizer": "The first thing to tune: 3e-4 to 3e-3.",
-        "schedule": "The rate rises for a tenth of the steps, then falls to 0.",
-        "batch": "Of one step, whatever the number of devices; too large for the memory: layout.micro_batch=8.",
+        "optimizer": "The learning rate (lr) is the first thing to tune: 3e-4 to 3e-3.",
+        "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
+        "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     return comments | ({} if init is None else {
-        "model": "Fine-tuned from these weights, whose configuration holds; a head for other classes is new.",
-        "tokenizer": "Beside the weights.",
-        "optimizer": "A small rate, since the weights know much already; 2e-5 to 1e-4 are usual.",
+        "model": "Fine-tuned from these weights, with their configuration; a head for other classes is new.",
+        "tokenizer": "The one beside the weights.",
+        "optimizer": "A small learning rate, since the weights are trained already: 2e-5 to 1e-4 for published sizes.",
     })  # fmt: skip
 
 

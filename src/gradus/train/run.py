@@ -222,7 +222,8 @@ def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) ->
     if r.evaluate.samples:
         with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
             if parallel.mesh.world.first:  # the only one that prints them
-                lines += task.examples(model.eval(), r.evaluate.samples)
+                shown = task.examples(model.eval(), r.evaluate.samples)
+                lines += ["", "samples after training:", *shown] if shown else []
                 model.train()
     summary = summary_of(trainer, derived) | {"metrics": metrics}
     for hook in trainer.hooks:
@@ -238,7 +239,7 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
     """What summary.json holds beside the metrics. The clock's kinds stay separate: training is training. Collective."""
     p, r, seconds = trainer.progress, trainer.recipe, trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
-    epochs = p.step / derived["steps_an_epoch"]
+    epochs = p.step / derived["steps_per_epoch"]
     best = {"metric": r.evaluate.best or f"valid/{trainer.task.best}", "value": p.best, "step": p.best_step}
     memory = peaks(trainer.device)
     return {
@@ -257,7 +258,7 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
         "train_steps_per_second": round(p.step / runtime, 4),
         "train_tokens_per_second": round(p.tokens / runtime, 1),
         **({"train_loss": p.loss_sum / (p.step - p.skipped)} if p.step > p.skipped else {}),
-        "hours_per_epoch": round(runtime / 3600 / max(epochs, 1e-9), 6),
+        "hours_per_epoch": float(f"{runtime / 3600 / max(epochs, 1e-9):.3g}"),
         "skipped_steps": p.skipped,
         "seconds": {k: round(v, 3) for k, v in seconds.items()},
         "best": best if p.best is not None else None,

@@ -56,8 +56,8 @@ def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
 
 
 def fine_tuning_rate(config: ModelConfig) -> float:
-    """The usual learning rate of Adam for weights that are trained already."""
-    return models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6)
+    """The usual learning rate of Adam for weights that are trained already, rounded to one digit."""
+    return float(f"{models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6):.1g}")
 
 
 def too_high(recipe: Recipe, last_step: int) -> str | None:

@@ -86,7 +86,7 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     """
     device = _open_device(recipe.layout, world)
     worlds.join(world, device.type, recipe.layout.timeout)
-    with worlds.one_first(world):  # caches of tokens are made once a host
+    with worlds.one_first(world):  # caches of tokens are made once per host
         task = tasks.open_task(recipe, tokenizers)
     if recipe.evaluate.test and "test" not in task.splits:
         raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
@@ -140,10 +140,10 @@ def derive(session: Session) -> dict[str, Any]:
     """What follows from the recipe: parameters, steps, tokens, micro-batch, accumulation, the schedule's end."""
     r, task = session.recipe, session.task
     plan = task.plan("train", r.batch.samples, r.batch.tokens)
-    steps_an_epoch = len(plan.epoch(0))
+    steps_per_epoch = len(plan.epoch(0))
     counts = models.count(r.model)
     last = total_steps(r, plan)
-    samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_an_epoch))
+    samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_per_epoch))
     samples = min(samples, len(task.splits["train"]))
     share = -(-samples // session.mesh.size(*DATA))
     micro = min(r.layout.micro_batch or share, share)
@@ -154,10 +154,10 @@ def derive(session: Session) -> dict[str, Any]:
         "parameters_by_component": {k: v for k, v in counts.items() if k != "total" and v},
         "train_samples": len(task.splits["train"]),
         "valid_samples": len(task.splits["valid"]) if "valid" in task.splits else None,
-        "steps_an_epoch": steps_an_epoch,
+        "steps_per_epoch": steps_per_epoch,
         "steps": last,
-        "epochs": round(last / steps_an_epoch, 3),
-        "samples_a_step": samples if r.batch.samples else f"about {samples}",
+        "epochs": round(last / steps_per_epoch, 3),
+        "samples_per_step": samples if r.batch.samples else f"about {samples}",
         "tokens_first_step": sum(b["n_tokens"] for b in first.micro_batches),  # without padding
         "micro_batch": micro,
         "accumulation": -(-share // micro),
@@ -173,12 +173,17 @@ def derive(session: Session) -> dict[str, Any]:
 def describe(derived: dict[str, Any]) -> str:
     """The lines printed before step 0."""
     d = derived
+
+    def count(n: float, unit: str) -> str:
+        number = f"{n:g}" if isinstance(n, float) else f"{n:,}"
+        return f"{number} {unit}" if n == 1 else f"{number} {unit}s"
+
     rate, several = d["learning_rate"], f"; {d['processes']} processes: {d['layout']}" if d["processes"] > 1 else ""
     return (
-        f"{d['parameters']:,} parameters; {d['train_samples']:,} training samples, "
-        f"{d['steps_an_epoch']:,} steps an epoch\n"
-        f"{d['steps']:,} steps ({d['epochs']:g} epochs) of {d['samples_a_step']} samples "
-        f"({d['tokens_first_step']:,} tokens in the first); micro-batch {d['micro_batch']} × accumulation "
+        f"{d['parameters']:,} parameters; {count(d['train_samples'], 'training sample')}, "
+        f"{count(d['steps_per_epoch'], 'step')} per epoch\n"
+        f"{count(d['steps'], 'step')} ({count(d['epochs'], 'epoch')}) of {d['samples_per_step']} samples "
+        f"({count(d['tokens_first_step'], 'token')} in the first); micro-batch {d['micro_batch']} × accumulation "
         f"{d['accumulation']}; {d['precision']} on {d['device']}{several}\n"
         f"learning rate {rate['first_step']:.2e} at the first step, {rate['last_step']:.2e} at the last"
     )

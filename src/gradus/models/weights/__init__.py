@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, some
 from gradus.models.family import rules_of
-from gradus.models.weights import checksums
+from gradus.models.weights import checksums, others
 from gradus.models.weights.stored import Stacked, Stored, read_files
 from gradus.recipe.schema import MODELS
 
@@ -101,7 +101,10 @@ def family_of(hf: dict, where: object) -> str:
     if kind is None:
         raise UserError(f"{where}: no model_type, so it is not known which family this is.{did_you_mean('', known)}")
     if not isinstance(kind, str) or kind not in known:
-        raise UserError(f"{where}: model_type={kind} is none of Gradus' families.{did_you_mean(kind, known)}")
+        if isinstance(kind, str) and kind in others.planned():
+            plan = f"gradus plan hf:{where.parent}" if isinstance(where, Path) else "gradus plan hf:FOLDER"
+            raise UserError(f"{where}: {others.not_trained(kind)}. Plan it: {plan}")
+        raise UserError(f"{where}: {others.refused(kind, known)}")
     return known[kind]
 
 
@@ -132,9 +135,8 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
             return _read_file(path / name)
         if (path / f"{name}.index.json").is_file():
             return _read_shards(path / f"{name}.index.json")
-    raise UserError(
-        f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, whole or in shards with an index.json"
-    )
+    where = "whole or in shards with an index.json (graphs for engines and quantized folders have none: give their run)"
+    raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}")
 
 
 def _read_file(file: Path) -> dict[str, Stored]:

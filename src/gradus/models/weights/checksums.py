@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gradus import files
+from gradus import files, limits
 from gradus.errors import UserError, disk_full, not_written
 
 FILE = "checksums.json"
@@ -60,10 +60,10 @@ def read(folder: Path) -> dict[str, dict] | None:
     """The checksums by path below `folder`, None where there are none. Raises ValueError where checksums.json is
     damaged."""
     try:
-        told = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        told = json.loads(limits.regular(folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except RecursionError:
+    except (RecursionError, UserError):  # UserError: a pipe or a device, which could be read without end
         raise ValueError(FILE) from None
     if not (
         isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())

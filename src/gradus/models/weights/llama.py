@@ -1,6 +1,7 @@
-"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with experts MixtralForCausalLM and with
-biases of q, k and v Qwen2ForCausalLM, under the names in published files (for experts, transformers has other names in
-memory). Its q and k rows are in the half-split rotary layout, as ours are."""
+"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them (and MistralForCausalLM, where its
+attention has no window), with experts MixtralForCausalLM and with biases of q, k and v Qwen2ForCausalLM, under the
+names in published files (for experts, transformers has other names in memory). Its q and k rows are in the half-split
+rotary layout, as ours are."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from gradus.errors import UserError
 from gradus.models.weights import Rule, fields, transpose
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
-MODEL_TYPES = ("llama", "mixtral", "qwen2")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2")
 PREFIXES = ("model.",)
 IGNORABLE = ("rotary_emb.inv_freq",)
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "mistral": ("MistralForCausalLM", "MistralModel"),
     "mixtral": ("MixtralForCausalLM", "MixtralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
 }
@@ -27,6 +29,8 @@ FIELDS = {
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
          "router_jitter_noise": 0.0}  # fmt: skip
 LACKING = {  # what a config.json means by a field that it lacks
+    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
+                "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
                 "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2": {"vocab_size": 151_936, "num_key_value_heads": 32, "intermediate_size": 22_016,
@@ -42,6 +46,8 @@ def config_from_hf(hf: dict) -> LlamaConfig:
     hf = {**LACKING.get(kind, {}), **hf}
     if kind == "qwen2" and not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None  # published ones name a window that is not used
+    if kind == "mistral" and (hf["sliding_window"] or 0) >= hf["max_position_embeddings"]:
+        hf["sliding_window"] = None  # a window that holds every text is none
     fields.only("llama", hf, FIXED)
     fields.architecture("llama", hf, ARCHITECTURES[kind])
     experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}

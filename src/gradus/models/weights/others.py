@@ -1,0 +1,38 @@
+"""Architectures that no family reads (recipe/hf.yaml): why their weights cannot be trained, and whether a plan can be
+made of them. The plan says the same in the same words."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    return yaml.safe_load((importlib.resources.files("gradus.recipe") / "hf.yaml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def planned() -> dict[str, dict[str, Any]]:
+    """model_type → how a plan reads its config.json."""
+    return {kind: entry for entry in table()["read"] for kind in entry["types"]}
+
+
+def not_trained(kind: str) -> str:
+    """Of a model_type that is planned."""
+    family = planned()[kind]["family"]
+    same = f"family {family} has as many parameters and operations, other weights"
+    return f"model_type={kind} can be planned, not trained: {same}"
+
+
+def refused(kind: Any, known: Iterable[str]) -> str:
+    """Of a model_type that is neither planned nor trained. known: those that are."""
+    if isinstance(kind, str) and kind in table()["refused"]:
+        field, why, nearest, preset = table()["refused"][kind]
+        neither = f"model_type={kind} can be neither planned nor trained: {field}: {why}"
+        return f"{neither}. The nearest family is {nearest}: gradus plan {preset}"
+    return f"model_type={kind} is not one of Gradus's families, nor like one. Known: {', '.join(sorted(known))}."

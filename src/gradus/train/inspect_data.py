@@ -1,0 +1,284 @@
+"""What data are, for `gradus new`: a table and which of its columns, running text, images, or parallel sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus.data.corpus import TEXT_COLUMNS
+from gradus.data.image_sources import SUFFIXES, find_cifar
+from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, kind_of, near, read_rows
+from gradus.data.splits import find_split, visible_files
+from gradus.data.text import LABEL_COLUMNS
+from gradus.errors import UserError, did_you_mean, either
+
+WHAT = {"labelled": "texts with a label", "images": "images with a label", "text": "running text",
+        "pairs": "parallel sentences"}  # fmt: skip
+ROWS, CHARACTERS = 1000, 1 << 24  # the rows that columns are judged by: so many at most, and so large in all
+TEXT_NAMES = ("body", "comment", "message", "tweet", "document", "abstract")
+LABEL_NAMES = ("sentiment", "category", "topic", "rating", "score", "stars", "intent", "emotion", "y")
+DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")
+NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass
+class DataSummary:
+    """What the data are. `data`: the recipe's section, with an absolute path. `lines`: what to tell the user."""
+
+    data: dict[str, Any]
+    lines: list[str]
+
+    @property
+    def kind(self) -> str:
+        return self.data["kind"]
+
+
+def look(paths: Sequence[str], text_column: str | None = None, label: str | bool | None = None) -> DataSummary:
+    """What kind of data this is. text_column, label: columns of a table; label=False: none.
+
+    Raises UserError for what no reader knows, and for a table where more than one column may be the text or the label.
+    """
+    if len(paths) > 2:
+        raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
+    path = expanded(paths[0])
+    if len(paths) == 2:
+        found = _pair(path, expanded(paths[1]))
+    elif path.is_dir() and not is_hub(path):
+        found = _folder(path, text_column, label)
+    elif find_cifar(path):
+        found = _images(path)
+    else:
+        found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
+    options = {"--text": text_column, "--label": label or None, "--no-label": label is False or None}
+    given = [f"{name} {value}".removesuffix(" True") for name, value in options.items() if value is not None]
+    if given and not {"text", "image"} & set(found.data):
+        raise UserError(f"{given[0]}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
+    return found
+
+
+def _side(file: Path) -> tuple[str, str] | None:
+    """(name, language) of one side of parallel text."""
+    match = re.fullmatch(r"(.+)\.([A-Za-z]{2,3}([-_]\w+)?)", re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", file.name))
+    return (match[1], match[2]) if match and f".{match[2]}" not in KINDS and file.is_file() else None
+
+
+def _pair(first: Path, second: Path) -> DataSummary:
+    for file in (first, second):
+        if not file.is_file():
+            raise UserError(f"{file}: no such file.{near(file)}")
+    a, b = _side(first), _side(second)
+    if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
+        raise UserError(f"{first} and {second}: parallel text must lie in one folder as NAME.en and NAME.de, say.")
+    return _pairs(first.parent, a[0], a[1], b[1])
+
+
+def _pairs(folder: Path, name: str, source: str, target: str) -> DataSummary:
+    data = {"kind": "pairs", "path": str(folder.absolute()), "source": source, "target": target}
+    if name not in SPLITS["train"]:
+        data["train"] = name
+    line = f"found      {folder / name}.{source} and .{target}: parallel sentences, "
+    return DataSummary(data, [f"{line}to translate from {source} to {target} (data.source, data.target)"])
+
+
+def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
+    files = visible_files(folder)
+    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
+    if find_cifar(folder) or next(pictures, None):
+        return _images(folder)
+    if any(f.suffix.lower() in SUFFIXES for f in files):
+        raise UserError(f"{folder}: images without a class. Put them into a folder per class: {folder / 'cat'}, say.")
+    sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
+    if len(languages := sorted({language for _, language in sides})) == 2:
+        return _pairs(folder, sides[0][0], *languages)
+    shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
+    if len(files) == 1 and not shards:
+        return _table(files[0], files[0], text_column, label)
+    return _table(folder, shards[0] if shards else find_split(folder, "train"), text_column, label)
+
+
+def _images(path: Path) -> DataSummary:
+    return DataSummary({"kind": "images", "path": str(path.absolute())}, [f"found      {path}: images with a label"])
+
+
+# ---------------------------------------------------------------- the columns of a table
+
+
+class Column:
+    """A column of a table, as its first rows show it."""
+
+    def __init__(self, name: str, cells: list[Any]):
+        self.name, self.cells = name, [x for x in cells if x is not None and x != ""]
+        self.n_rows = len(cells)
+        self.is_scalar = all(isinstance(x, str | int | float) for x in self.cells)
+        self.distinct = {str(x).strip() for x in self.cells} - {""} if self.is_scalar else set()
+        self.is_number = bool(self.distinct) and all(NUMBER.fullmatch(x) for x in self.distinct)
+        self.is_whole = self.is_number and not any(re.search(r"[.,]0*[1-9]|e", x, re.IGNORECASE) for x in self.distinct)
+
+    @property
+    def is_image(self) -> bool:
+        first = next(iter(self.cells), None)
+        return isinstance(first, bytes) or (isinstance(first, dict) and "bytes" in first)
+
+    @property
+    def is_string(self) -> bool:
+        return bool(self.distinct) and not self.is_number and all(isinstance(x, str) for x in self.cells)
+
+    @property
+    def is_words(self) -> bool:
+        """Whether most cells have several words (of a script without spaces: several characters)."""
+        if not self.is_string:
+            return False
+        words = (sum(bool(re.search(r"[^\W\d_]", word)) for word in x[:200].split()) for x in self.cells)
+        without_spaces = (re.search("[\u0e00-\u0e7f\u3040-\u30ff\u4e00-\u9fff]{4}", x[:200]) for x in self.cells)
+        return 2 * sum(n > 1 or bool(found) for n, found in zip(words, without_spaces)) > len(self.cells)
+
+    @property
+    def is_few(self) -> bool:
+        """Whether so few values could be classes."""
+        few = 1 <= len(self.distinct) <= max(2, min(100, self.n_rows // 3))
+        return few and (self.is_whole or not self.is_number) and not all(map(DATE.fullmatch, self.distinct))
+
+    @property
+    def is_score(self) -> bool:
+        """Whether these are numbers that are neither classes nor those of the rows."""
+        return self.is_number and not self.is_few and not (self.is_whole and len(self.distinct) == self.n_rows)
+
+
+def _first_rows(file: str | Path) -> list[dict[str, Any]]:
+    rows, size = [], 0
+    for row in itertools.islice(read_rows(file), ROWS):
+        rows.append(row)
+        cells = (cell.get("bytes") if isinstance(cell, dict) else cell for cell in row.values())
+        size += sum(len(cell) + 1 if isinstance(cell, str | bytes) else 1 for cell in cells)
+        if size > CHARACTERS:
+            break
+    return rows
+
+
+def _table(path: str | Path, file: Path, text: str | None, label: str | bool | None) -> DataSummary:
+    where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
+    if kind_of(file) == "txt":
+        line = f"found      {path}: running text, for a model that predicts the next token"
+        return DataSummary({"kind": "text", "path": where}, [line])
+    rows = _first_rows(file)
+    columns = {name: Column(name, [row.get(name) for row in rows]) for name in rows[0]}
+    for option, name in (("--text", text), ("--label", label)):
+        if isinstance(name, str) and name not in columns:
+            raise UserError(f"{option} {name}: {file} has no such column.{did_you_mean(name, columns)}")
+    if text is not None and text == label:
+        raise UserError(f"--text {text} --label {label}: one column cannot be both. Name two.")
+    if kind_of(file) in ("csv", "tsv") and not (text or label):
+        _need_header(file, columns)
+    picture = next((name for name, column in columns.items() if column.is_image), None)
+    if picture:
+        if text is not None:
+            raise UserError(f"--text {text}: {file} holds images (column {picture!r}). Leave it out.")
+        input_line = f"image      column {picture!r}: it holds images"
+    else:
+        text, why = (text, "--text") if text is not None else _choose_text(file, columns, label)
+        input_line = f"text       column {text!r}: {why}"
+    others = {name: column for name, column in columns.items() if name not in (text, picture)}
+    label, why = _choose_label(file, others, label)
+    if label is None and picture:
+        raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
+    label_line = f"label      {f'column {label!r}: {why}' if label else why}"
+    lines = [f"found      {path}: a table with columns {_names(columns)}", input_line, label_line]
+    if picture:
+        return DataSummary({"kind": "images", "path": where, "image": picture, "label": label}, lines)
+    data = {"kind": "labelled" if label else "text", "path": where, "text": text}
+    return DataSummary(data | ({"label": label} if label else {}), lines)
+
+
+def _names(columns: dict[str, Column]) -> str:
+    shown = ", ".join([*columns][:20])
+    return shown + (f", ... ({len(columns):,} in all)" if len(columns) > 20 else "")
+
+
+def _need_header(file: Path, columns: dict[str, Column]) -> None:
+    """Raises UserError where the first row looks like data, and not like the names of columns."""
+    if len(columns) == 1 and kind_of(file) == "tsv" and (comma := re.search("[,;]", *columns)):
+        raise UserError(f"{file}: the first line has no tab, but {comma[0]!r}. Name the file .csv, or use tabs.")
+    for name, column in columns.items():
+        lengths = sorted(len(str(x)) for x in column.cells)
+        sentence = len(name.split()) > 3 and column.is_words and len(name) >= lengths[len(lengths) // 2] / 2
+        if NUMBER.fullmatch(name.strip()) or name.strip() in column.distinct or sentence:
+            row = ", ".join(f"{x[:30]}..." if len(x) > 30 else x for x in [*columns][:5])
+            what = f"the first row ({row}) looks like data, not like the names of columns"
+            mend = "Put a row of names above it, such as text,label. If these are the names: --text COLUMN"
+            raise UserError(f"{file}: {what}. {mend}.")
+
+
+def _named(columns: Iterable[str], *names: Sequence[str]) -> list[str]:
+    """The columns with one of the first of these lists of names, in which there is any."""
+    for some in names:
+        if found := [name for name in columns if name.strip().casefold() in some]:
+            return found
+    return []
+
+
+def _choose_text(file: Path, columns: dict[str, Column], label: str | bool | None) -> tuple[str, str]:
+    """(the column of texts, why). Raises UserError where there is none, or more than one that may be meant."""
+    strings = {name: column for name, column in columns.items() if name != label and column.is_string}
+    words = [name for name, column in strings.items() if column.is_words]
+    named = _named(strings, TEXT_COLUMNS, TEXT_NAMES)
+    alike = [name for name in words if named and name != named[0] and name.casefold().startswith(named[0].casefold())]
+    if len(named) == 1 and not alike:
+        return named[0], "by its name; another with --text COLUMN"
+    many = [name for name in strings if not columns[name].is_few]
+    kinds = ([name for name in many if name in words], words, many, list(strings))
+    likely = [*named, *alike] or next(filter(None, kinds), [])
+    if not likely:
+        raise UserError(f"{file}: no column holds text; there are: {_names(columns)}. Name one: --text COLUMN.")
+    if len(likely) > 1:
+        both = either(map(repr, likely[:5]), "and")
+        mend = f"Name one, such as --text {likely[0]}; to learn from both, join them in one column"
+        mend += "; to translate, write them as two files, NAME.en and NAME.de, say"
+        raise UserError(f"{file}: which column is the text? {both} hold text. {mend}.")
+    return likely[0], "the only one that holds text"
+
+
+def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | None) -> tuple[str | None, str]:
+    """(the column of labels or None, why). Raises UserError where more than one may be meant, and for numbers that are
+    no classes."""
+    alone = "the model learns the text alone and predicts the next token"
+    if label is False:
+        return None, f"none (--no-label): {alone}"
+    likely, why = [label] if label else _named(columns, LABEL_COLUMNS, LABEL_NAMES), "by its name"
+    if not likely:
+        likely = [name for name, column in columns.items() if column.is_few and len(column.distinct) > 1]
+        why = "the only one with few values"
+    if len(likely) > 1:
+        each = either((f"{name!r} ({len(columns[name].distinct):,} values)" for name in likely[:5]), "or")
+        mend = f"Name it, such as --label {likely[0]}, or learn the text alone: --no-label"
+        raise UserError(f"{file}: which column is the label, {each}? {mend}.")
+    if not likely:
+        for column in columns.values():
+            if column.is_score:
+                raise _no_classes(file, column)
+        return None, f"none found: {alone}; name one with --label COLUMN"
+    column = columns[likely[0]]
+    n, rows = len(column.distinct), f"in the first {column.n_rows:,} rows"
+    if not n:
+        raise UserError(f"{file}: column {column.name!r} holds no label {rows}. Name another: --label COLUMN.")
+    if column.is_number and not column.is_few and not (label and column.is_whole):
+        raise _no_classes(file, column)
+    if label:
+        return column.name, "--label"
+    if not column.is_few:
+        mend = f"If each is a class: --label {column.name}. To learn the text alone: --no-label"
+        raise UserError(f"{file}: column {column.name!r} holds {n:,} different values {rows}. {mend}.")
+    return column.name, f"{why}; {n} value{'s' if n > 1 else ''} {rows}; another with --label COLUMN"
+
+
+def _no_classes(file: Path, column: Column) -> UserError:
+    example, mend = max(map(str, column.cells), key=len), "To learn the text alone: --no-label"
+    what = f"column {column.name!r} holds {len(column.distinct):,} different numbers, such as {example}"
+    if column.is_whole:
+        ask = f"Is it a score? Only classes can be learned. If each number is a class: --label {column.name}"
+    else:
+        ask = "It is a score, and only classes can be learned: write low and high, say, in a column for --label"
+    return UserError(f"{file}: {what}. {ask}. {mend}.")
