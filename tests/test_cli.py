@@ -22,6 +22,7 @@ from gradus.data import tokenizers
 from gradus.errors import FAULT, EnvironmentFault, UserError
 from gradus.rows import Row, RowFile
 
+pytestmark = pytest.mark.usefixtures("no_plan")
 COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
         "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu"]  # fmt: skip
 

@@ -48,8 +48,8 @@ def private_names(tree: ast.AST) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            of = ast.unparse(node.value)
-            names = [] if of in ("self", "cls", "super()", "os") else [node.attr]
+            private = node.attr.startswith("_") and ast.unparse(node.value) not in ("self", "cls", "super()", "os")
+            names = [node.attr] if private else []
         elif isinstance(node, ast.ImportFrom):
             names = [*(node.module or "").split("."), *(a.name for a in node.names)]
         elif isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def test_no_other_file_names_a_private_part():
     ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {
         node.attr for tree in trees.values() for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
     } | {
         node.target.id for tree in trees.values() for node in ast.walk(tree)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)

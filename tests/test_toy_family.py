@@ -181,12 +181,22 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     (folder / "toy.yaml").write_text(RECIPE)
     (folder / "text.txt").write_text("".join(f"Line {i} of a play, {i * i} words.\n" for i in range(100)))
-    run(1, train, folder, {"one": [], "three": ["train.steps=3"]})
-    run(1, train, folder, {"three": ["train.steps=6"]}, "three")
     return folder
 
 
-def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder):
+@pytest.fixture(scope="module")
+def done(folder) -> dict:
+    """The runs of `folder`, its plans, and what one of them is used for: by one process, as it takes a while to start."""
+    return run(1, everything, folder)[0]
+
+
+def everything(world, folder: Path) -> dict:
+    train(world, folder, {"one": [], "three": ["train.steps=3"]})
+    train(world, folder, {"three": ["train.steps=6"]}, "three")
+    return {"planned": traced(folder), "used": use(folder)}
+
+
+def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder, done):
     one = rows(folder / "one")
     assert one["train/loss", 6] < one["train/loss", 1] - 0.1
     assert {key: value for key, value in rows(folder / "three").items() if key != ("valid/loss", 3)} == one
@@ -194,8 +204,7 @@ def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder):
     assert (folder / "one" / last).read_bytes() == (folder / "three" / last).read_bytes()
 
 
-def traced(world, folder: Path) -> dict[str, int]:
-    models.register(FAMILY)
+def traced(folder: Path) -> dict[str, int]:
     from gradus import recipe as recipes
     from gradus.plan.engine import plan_memory
 
@@ -205,15 +214,13 @@ def traced(world, folder: Path) -> dict[str, int]:
     return {name: memory.held["weights"] for name, memory in planned.items()}
 
 
-def test_the_plan_traces_it(folder):
+def test_the_plan_traces_it(done):
     norms, matrices = (2 * 4 + 1) * 32, 2 * 32 * 32 + 4 * (3 * 32 * 32 + 4 * 4 + 3 * 32 * 48)
-    assert run(1, traced, folder) == [
-        {"one": 4 * (norms + matrices), "tensor": 4 * (norms + matrices // 2), "shard": 4 * (norms + matrices) // 2}
-    ]
+    assert done["planned"] == {"one": 4 * (norms + matrices), "tensor": 4 * (norms + matrices // 2), "shard": 4 * (norms + matrices) // 2}
 
 
 @pytest.mark.slow
-def test_every_layout_gives_the_same_curve(folder):
+def test_every_layout_gives_the_same_curve(folder, done):
     layouts = {
         "shard": ["layout.shard=2"], "tensor": ["layout.tensor=2"], "pipeline": ["layout.pipeline=2"],
         "whole-stream": ["layout.tensor=2", "layout.sequence_parallel=false"],
@@ -227,8 +234,7 @@ def test_every_layout_gives_the_same_curve(folder):
             assert found[key] == pytest.approx(value, rel=1e-5), f"{name} {key}"
 
 
-def use(world, folder: Path) -> dict:
-    models.register(FAMILY)
+def use(folder: Path) -> dict:
     from gradus import api, cli
     from gradus.infer.export import export
     from gradus.models import weights
@@ -251,8 +257,8 @@ def use(world, folder: Path) -> dict:
     }
 
 
-def test_it_is_exported_and_used(folder):
-    (found,) = run(1, use, folder)
+def test_it_is_exported_and_used(folder, done):
+    found = done["used"]
     assert found["same"] and "layers.0.in_proj.weight" in found["names"]
     assert "transformers does not know this architecture (convolutions; set model.family=gpt)" in found["told"][1]
     assert found["count"]["total"] == found["parameters"] and found["count"]["attention"] == 4 * (3 * 32 * 32 + 4 * 4)

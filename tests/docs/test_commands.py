@@ -155,7 +155,7 @@ def cases() -> list:
             if small(command) in seen:
                 continue
             seen.add(small(command))
-            slow = page.name != "README.md" or re.search(r"^python |calibrate|--on this|^gradus models$|^gradus (study|scale)|--as onnx|--max-restarts|--search", command)
+            slow = page.name != "README.md" or re.search(r"^python |calibrate|--on this|^gradus models$|^gradus (study|scale)|--as onnx|--processes|--search", command)
             every.append(pytest.param(command, id=f"{page.stem}: {command}", marks=[pytest.mark.slow] if slow else []))
     return every
 

@@ -20,7 +20,7 @@ import common  # noqa: E402
 from distributed import run  # noqa: E402
 
 FAMILIES = tuple(common.CONFIGS)
-PLAIN = ({}, {"replicate": "manual"}, {"replicate": "parameter_server"}, {"shard_optimizer": True}, {"shard": 2}, {"shard": 2, "reshard": False})
+OTHERS = ({"replicate": "manual"}, {"replicate": "parameter_server"}, {"shard_optimizer": True}, {"shard": 2, "reshard": False})  # no matter of the family
 reference = functools.cache(common.reference)
 
 
@@ -93,13 +93,18 @@ def test_a_convolutional_stem(on_two):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes(family):
-    check(2, [(family, layout) for layout in PLAIN] + [(family, {}, 2), (family, {}, 4), (family, {"shard": 2}, 4)])
+    check(2, [(family, {}), (family, {"shard": 2}), (family, {}, 4), (family, {"shard": 2}, 4)])
+
+
+@pytest.mark.slow
+def test_other_ways_to_replicate_and_shard():
+    check(2, [(family, layout) for layout in OTHERS for family in ("gpt", "t5")] + [("gpt", {}, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_processes(family):
-    check(4, [(family, {}), (family, {}, 2), (family, {"shard": 2}), (family, {"shard": 4}, 2)])
+    check(4, [(family, {}, 2), (family, {"shard": 2}), (family, {"shard": 4}, 2)])
 
 
 @pytest.mark.slow

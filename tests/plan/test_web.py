@@ -518,6 +518,7 @@ def test_planning_by_keyboard_alone(visit, planner):
     assert page.evaluate("document.activeElement.id") == "answer-title"
 
 
+@pytest.mark.slow
 def test_bars_are_as_wide_as_their_numbers(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
     rows = {row.name: row.value for row in planner.answer(planner.asked[-1]).rows}
@@ -577,6 +578,7 @@ def test_only_the_newest_answer_counts(visit, planner):
     assert page.inner_text("#command").endswith("layout.tensor=2") and page.inner_text("#verdict").startswith("✓ Fits: 79 %")
 
 
+@pytest.mark.slow
 def test_typing_asks_once(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB")
     page.clock.install()
@@ -628,6 +630,7 @@ def test_search_then_use(visit, planner):
     assert set(planner.asked[-1].overrides) == {"batch.samples=512", "model.dropout=0.1"}
 
 
+@pytest.mark.slow
 def test_layouts_of_another_question_go(visit):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB")
     page.click("#search")
@@ -640,6 +643,7 @@ def test_layouts_of_another_question_go(visit):
     assert page.inner_text("#searching") == ""
 
 
+@pytest.mark.slow
 def test_every_field_switch_and_button_is_driven(visit, planner):
     """Whatever the page holds is used once, by what it is: a new element is driven too. `visit` fails on any error of the page's script."""
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
@@ -690,6 +694,7 @@ def test_every_field_switch_and_button_is_driven(visit, planner):
     assert page.locator("#state.bad").count() == 0
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_settings_is_grey_and_cannot_be_copied(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
     look = "() => [document.querySelector('main').classList.contains('stale'), document.getElementById('copy').disabled, getComputedStyle(document.getElementById('verdict')).color]"
@@ -707,6 +712,7 @@ def test_a_plan_of_other_settings_is_grey_and_cannot_be_copied(visit, planner):
     assert not page.locator("#figures").evaluate("e => e.open") and not page.is_visible("#rows")  # all figures are closed at first
 
 
+@pytest.mark.slow
 def test_the_other_questions_stand_on_the_page(visit, planner):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&tokens=1e9&days=9")
 
@@ -733,6 +739,7 @@ def test_the_other_questions_stand_on_the_page(visit, planner):
     assert planner.asked[-1].on == "H100-SXM" and page.input_value("#device") == "H100-SXM"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [420, 1280])
 def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, width):
     counts, rows = [2**i for i in range(12)], []
@@ -782,6 +789,7 @@ def test_the_page_searches_and_plans_with_the_planner_itself(chromium, real_serv
     assert not wrong and keys
 
 
+@pytest.mark.slow
 def test_every_figure_is_explained_on_demand(visit):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
     page.click("#figures summary")
@@ -862,6 +870,7 @@ def test_nothing_scrolls_sideways_or_overlaps(visit, width):
     assert not overlapping and page.locator(".panel:visible").count() == 9
 
 
+@pytest.mark.slow
 def test_every_field_has_a_label_and_every_button_a_name(visit):
     page = visit()
     page.click("#search")
@@ -874,10 +883,12 @@ def test_every_field_has_a_label_and_every_button_a_name(visit):
     assert page.get_attribute("#said", "aria-live") == "polite" and page.get_attribute("html", "lang") == "en"
 
 
+@pytest.mark.slow
 def test_motion_is_left_out_where_it_is_not_wanted(visit):
     assert visit().evaluate("getComputedStyle(document.querySelector('.bar > div')).transitionDuration") == "0s"
 
 
+@pytest.mark.slow
 def test_a_server_that_ended_is_said_and_the_form_kept(visit, server):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&batch.samples=512")
     page.route("**/api/plan", lambda route: route.abort())

@@ -27,6 +27,7 @@ from gradus.train.new import look
 from gradus.train.run import weights_line
 from gradus.train.session import open_session
 
+pytestmark = pytest.mark.usefixtures("no_plan")
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16}
 QUICK = ["train.steps=2", "schedule.warmup_steps=1", "evaluate.every=2", "evaluate.max_new=3"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -169,9 +170,28 @@ def test_written_by_any_number_of_processes_read_by_any_other(tmp_path):
     assert torch.equal(head, whole("gpt").token_embedding.weight)
 
 
-def test_one_process_goes_on_with_the_optimizer_of_many(tmp_path):
+def several(world, folder: str) -> list[str]:
+    write(world, Path(folder, "from2-gpt"), "gpt", "shard")
+    text_checkpoint(world, folder)
+    dist.barrier()
+    Path(folder, "full").mkdir(exist_ok=True)
+    return fails(world, f"{folder}/full")
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory) -> tuple[Path, list]:
+    """What two processes wrote and were told: `from2-gpt`, a checkpoint; `gpt` and `llama`, runs; `full`, on a disk that was full at first."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, distributed.run(2, several, str(folder))
+
+
+@pytest.fixture
+def from2(by_two, tmp_path) -> Path:
+    return shutil.copytree(by_two[0] / "from2-gpt", tmp_path / "from2-gpt")
+
+
+def test_one_process_goes_on_with_the_optimizer_of_many(from2):
     """The same next step as without the checkpoint between."""
-    distributed.run(2, chain, str(tmp_path), None, "from2", ("shard",))
     curves = []
     for resumed in (False, True):
         model = whole("gpt")
@@ -181,8 +201,8 @@ def test_one_process_goes_on_with_the_optimizer_of_many(tmp_path):
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()
-            models.load_weights(model, tmp_path / "from2-gpt")
-            state = sharded.load_state(tmp_path / "from2-gpt", dict(model.named_parameters()))
+            models.load_weights(model, from2)
+            state = sharded.load_state(from2, dict(model.named_parameters()))
         load_state_tensors(model.named_parameters(), optimizer, state)
         ids = common.batch("gpt", 0)["ids"] % 47
         sum(common.losses("gpt", model, {"ids": ids, "labels": ids}).values()).backward()
@@ -243,12 +263,12 @@ def nothing_written(plan):
     return future
 
 
-def test_a_full_disk_is_one_line_on_every_process_and_leaves_nothing(tmp_path):
-    answers = distributed.run(2, fails, str(tmp_path))
+def test_a_full_disk_is_one_line_on_every_process_and_leaves_nothing(by_two):
+    folder, answers = by_two
     assert answers[0] == answers[1]
     for line in answers[0]:
         assert "the disk is full" in line and "--resume" in line and "\n" not in line
-    verify(None, tmp_path / "step-00000001", "gpt", "none")
+    verify(None, folder / "full" / "step-00000001", "gpt", "none")
 
 
 def killed(world, folder: str, moment: str) -> None:
@@ -291,9 +311,8 @@ def again(world, folder: str) -> None:
     write(world, Path(folder, "step-00000002"), "gpt", "shard")
 
 
-def test_every_part_has_a_checksum(tmp_path):
-    source = tmp_path / "step-00000002"
-    distributed.run(2, again, str(tmp_path))
+def test_every_part_has_a_checksum(from2):
+    source = from2
     parts = sorted(str(p.relative_to(source)) for p in source.rglob("*.safetensors"))
     assert len(parts) == 2 and {*parts, "config.json", "training.json"} == set(checksums.read(source))
     assert [checkpoint.damage(source, "training.json", rank, 2) for rank in range(2)] == [None, None]
@@ -311,9 +330,8 @@ def test_every_part_has_a_checksum(tmp_path):
     verify(None, source, "gpt", "none")
 
 
-def test_a_damaged_or_foreign_checkpoint_is_told_by_name(tmp_path):
-    distributed.run(2, chain, str(tmp_path), None, "a", ("shard",))
-    source = tmp_path / "a-gpt"
+def test_a_damaged_or_foreign_checkpoint_is_told_by_name(from2):
+    source = from2
     model = whole("gpt")
     with pytest.raises(UserError, match=r"momentum\.head\.weight not in it"):
         sharded.load(source, {"momentum.head.weight": model.head.weight})
@@ -387,10 +405,10 @@ def text_checkpoint(world, folder: str) -> None:
         sharded.save(target, model.config, tensors, lambda aside: (note_beside(aside), tokenizer.save(aside))).finish()
 
 
-def test_export_of_a_run_loads_in_transformers(tmp_path, capsys):
+def test_export_of_a_run_loads_in_transformers(by_two, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    distributed.run(2, text_checkpoint, str(tmp_path))
     for family in ("gpt", "llama"):
+        shutil.copytree(by_two[0] / family, tmp_path / family)
         run, to = tmp_path / family, tmp_path / f"{family}-out"
         assert main(["export", str(run), "--to", str(to), "--shard-gb", "2e-5"]) == 0
         out = capsys.readouterr().out
