@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -21,7 +20,5 @@ def test_each_stands_once_in_its_file_and_has_a_test():
     for m in LIST:
         text = (REPOSITORY / "src/gradus" / m.file).read_text(encoding="utf-8")
         assert text.count(m.old) == 1, f"{m.file}: {m.old!r} stands {text.count(m.old)} times: change tests/mutations.py with it"
-        ast.parse(text.replace(m.old, m.new))
         file, _, name = m.test.partition("::")
-        tests = ast.parse((REPOSITORY / "tests" / file).read_text(encoding="utf-8")).body
-        assert not name or name in {node.name for node in tests if isinstance(node, ast.FunctionDef)}, m.test
+        assert not name or f"\ndef {name}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), m.test

@@ -87,13 +87,15 @@ def _running(verb: Verb) -> None:
     add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: from the last checkpoint")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
-    add = verb("new", run, text, "").add_argument
+    p = verb("new", run, text, "")
+    add = p.add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--text", metavar="COLUMN", help="of a table: the text (default: the one that can be it, and printed)")
-    add("--label", metavar="COLUMN", help="of a table: the label (default: the one that can be it, and printed)")
+    add("--text", metavar="COLUMN", help="of a table: the text (default: the only column that can be it)")
+    add = p.add_mutually_exclusive_group().add_argument
+    add("--label", metavar="COLUMN", help="of a table: the label (default: the only column that can be it)")
     text = "of a table: learn the text alone, for a model that predicts the next token"
     add("--no-label", dest="label", action="store_const", const=False, help=text)
 

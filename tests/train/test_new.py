@@ -214,6 +214,7 @@ def test_what_was_asked_about_can_be_answered(tmp_path):
     table(tmp_path / "d.csv", [(f"2024-01-{i % 9 + 1:02}", f"film {i} is") for i in range(60)], ("when", "words"))
     assert look(["d.csv"]).data["kind"] == "text"  # nor are days classes
     (tmp_path / "b.txt").write_text("a b\n" * 50)
+    assert main(["new", "x.yaml", "--data", "r.csv", "--label", "score", "--no-label"]) == 2
     with pytest.raises(UserError, match=r"--no-label: b.txt has no columns \(running text\)"):
         look(["b.txt"], label=False)
 
@@ -232,6 +233,7 @@ def test_stars_from_1_to_5_are_five_classes(tmp_path, capsys):
     assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
     assert "classes    5: 1 20, 2 20, 3 20, 4 20, 5 20" in capsys.readouterr().out
     recipe = open_session(resolve.load("x.yaml", [])[0]).recipe
+    assert recipe.train.steps % 10 == 0 and recipe.schedule.warmup_steps == recipe.train.steps // 10
     assert recipe.model.n_classes == 5 and recipe.task.classes == ["1", "2", "3", "4", "5"]
 
 
@@ -318,7 +320,7 @@ def test_weights_to_fine_tune_bring_their_tokenizer_and_a_small_rate(tmp_path, c
     assert (
         sections["model"] == {"init": "bert"}
         and sections["tokenizer"] == {"kind": "file"}
-        and sections["optimizer"]["lr"] < 1e-3
+        and sections["optimizer"]["lr"] == 3e-4
     )
     capsys.readouterr()
     assert main(["train", "tune.yaml", *QUICK[:3], "log.dir=run"]) == 0
