@@ -27,6 +27,7 @@ def pytest_configure():
 
 @pytest.fixture(autouse=True)
 def _deterministic():
+    os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

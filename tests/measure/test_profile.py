@@ -128,9 +128,12 @@ def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
     own = Loader.steps
 
     def slow(self, *args):
+        took = 0.1
         for step in own(self, *args):
-            time.sleep(0.4)
+            time.sleep(2 * took)  # however fast the machine is
+            began = time.monotonic()
             yield step
+            took = max(0.1, time.monotonic() - began)
 
     monkeypatch.setattr(Loader, "steps", slow)
     (tmp_path / "copy-task.9.pt.trace.json").write_text("{}")

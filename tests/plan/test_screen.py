@@ -141,7 +141,7 @@ def test_components_stand_behind_all(capsys):
     first = held(capsys.readouterr().out.splitlines())
     text = re.sub(r"\s+", " ", " ".join(first))
     assert [line.split("  ")[0] for line in first if re.match(r"(fits|how|deadline|layout) ", line)] == ["fits", "how long", "deadline", "how much", "layout"]
-    assert re.search(r"MFU \d+%; \w+-bound, \d+% of a step", text) and "(price $" in text and re.search(r"fits .* GB a device \(\d+%; \w+ \d+%, \w+ \d+%\)", text)
+    assert re.search(r"MFU \d+%; \w+-bound, \d+% of a step", text) and "(price $" in text and re.search(r"fits .* GB per device \(\d+%; \w+ \d+%, \w+ \d+%\)", text)
     assert "memory\n" not in "\n".join(first) and "activations  " not in "\n".join(first)
     assert cli.run([*words, "--all"]) == 0
     everything = capsys.readouterr().out
