@@ -123,7 +123,7 @@ def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path):
         assert found["samples_per_s", name] == pytest.approx(8 * n / found["time/step", name])
     times = [found["time/run", f"{name}, to the end"] for name in names.values()]
     assert found["speed_up", "2 processes, to the end"] == pytest.approx(times[0] / times[1])
-    heads = [line for line in text.splitlines() if line.startswith("configuration") and "speed-up" in line or "valid/" in line]
+    heads = [line for line in text.splitlines() if (line.startswith("configuration") and "speed-up" in line) or "valid/" in line]
     assert any("training loss" in line for line in heads) and any("valid/accuracy" in line for line in heads), text
 
 
