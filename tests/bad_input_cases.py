@@ -658,7 +658,7 @@ def override_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
 
 
 LARGE = [["model.n_layers=99999999999"], ["model.d_model=1e18", "model.n_heads=1"], ["layout.threads=1e8"],
-         ["model.n_layers=10000"], ["layout.tensor=1048576"], ["layout.pipeline=7"],
+         ["model.n_layers=10000"], ["layout.tensor=1048576"], ["layout.pipeline=700"],
          ["model.d_ff=8388608", "model.d_model=1048576", "model.n_layers=2000"], ["optimizer.betas=[&a [*a], 0.9]"],
          ["optimizer.betas=" + "[" * 300], ["a.b.c.d=1"], ["=1"], ["model=5"],
          ["train.steps=2", "train.steps=x"], ["layout.\ud800=1"], ["data.n_train=1000000000000"],
@@ -1214,18 +1214,17 @@ SHARES = {"world": 0.36, "written": 0.18, "override": 0.08, "option": 0.11, "lin
 
 def table(world: Path, seed: int = 0, n: int = 1000) -> list[Case]:
     """n cases of a seed, none of them twice. world: where `build` made the good things."""
-    pick = random.Random(seed)
     few = {"line": list(line_cases()), "stdin": list(stdin_cases()), "process": list(process_cases())}
     found: dict[str, Case] = {}
-    made: dict[str, Callable[[int], Any]] = {
-        "world": lambda k: world_cases(world, pick, k), "written": lambda k: written_cases(world, pick, k),
-        "override": lambda k: override_cases(world, pick, k), "option": lambda k: option_cases(pick, k),
-        "api": lambda k: api_cases(pick, k), "page": lambda k: page_cases(pick, k),
-        **{kind: lambda k, cases=cases: pick.sample(cases, min(k, len(cases))) for kind, cases in few.items()},
+    made: dict[str, Callable[[random.Random, int], Any]] = {
+        "world": lambda pick, k: world_cases(world, pick, k), "written": lambda pick, k: written_cases(world, pick, k),
+        "override": lambda pick, k: override_cases(world, pick, k), "option": option_cases,
+        "api": api_cases, "page": page_cases,
+        **{kind: lambda pick, k, cases=cases: pick.sample(cases, min(k, len(cases))) for kind, cases in few.items()},
     }  # fmt: skip
     for kind, share in SHARES.items():
-        fewer = len(found)
+        fewer, pick = len(found), random.Random(f"{seed} {kind}")  # what a kind draws does not hang on another's files
         for _ in range(20):
             missing = round(n * share) - (len(found) - fewer)
-            found |= {case.name: case for case in (made[kind](missing) if missing > 0 else ())}
+            found |= {case.name: case for case in (made[kind](pick, missing) if missing > 0 else ())}
     return list(found.values())[:n]
