@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input import RECIPES, Case, Rule, said, same
+from pydantic.fields import FieldInfo
 
 VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, "x", "", [], {}, [[]], [None], {"a": 1}, "\ud800",
                      "9" * 5000, float("nan"),
@@ -344,7 +345,7 @@ TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be
     "label-ids.csv": ("text,label\n" + "".join(f"film {i},{i}\n" for i in range(60)), None),
     "label-yaml.csv": (rows("yes", "no", "null", "1e9", "~", "- x", "# c", ": "), "names"),
     "label-spaces.csv": (rows("pos", " pos", "Pos", "pos "), "names"), "label-one.csv": (rows("pos"), None),
-    "label-million.csv": (rows(0, 1_000_000), None),
+    "label-million.csv": (rows(0, 1_000_000), "two classes, by their names"),
     "no-label.csv": ("text\na\n", None), "no-header.csv": (ROWS, None),
     "ragged.csv": ("text,label\n" + ROWS + "a,b,c\n", None), "short.csv": ("text,label\n" + ROWS + "a\n", None),
     "quote.csv": ('text,label\n"a,0\n' + ROWS, None), "nul.csv": ("text,label\na\0b,pos\n" + ROWS, WRITES),
@@ -603,6 +604,8 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
                             "GRADUS_GRID"]): f"given/{file}"} if kind == "hardware" or use == "hardware" else {}
         if name in FOR_NEW and not (use.startswith("new") and "--label" not in use):
             why = "columns that the recipe names"
+        if name == "short.txt" and use.startswith("fetch"):
+            why = "copied as it is: the run refuses it"
         yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}",
                    shlex.split(use.format(shlex.quote(file))), before=before, fine=[why] if why else [], env=env)
 
@@ -628,11 +631,12 @@ def write_given(kind: str, file: str, name: str, data: bytes) -> None:
 # ---------------------------------------------------------------- words of the command line
 
 
-def fits(annotation: str, value: str) -> str | None:
+def fits(field: FieldInfo, value: str) -> str | None:
     """Whether a value suits a key of a recipe, as its kind is printed: the number, name or null that it may be."""
+    annotation = str(field)
     number = float(value) if re.fullmatch(r"[0-9]+(\.[0-9]+)?(e-?[0-9]+)?", value) and len(value) < 25 else math.nan
-    if value in ("", "null") and "None" in annotation:
-        return "unset"
+    if value in ("", "null") and not field.is_required():
+        return "unset: the default"
     if value in ("true", "1", "0") and "bool" in annotation:
         return "true or false"
     if 0 <= number < 1e13 and ("float" in annotation or ("int" in annotation and number.is_integer())):
@@ -652,7 +656,7 @@ def override_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
             fields in tree.items() if isinstance(fields, dict) for key in fields]
     for _ in range(n):
         (name, key), value, verb = pick.choice(keys), pick.choice(NUMBERS), pick.choice(verbs)
-        why = next(filter(None, (fits(str(field), value) for field in fields_of(key))), None)
+        why = next(filter(None, (fits(field, value) for field in fields_of(key))), None)
         words = [*shlex.split(verb.format(f"{name}.yaml", name)), f"{key}={value}"]
         yield Case(f"override/{name} {key}={value[:14]}/{verb}", words, fine=[said(key), *([why] if why else [])])
 

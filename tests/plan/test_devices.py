@@ -169,7 +169,9 @@ def test_least_is_the_least_memory_then_the_least_money():
 def test_lines_and_rows(session):
     printed, rows = devices(session.recipe, session.task, names=["A100"])
     text = "\n".join(printed)
-    assert text.count("A100-80GB") == 4 and "layout.precision=fp32 layout.tf32=true" in text and "time per epoch" in text and "One device to serve it on" in text
+    assert text.count("A100-80GB") == 2 and "layout.precision=fp32 layout.tf32=true" in text and "Time and expected cost per epoch" in text and "One device to serve it on" in text
+    every = "\n".join(devices(session.recipe, session.task, names=["A100"], everything=True)[0])
+    assert len(re.findall(r"^A100-80GB ", every, re.M)) == 4
     at = {"device": "A100-80GB", "precision": "bf16", "layout": "layout.precision=bf16"}
     found = {(r.name, r.conditions.get("case")): r for r in rows if all(r.conditions.get(k) == v for k, v in at.items())}
     assert set(found) == {(name, None) for name in ("device/memory", "device/step", "device/hours")} | {
