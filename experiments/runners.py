@@ -26,7 +26,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 
 
 def kept(*what: Any) -> Path:
-    """A folder of the cache for what is told of it."""
+    """The folder of the cache that belongs to this description."""
     to = files.cache_dir() / "experiments" / hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
     to.parent.mkdir(parents=True, exist_ok=True)
     return to
@@ -45,7 +45,7 @@ def shape(config: ModelConfig) -> Path:
 
 
 def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: new (tokens, behind a prompt of one), cache (true, or false), engine, precision. A sample is a token."""
+    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision. A sample is a token."""
     new, cached, precision = options["new"], options.get("cache", True), options.get("precision", "fp32")
     at = shape(recipe.model)
     engine, seen, texts = engines.open(find(str(at)), options.get("engine", "torch"), precision), [0], [[]]

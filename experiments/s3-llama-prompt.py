@@ -115,20 +115,20 @@ def page(found: Sequence[Record]) -> str:
     parts = [
         "# Llama's prompt, through Meta's layout", "",
         "**The source** (the ViT tutorial, \"First shot at inference\") runs Llama-2-7B on an A100 with 40 GB from `meta-llama/Llama-2-7b`, which is in Meta's own layout, and continues one prompt.",
-        "**Run here**: those weights (13.5 GB in bf16, under a licence) are not here, so stories260K, a Llama of 260,032 parameters that was trained on children's stories, is written in",
+        "**Run here**: those weights (13.5 GB in bf16, under a licence) are not available here, so stories260K, a Llama of 260,032 parameters that was trained on children's stories, is written in",
         "that layout and loaded by the same code: `consolidated.00.pth` with Meta's names and its order of the rows of queries and keys (it rotates neighbouring channels), `params.json`,",
         "and `tokenizer.model`, a SentencePiece model. Greedy, on one core. `make experiment NAME=s3-llama-prompt SET=FOLDER` writes this page and its rows again; FOLDER holds",
         "stories260K.bin and tok512.bin. With the weights, `gradus generate meta-llama/Llama-2-7b \"" + PROMPT + "\" --precision bf16` does the",
         "source's step, and `gradus launch modal` writes its app ([launching](../launch.md)).", "",
-        f"`params.json`: `{written['value']}`; bytes: " + ", ".join(f"{name} {n:,}" for name, n in written["sizes"].items()) + ".", "",
+        f"`params.json`: `{written['value']}`; sizes in bytes: " + ", ".join(f"{name} {n:,}" for name, n in written["sizes"].items()) + ".", "",
     ]  # fmt: skip
     for prompt in dict.fromkeys(r["prompt"] for r in texts):
         of = [r for r in texts if r["prompt"] == prompt]
         parts += [f"## {prompt} …", "", *([f"The source, Llama-2-7B: {SOURCE}", ""] if prompt == PROMPT else [])]
-        parts += [f"stories260K from its own file: {' '.join(of[0]['value'].split())}", "", "| read from | the prompt's tokens equal | new tokens equal | farthest logit of the prompt |", "|---|---|---:|---:|"]
+        parts += [f"stories260K from its own file: {' '.join(of[0]['value'].split())}", "", "| read from | prompt tokens equal | new tokens equal | largest logit difference on the prompt |", "|---|---|---:|---:|"]
         parts += [f"| {r['way']} | {'yes' if r['same prompt'] else 'no'} | {r['equal']} of {r['tokens']} | {r['max_abs_delta']:.1e} |" for r in of]
         parts += [""]
-    parts += ["A model this small knows little beyond its stories; what is shown is that the weights arrive in their places. A row in bf16 may differ where two tokens are nearly equally likely."]
+    parts += ["A model this small knows little beyond its stories; what is shown is that the weights arrive in the right places. A row in bf16 may differ where two tokens are nearly equally likely."]
     return "\n".join(parts) + "\n"
 
 

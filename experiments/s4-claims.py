@@ -16,7 +16,7 @@ from gradus.rows import read_rows
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/experiments/s4-claims.md"
 FIRST, LAST = "<!-- claims -->\n", "<!-- end of claims -->\n"
-NO_GPU = "not measured: no GPU was there"
+NO_GPU = "not measured: no GPU was available"
 REST, SIZE = ("memory/rest", "activations and the rest"), ("size/weights", "stored weights")
 Record = dict[str, Any]
 
@@ -56,7 +56,7 @@ def span(values: Sequence[float]) -> str:
 
 def where(r: Record, each: bool = False) -> str:
     n = r.get("threads", 1)
-    return f"{r['cpu']}, {n} thread{'s' * (n > 1)}{' a process' if each else ''}"
+    return f"{r['cpu']}, {n} thread{'s' * (n > 1)}{' per process' if each else ''}"
 
 
 def told(study: str, *words: str, label: str = "", also: tuple[str, str] | None = None, each: bool = False) -> Callable[[], str]:
@@ -109,7 +109,7 @@ def quarter() -> str:
 def scaled() -> str:
     """Of `gradus scale`."""
     r = next(r for r in read_rows(HERE.parent / "benchmarks/results/scale-vit-cpu.jsonl") if r["name"] == "scale/efficiency" and r["processes"] == 2)
-    return f"2 processes, {r['recipe']}, {r['batch_samples']} images a step in all: efficiency {r['value']:.2f} ({r['cpu']} with AMX, 1 thread a process)"
+    return f"2 processes, {r['recipe']}, {r['batch_samples']} images per step in total: efficiency {r['value']:.2f} ({r['cpu']} with AMX, 1 thread per process)"
 
 
 def engine(name: str, **more: Any) -> Callable[[], str]:
@@ -139,13 +139,13 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [
     ("dynamic quantization to int8", "2 to 3 times as fast, a quarter of the size", [
         engine("dynamic int8", also=SIZE), told("s4-exercise-5", "dynamic int8", label="dynamic int8, MiniLM, 1 × 128", also=SIZE)]),
     ("TorchScript, fp16 and dynamic quantization", "5 to 8 times as fast, less than 1 % accuracy lost", [
-        "not one model: PyTorch's dynamic int8 takes fp32 inputs, and runs on CPUs alone", told("s4-inference-ladder", "+ half precision", label="TorchScript in bf16, BERT-base's shape, 1 × 128"),
+        "not possible in one model: PyTorch's dynamic int8 takes fp32 inputs, and runs only on CPUs", told("s4-inference-ladder", "+ half precision", label="TorchScript in bf16, BERT-base's shape, 1 × 128"),
         points]),
     ("pinned memory", "transfers 20 to 30 % faster", [NO_GPU]),
-    ("loader workers", "4 to 8 a GPU", [told("s3-road-cifar", "2 loader workers", label="2 workers against none, images of 32 pixels, 2 processors in all"), NO_GPU]),
+    ("loader workers", "4 to 8 per GPU", [told("s3-road-cifar", "2 loader workers", label="2 workers against none, images of 32 pixels, 2 processors in all"), NO_GPU]),
     ("torch.compile", "20 to 50 % faster", [told("s4-claims", "compiled", label="BERT-base's layers, 4 of 12, a training step"), engine("compiled")]),
-    ("several GPUs", "85 to 95 % efficiency on 2 to 8, 70 to 85 % over nodes", [
-        told("s4-exercise-4", "2 processes", label="2 processes, 8 sequences each", each=True), scaled, "over nodes: not measured: one machine"]),
+    ("several GPUs", "85 to 95 % efficiency on 2 to 8, 70 to 85 % across nodes", [
+        told("s4-exercise-4", "2 processes", label="2 processes, 8 sequences each", each=True), scaled, "across nodes: not measured: one machine"]),
 ]  # fmt: skip
 
 

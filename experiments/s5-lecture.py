@@ -24,7 +24,7 @@ ROWS, PAGE = HERE / "results/s5-lecture.jsonl", HERE.parent / "docs/experiments/
 CHART = PAGE.with_name("s5-timeline.svg")
 GPT3, TOKENS, RATE, MONTH = 175e9, 300e9, 160e12, 30 * 86_400  # of the lecture: parameters, tokens, FLOP/s of a GPU, s
 SIZES = ("gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b")
-STATES = {  # the lecture's part → (GB, bytes a parameter, as the plan calls it)
+STATES = {  # the lecture's part → (GB, bytes per parameter, as the plan calls it)
     "weights, fp32": (700, 4), "first moment of Adam": (700, 4), "second moment of Adam": (700, 4), "weights, fp16": (350, 2), "gradients, fp16": (350, 2),
 }  # fmt: skip
 LINKS = {  # → what the lecture says
@@ -123,34 +123,34 @@ def page(found: Sequence[Record]) -> str:
     return "\n".join([
         "# The lecture on distributed training, planned", "",
         "**The source** (the lecture) counts parameters by formulas, the GPUs that GPT-3 needs, its memory by component, and the 350 GB of gradients that every step moves, and shows how devices",
-        "and links grew. Nothing of it is an experiment, so nothing is measured here: each figure stands beside the built model, the plan or the hardware file. [Errata](../errata.md) explains",
+        "and links grew. None of it is an experiment, so nothing is measured here: each figure stands beside the built model, the plan or the hardware file. [Errata](../errata.md) explains",
         "the differences. `make experiment NAME=s5-lecture` writes this page, its chart and its rows (`experiments/results/s5-lecture.jsonl`) again.", "",
         "## Parameters", "",
         "`gradus models gpt2-small gpt3-175b` counts the built models. The source has `n_embed` = V d, `n_MLP` = 2 d_ff d + d_ff + d, a layer 12 d² + 5 d, in all V d + L (12 d² + 5 d). A layer with its",
-        "two norms and every bias has 12 d² + 13 d; with positions and the last norm the sum is exact: (V + s) d + L (12 d² + 13 d) + 2 d. Of gpt2-small:", "",
+        "two norms and every bias has 12 d² + 13 d; with positions and the last norm the sum is exact: (V + s) d + L (12 d² + 13 d) + 2 d. For gpt2-small:", "",
         *table(["part", "formula", "built"], [[a, counted(a, "formula", "gpt2-small"), counted(b, "built", "gpt2-small")] for a, b in parts]),
         *table(["model", "L × d", "source's sum", "exact sum", "built", "left out by the source"], sums),
         "## How many GPUs for GPT-3 in 30 days", "",
         f"300e9 tokens, 160 TFLOP/s reached by each GPU. The source says {of('devices', kind='source')}. 6 N D operations give {of('devices', factor=6)}, 8 N D, with the forward pass that",
-        f"checkpointing repeats, {of('devices', factor=8):,}: 160 TFLOP/s was reached with it, and counts it. `gradus plan gpt3-175b --tokens 300e9 --days 30 --on A100-80GB`, which plans the step and",
+        f"checkpointing repeats, {of('devices', factor=8):,}: 160 TFLOP/s was reached with it and includes it. `gradus plan gpt3-175b --tokens 300e9 --days 30 --on A100-80GB`, which plans the step and",
         f"adds failures (goodput), says {month['expected']['value']:,} A100s ({month['low']['value']:,} to {month['high']['value']:,}), and in whole nodes that its layout divides {month['expected']['whole nodes']:,}.", "",
         "## Memory of GPT-3, by component", "",
-        f"In all, whatever the layout. The source counts 175e9 parameters; the built model has {total:,}.", "",
-        *table(["component", "source says", "bytes a parameter", "of the built model"],
+        f"Totals, whatever the layout. The source counts 175e9 parameters; the built model has {total:,}.", "",
+        *table(["component", "source says", "bytes per parameter", "of the built model"],
                [[name, f"{gb} GB", n, f"{n * total / 1e9:,.0f} GB"] for name, (gb, n) in STATES.items()]
                + [["sum", f"{sum(gb for gb, _ in STATES.values()):,} GB", sum(n for _, n in STATES.values()), f"{16 * total / 1e9:,.0f} GB"]]),
         f"Activations and buffers, for which the source gives no figure, depend on the layout. `{LINE}`, on one of its devices:", "",
         *table(["component", "planned"], [[name, size(value)] for name, value in planned.items() if value]),
         f"The layout, which the plan chose: `{layout}`.", "",
         "## 350 GB of gradients over each link", "",
-        "`gradus hardware \"NVLink 5\"` shows a link with its source. Bandwidths are of one direction; the source gives NVLink and PCIe in both directions together, InfiniBand in one. An all-reduce",
+        "`gradus hardware \"NVLink 5\"` shows a link with its source. Bandwidths are for one direction; the source gives NVLink and PCIe for both directions together, InfiniBand for one. An all-reduce",
         "sends 2 (k − 1) / k of the payload over each GPU's link: times are at the full bandwidth, without latency and without overlap.", "",
         *table(["link", "source says", "one direction", "the payload", "all-reduce of 8", "all-reduce of 800"], links),
         "## Memory of GPUs", "",
         "An \"80 GB\" card has 80 GiB. H100 and H800 are the SXM cards.", "",
         *table(["card", "source says", "hardware file"], cards),
         "## Devices and links over the years", "",
-        "From the hardware file (`gradus hardware`): dense peaks in bf16, or in fp16 where a device has no bf16; links in one direction, of one device; network: its share between nodes.", "",
+        "From the hardware file (`gradus hardware`): dense peaks in bf16, or in fp16 where a device has no bf16; links in one direction, per device; network: its share between nodes.", "",
         f"![Peak, memory bandwidth and links of GPUs by year, logarithmic]({CHART.name})", "",
         *table(["device", "announced", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "network GB/s"], figures),
     ]).strip() + "\n"  # fmt: skip
