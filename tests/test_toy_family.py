@@ -331,7 +331,7 @@ def test_what_a_description_lacks_is_named(folder):
         ({"model": nn.Linear}, r"lacks Linear.initialisation\(\), Linear.hidden\(\)"),
         ({"attention": "cross"}, r"lacks Conv.encode\(\), Conv.decode\(\)"),
         ({"stacks": ()}, "lacks stacks"),
-        ({"attention": "forward"}, "attention=forward: it is causal, both or cross"),
+        ({"attention": "forward"}, "attention=forward: must be causal, both or cross"),
     ],
 )
 def test_what_a_family_lacks_is_named_where_it_is_written(changes, lacks):

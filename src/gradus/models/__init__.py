@@ -286,7 +286,7 @@ def one_line(where: object) -> Iterator[None]:
         ]
         raise UserError(f"{where}: {'; '.join(problems)}") from None
     except KeyError as e:
-        raise UserError(f"{where}: {e.args[0]} is not in it, and the model cannot be built without it") from None
+        raise UserError(f"{where}: {e.args[0]} is missing, and the model cannot be built without it") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
         raise UserError(
             f"{where}: a value of the wrong kind ({e}). Compare it with a published one of this family"

@@ -64,7 +64,7 @@ class Family:
         encodes = "features" if self.config.reads == "images" else "hidden"
         methods = {"causal": ["hidden"], "both": [encodes], "cross": ["encode", "decode"]}
         if self.attention not in methods:
-            raise TypeError(f"family {self.name}: attention={self.attention}: it is causal, both or cross")
+            raise TypeError(f"family {self.name}: attention={self.attention}: must be causal, both or cross")
         rules = ("MODEL_TYPES", "config_from_hf", "config_to_hf", "rules")
         asked = ["initialisation", *methods[self.attention]]
         lacks = [f"{self.model.__name__}.{name}()" for name in asked if not hasattr(self.model, name)]
