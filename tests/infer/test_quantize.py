@@ -208,7 +208,7 @@ def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsy
     (["run", "--as", "static", "--calibrate", "valid"], "--calibrate=valid: the accuracy is measured on it. Use train"),
     (["run", "--as", "static", "--calibrate", "trian"], "no such split. Did you mean train?"),
     (["run", "--as", "static", "--calibrate", "train:0"], "--calibrate=train:0: expected SPLIT or SPLIT:N"),
-    (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: of --as static"),
+    (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: only for --as static"),
     (["qat", "--as", "static", "--calibrate", "train"], "training saw the ranges (train.qat). Leave it out."),
     (["run", "--as", "dynamic", "--engine", "onnx"], "--engine=onnx: --as dynamic is not for it. Use --engine torch."),
     (["run", "--as", "dynamic", "--to", "reviews"], "--to=reviews: it holds other files and no quantized model"),

@@ -732,5 +732,5 @@ def test_llama2c_mistakes(tmp_path):
         with pytest.raises(UserError, match=error):
             models.load(file)
     torch.save({"a": torch.ones(2)}, file)
-    with pytest.raises(UserError, match="give the folder that holds"):
+    with pytest.raises(UserError, match="give the folder that also holds"):
         models.load(file)

@@ -74,7 +74,7 @@ class Planner:
         rows += [figure("budget/steps", 123_456, "steps")]
         device = next(r.value for r in rows if r.name == "memory/device")
         fits = None if request.on is None else device <= 80 * GB
-        lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s a step"]
+        lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s per step"]
         return SimpleNamespace(recipe=recipes.load("copy-task"), rows=rows, headline=lines, notes=["the link's efficiency is assumed"], fits=fits, n=8,
                                chosen=request.on == "64xH100", layout_keys="layout.micro_batch=1 layout.tensor=2")  # fmt: skip
 
