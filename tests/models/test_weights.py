@@ -315,7 +315,7 @@ def test_weights_of_something_else(tmp_path):
 
 def test_unknown_override(tmp_path):
     models.save(random_model(LLAMA), tmp_path)
-    with pytest.raises(UserError, match=r"droput is no field of a llama model. Did you mean dropout\?"):
+    with pytest.raises(UserError, match=r"droput is not a field of a llama model. Did you mean dropout\?"):
         models.load(tmp_path, droput=0.1)
     with pytest.raises(UserError, match=r"dropout: Input should be less than 1"):
         models.load(tmp_path, dropout=1.5)

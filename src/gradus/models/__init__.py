@@ -261,7 +261,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
     for key in fields:
         if key not in known or key in ("family", "preset", "init"):
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
-            raise UserError(f"{where}: {key} is no field of a {config.family} model.{suggestion}")
+            raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
         made = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
     wanted, stored = (getattr(c, "patches", None) for c in (made, config))

@@ -84,7 +84,7 @@ class Family:
         for stack in self.stacks:
             blocks = list(modules[stack.blocks].children()) if stack.blocks in modules else []
             if not blocks or not all(isinstance(block, Block) for block in blocks):
-                yield f"stacks: {stack.blocks} is no list of gradus.layers.Block"
+                yield f"stacks: {stack.blocks} is not a list of gradus.layers.Block"
         for key in ("tokens", "entry"):
             yield from (f"{key}: no module {name}" for name in getattr(self, key) if name not in modules)
         for end in self.tensor:
