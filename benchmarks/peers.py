@@ -1,7 +1,7 @@
 """What the studies here set beside Gradus: runners of one's own, FUNCTION(recipe, options) → timing.Subject.
 
 transformers_step, trainer_step and nanogpt_step train with the recipe's own batches, loss, precision, clipping and AdamW (fused) and start from
-Gradus's weights, so that a study's column "farthest loss" says whether both sides compute the same. layout.compile compiles their model too.
+Gradus's weights, so that a study's column "loss deviation" says whether both sides compute the same. layout.compile compiles their model too.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_training_arguments_in_show_plan_fetch_and_evaluate(arguments, tmp_path,
     capsys.readouterr()
     Path(arguments).write_text(json.dumps({"TrainingArgs": {"learning_rate": 0.25, "per_device_eval_batch_size": 3}}))
     assert main(["evaluate", "run", "--json_file", arguments]) == 0
-    assert f"{arguments}: an evaluation takes evaluate.batch of it; the rest is of training" in capsys.readouterr().err
+    assert f"{arguments}: an evaluation uses only evaluate.batch of it; the rest is for training" in capsys.readouterr().err
 
 
 def test_training_arguments_travel_with_a_launch(arguments, tmp_path, monkeypatch, capsys):
@@ -203,7 +203,7 @@ def test_training_arguments_travel_with_a_launch(arguments, tmp_path, monkeypatc
     capsys.readouterr()
     for place in (["ssh", *SMALL, "--dry-run"], ["modal", *SMALL, "--to", "app.py"]):
         error = fails(capsys, "launch", *place, "--json_file", "args.json", "log.dir=RUN")
-        assert "TrainingArgs.deepspeed names a file of this machine. Write its content there" in error
+        assert "TrainingArgs.deepspeed names a file on this machine. Write its content there" in error
 
 
 def test_json_file_of_the_hands_on(capsys, tmp_path):
@@ -411,7 +411,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(tmp_path):
     error = Path(f"{folder}.err").read_text()
     assert done.returncode == FAULT, (done, error)
     told = error.strip().splitlines()[-1]
-    assert re.match(rf"error: {folder}/run/(metrics\.jsonl|checkpoints): the disk is full \(0\.00 GB free\): .* go on with --resume\.$", told), error
+    assert re.match(rf"error: {folder}/run/(metrics\.jsonl|checkpoints): the disk is full \(0\.00 GB free\): .* (continue with|use) --resume\.$", told), error
     assert "Traceback" not in error
     steps = [r["step"] for r in map(json.loads, Path(f"{folder}.rows").read_text().splitlines()) if r["name"] == "train/loss"]
     assert steps == list(range(1, 601)), "nothing is lost, nothing is there twice"
@@ -439,4 +439,4 @@ def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
 
 def test_a_word_with_a_zero_byte_is_one_error(capsys):
     assert cli.main(["profile", "copy-task", "--to=a\0b"]) == 2
-    assert capsys.readouterr().err == "error: '--to=a\\x00b': holds a zero byte. Leave it out.\n"
+    assert capsys.readouterr().err == "error: '--to=a\\x00b': contains a zero byte. Remove it.\n"

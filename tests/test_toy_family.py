@@ -317,7 +317,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, vit" in found["context"]
     assert "this conv has no experts." in found["expert"]
     assert "model.n_taps" in found["keys"] and "tokens that a filter sees" in found["keys"]
-    lacks = "layers is no list of gradus.layers.Block; stacks: blocks.0."
+    lacks = "layers is not a list of gradus.layers.Block; stacks: blocks.0."
     assert found["stack"].startswith(f"family conv: stacks: {lacks}")
     assert found["norm"] == "family conv: stacks: norm.weight in none: name them in before, norm, heads or beside"
     assert found["tokens"] == "family conv: tokens: no module embedding"
@@ -331,7 +331,7 @@ def test_what_a_description_lacks_is_named(folder):
         ({"model": nn.Linear}, r"lacks Linear.initialisation\(\), Linear.hidden\(\)"),
         ({"attention": "cross"}, r"lacks Conv.encode\(\), Conv.decode\(\)"),
         ({"stacks": ()}, "lacks stacks"),
-        ({"attention": "forward"}, "attention=forward: it is causal, both or cross"),
+        ({"attention": "forward"}, "attention=forward: must be causal, both or cross"),
     ],
 )
 def test_what_a_family_lacks_is_named_where_it_is_written(changes, lacks):

@@ -50,7 +50,7 @@ def _wrong(name: str, value: Any, expected: str) -> UserError:
     return UserError(f"{name}={shown if len(shown) <= 60 else shown[:60] + '…'}: expected {expected}.")
 
 
-def _text(name: str, value: Any, expected: str = "a text") -> str:
+def _text(name: str, value: Any, expected: str = "a string") -> str:
     if not isinstance(value, str):
         raise _wrong(name, value, expected)
     return value
@@ -61,7 +61,7 @@ def _path(name: str, value: Any, expected: str = "a name, a file or a folder") -
 
 
 def _words(values: Iterable[Any]) -> list[str]:
-    return [_text("overrides", value, "texts such as 'train.steps=100'") for value in values]
+    return [_text("overrides", value, "strings such as 'train.steps=100'") for value in values]
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -297,7 +297,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     given, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
     place = _place(model)
     images = place.config.reads == "images"
-    what = "an image (a file or a PIL image)" if images else "a text"
+    what = "an image (a file or a PIL image)" if images else "a string"
     items = [_png(one) if images and _is_picture(one) else _path("inputs", one, f"{what}, or a list") for one in given]
     if not given:
         return []

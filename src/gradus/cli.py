@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
             recipe = value in names() or str(value).endswith((".yaml", ".yml", ".json"))
             meant = f" Did you mean gradus train {value}?" if recipe else did_you_mean(str(value), action.choices)
-            raise UserError(f"gradus {value}: no such verb.{meant} See gradus --help")
+            raise UserError(f"gradus {value}: no such command.{meant} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
         raise UserError(f"{self.prog}: {what}={value}: not one of {known}.{f' Did you mean {near}?' if near else ''}")
@@ -49,7 +49,7 @@ def parser() -> Parser:
     text = "Plan it, train it, prove it: six transformer families, one recipe grammar, one exact trainer."
     top = Parser(prog="gradus", description=text)
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
-    verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
+    verbs = top.add_subparsers(dest="verb", metavar="COMMAND", parser_class=Parser)
 
     def verb(name: str, function, text: str, words: str | None = None) -> argparse.ArgumentParser:
         # words: the argument that takes words wherever they stand ("": none); None: the verb takes a recipe
@@ -81,10 +81,10 @@ def whole(most: int, least: int = 1, name: str = "N") -> dict:
 
 def _running(verb: Verb) -> None:
     add = verb("train", train, "train a recipe into a run folder").add_argument
-    add("--resume", **FLAG, help="go on with RECIPE when it is a run folder (or log.dir), else with its newest run")
-    add("--auto-resume", **FLAG, help="start, or go on where log.dir holds a run already: for jobs that are requeued")
-    add("--processes", **whole(limits.PROCESSES), help="start N processes here (others: torchrun, mpirun, srun)")
-    add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: from the last checkpoint")
+    add("--resume", **FLAG, help="resume RECIPE if it is a run folder (or log.dir), else its newest run")
+    add("--auto-resume", **FLAG, help="start, or resume if log.dir already holds a run: for requeued jobs")
+    add("--processes", **whole(limits.PROCESSES), help="start N processes here (or use torchrun, mpirun, srun)")
+    add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: restarts allowed")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
     p = verb("new", run, text, "")
@@ -93,10 +93,10 @@ def _running(verb: Verb) -> None:
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--text", metavar="COLUMN", help="of a table: the text (default: the only column that can be it)")
+    add("--text", metavar="COLUMN", help="of a table: the text column (default: the only candidate)")
     add = p.add_mutually_exclusive_group().add_argument
-    add("--label", metavar="COLUMN", help="of a table: the label (default: the only column that can be it)")
-    text = "of a table: learn the text alone, for a model that predicts the next token"
+    add("--label", metavar="COLUMN", help="of a table: the label column (default: the only candidate)")
+    text = "of a table: use the text alone, to train a model that predicts the next token"
     add("--no-label", dest="label", action="store_const", const=False, help=text)
 
 
@@ -107,23 +107,23 @@ def _planning(verb: Verb) -> None:
     _overrides(p, "layout.checkpointing=full")
     add("--on", metavar="NxDEVICE", help="hardware, e.g. 8xA100-80GB, H100 or this (gradus hardware, gradus calibrate)")
     add("--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
-        help="to train on, in place of the recipe's steps, e.g. 300e9")
-    add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="a deadline: how many of --on DEVICE it takes")
-    add("--all", **FLAG, help="every component by table, and the notes in full")
+        help="tokens to train on, instead of the recipe's steps, e.g. 300e9")
+    add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
+    add("--all", **FLAG, help="tables of every component, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
-    add("--explain", metavar="NAME", help="of one figure: the formula, the numbers put in, the source")
+    add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
     add("--devices", **FLAG, help="which single device, at which precision and price")
-    add("--search", **FLAG, help="the best layouts on this hardware, and why the others lose")
-    add("--serve", **FLAG, help="to use the model, not to train it: weights and cache, time a token")
+    add("--search", **FLAG, help="the best layouts on this hardware, and why the others are slower")
+    add("--serve", **FLAG, help="serving instead of training: weights, cache, time per token")
     add("--batch", **whole(limits.BATCH, name="B"), help="with --serve: sequences at a time (default 1)")
-    add("--length", **whole(limits.LENGTH), help="with --serve: tokens a sequence (default: all its positions)")
-    add("--bits", **whole(32, name="Q"), help="with --serve: of a stored weight, such as 8 (default: the precision's)")
-    add("--optimal", **FLAG, help="how many tokens suit the model; with --tokens, how large a model suits them")
-    add("--accuracy", nargs="?", const=True, metavar="FILE", help="how far from published measurements (no file)")
+    add("--length", **whole(limits.LENGTH), help="with --serve: tokens per sequence (default: the context length)")
+    add("--bits", **whole(32, name="Q"), help="with --serve: bits per stored weight, e.g. 8 (default: the precision's)")
+    add("--optimal", **FLAG, help="compute-optimal tokens; with --tokens, the model size")
+    add("--accuracy", nargs="?", const=True, metavar="FILE", help="error against published measurements (no file)")
     add("--web", **FLAG, help="serve the plan as a local page")
     add("--port", type=limits.whole(0, 65_535), help="with --web (default 8000)")
     add("--host", help="with --web (default 127.0.0.1: this machine only)")
-    run, text = lambda a: room("proof.prove").prove(a.runs, a.json), "of finished runs, what was planned and measured"
+    run, text = lambda a: room("proof.prove").prove(a.runs, a.json), "planned against measured, for finished runs"
     add = verb("prove", run, text, "runs").add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
@@ -137,20 +137,20 @@ def _planning(verb: Verb) -> None:
 
 
 def _looking(verb: Verb) -> None:
-    text = "before spending: data, shapes, memory, gradients, first loss, one batch overfitted, loader"
+    text = "before training: data, shapes, memory, gradients, first loss, one batch overfitted, loader"
     add = verb("check", lambda a: room("proof.check").check(load_recipe(a), a.json), text).add_argument
     add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
     add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
-    add("--sweep", metavar="N,...", help="measure speed and memory at these micro-batches instead, e.g. 8,16,32,64")
-    add("--workers", metavar="N,...", help="measure the loader with so many workers instead, e.g. 0,1,2,4")
+    add("--sweep", metavar="N,...", help="instead, measure speed and memory at these micro-batches, e.g. 8,16,32,64")
+    add("--workers", metavar="N,...", help="instead, measure the loader with these numbers of workers, e.g. 0,1,2,4")
     add("--json", **FLAG, help="the figures as JSON rows")
-    add = verb("show", show, "print the resolved recipe and all that was derived").add_argument
-    add("--no-data", **FLAG, help="only what follows without opening the data")
-    add("--modules", **FLAG, help="the module tree as the layout places it instead: each parameter's shape and part")
+    add = verb("show", show, "print the resolved recipe and everything derived from it").add_argument
+    add("--no-data", **FLAG, help="only what is known without opening the data")
+    add("--modules", **FLAG, help="instead, the module tree as the layout splits it: each parameter's shape and part")
     add("--processes", **whole(limits.AXIS), help="as one of N processes (default: as many as the layout's axes need)")
-    add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: on this process (default 0)")
+    add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: the process to show (default 0)")
     add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
     add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", "")
@@ -178,7 +178,7 @@ def _using(verb: Verb) -> None:
     add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
     add("--split", default="valid", choices=["valid", "test", "train"])
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    add("--beams", **whole(1_000), default=1, help="for translations, as evaluate.beams (default 1: greedy)")
+    add("--beams", **whole(1_000), default=1, help="beam width for translations (default 1: greedy)")
     _engine(add)
     text = "text or image in: label, filled mask, translation or features out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
@@ -187,64 +187,64 @@ def _using(verb: Verb) -> None:
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     add("--features", **FLAG, help="print or save hidden states instead of a prediction")
-    add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many likely answers")
+    add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
     add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
     add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
     _engine(add)
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
-    add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a folder of Hugging Face's, a llama2.c .bin")
+    add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
-    add("--tokenizer", metavar="PATH", help="where it does not lie beside the weights")
+    add("--tokenizer", metavar="PATH", help="the tokenizer, if it is not beside the weights")
     add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
     add("--top-k", type=limits.whole(1, limits.VOCABULARY))
     add("--top-p", type=limits.real(above=0, most=1))
     add("--seed", type=limits.whole(0), default=0)
     add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
-    add("--no-cache", **FLAG, help="compute everything again for every token (slower, the same text)")
-    add("--beams", **whole(1_000), default=1, help="beam search instead of the likeliest token each time (default 1)")
+    add("--no-cache", **FLAG, help="recompute everything for every token (slower, same text)")
+    add("--beams", **whole(1_000), default=1, help="beam width; 1 (default): no beam search")
     _engine(add)
 
 
 def _engine(add: Callable) -> None:
     add("--engine", default="torch", metavar="NAME", help="torch (default), compiled, ...; auto: gradus bench's best")
     precisions = ["fp32", "bf16", "fp16", "int8", "int4"]
-    add("--precision", choices=precisions, help="int8, int4: of the weights (default fp32; with --engine auto: any)")
+    add("--precision", choices=precisions, help="int8 and int4: weights only (default fp32; with --engine auto: any)")
 
 
 def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
     add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, "").add_argument
-    add("--processes", **whole(limits.PROCESSES), help="how many to start (default 2; under a launcher: its own)")
+    add("--processes", **whole(limits.PROCESSES), help="how many (default 2; under a launcher: the launcher's)")
     add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
-    add("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,4MiB (default: 1KiB to 16MiB by fours)")
+    add("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,4MiB (default: 1KiB to 16MiB, times 4)")
     add("--to", metavar="FILE.jsonl", help="add the rows to this file")
-    add = verb("scale", scale, "speed-up and efficiency on 1, 2, 4, ... processes; where the rest goes").add_argument
+    add = verb("scale", scale, "speed-up and efficiency on 1, 2, 4, ... processes, and what is lost").add_argument
     add("--processes", required=True, metavar="N,...", help="how many to compare, e.g. 1,2,4; all on this machine")
-    add("--steps", **whole(limits.STEPS), default=30, help="steps that are timed in a round (default 30)")
-    add("--warmup", **whole(limits.STEPS, 0), default=5, help="steps before them (default 5)")
+    add("--steps", **whole(limits.STEPS), default=30, help="timed steps per round (default 30)")
+    add("--warmup", **whole(limits.STEPS, 0), default=5, help="untimed steps before them (default 5)")
     add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
-    add("--to-the-end", **FLAG, help="also the whole training once, with its evaluations")
-    add("--weak", **FLAG, help="the recipe's batch for every process, not for all together; also to the end")
+    add("--to-the-end", **FLAG, help="also run the whole training once, with its evaluations")
+    add("--weak", **FLAG, help="weak scaling: the recipe's batch per process, not in total; also with --to-the-end")
     add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); what was stopped continues there")
-    text = "faster, or smaller, step by step: each optimisation measured side by side with the best before it"
+    add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); an interrupted one is continued")
+    text = "faster, or smaller, step by step: each optimisation measured side by side with the best so far"
     add = verb("ladder", lambda a: told(room("proof.ladder").ladder(load_recipe(a), a), a.json), text).add_argument
-    add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what is to be gained (default speed)")
-    add("--steps", **whole(limits.STEPS), default=8, help="steps that are timed in a round (default 8)")
+    add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what to optimise for (default speed)")
+    add("--steps", **whole(limits.STEPS), default=8, help="timed steps per round (default 8)")
     add("--rounds", **whole(10**6), default=3, help="rounds of each comparison (default 3)")
-    add("--to-the-end", **FLAG, help="also the whole training of the first and the last rung, with its accuracy")
-    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); a ladder that was stopped continues there")
+    add("--to-the-end", **FLAG, help="also train the first and the last rung in full, with accuracy")
+    add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); an interrupted one is continued")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "a table of any configurations: planned, measured, accuracy"
     add = verb("study", lambda a: told(room("proof.study_file").study(a), a.json), text, "overrides").add_argument
-    add("file", metavar="FILE.yaml", help="the configurations, and what is measured of each")
-    add("overrides", nargs="*", metavar="key=value", help="keys of every recipe")
-    add("--only", metavar="TEXT,...", help="only what has one of these in its name, and what that is compared with")
+    add("file", metavar="FILE.yaml", help="the configurations, and what to measure of each")
+    add("overrides", nargs="*", metavar="key=value", help="settings for every recipe")
+    add("--only", metavar="TEXT,...", help="only configurations with one of these in the name, and their baselines")
     add("--rounds", **whole(10**6), help="instead of the file's")
-    add("--steps", **whole(limits.STEPS), help="instead of the file's: steps that are timed in a round")
-    add("--to", metavar="DIR", help="folder (default: studies/NAME); a study that was stopped continues there")
+    add("--steps", **whole(limits.STEPS), help="instead of the file's: timed steps per round")
+    add("--to", metavar="DIR", help="folder (default: studies/NAME); an interrupted one is continued")
     add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "latency, tokens/s, memory and accuracy of a trained model in every engine and precision"
@@ -253,22 +253,22 @@ def _measuring(verb: Verb) -> None:
     add("--engines", metavar="NAME,...", default="all", help="torch, compiled, ... (default: all)")
     add("--precisions", metavar="NAME,...", default="all", help="fp32, bf16, fp16, int8, int4 (default: all)")
     add("--batch", metavar="N,...", default="1,8,32", help="samples at a time (default 1,8,32)")
-    add("--length", metavar="N,...", help="tokens that are read (default: those of 128 and 512 that fit the model)")
-    add("--new", type=limits.whole(2, limits.LENGTH), metavar="N", help="tokens that are written (default 64)")
+    add("--length", metavar="N,...", help="input tokens (default: 128 and 512, if they fit)")
+    add("--new", type=limits.whole(2, limits.LENGTH), metavar="N", help="tokens to generate (default 64)")
     text = "over N samples of the run's valid split; 0: none (default: all for encoders, else 0; without N: all)"
     add("--accuracy", type=limits.whole(0, limits.SAMPLES), nargs="?", const=limits.SAMPLES, metavar="N", help=text)
-    text = "to time in all rounds, at least; at most ten times as many (default 10)"
+    text = "timed runs in all rounds, at least; at most ten times as many (default 10)"
     add("--runs", **whole(limits.STEPS), default=10, help=text)
-    text = "to time in all rounds, at least; at most six times as long (default 10)"
+    text = "seconds to time in all rounds, at least; at most six times as long (default 10)"
     add("--seconds", type=limits.real(above=0, most=1e6), default=10.0, metavar="S", help=text)
     add("--warmup", **whole(limits.STEPS), default=10, help="runs before them, in each round (default 10)")
     add("--rounds", **whole(10**6), default=2, help="each with every configuration in a new process (default 2)")
-    add("--to", metavar="DIR", help="folder (default: bench/NAME); what was stopped continues there")
+    add("--to", metavar="DIR", help="folder (default: bench/NAME); an interrupted one is continued")
     add("--json", **FLAG, help="the rows as JSON lines")
 
 
 def _machine(verb: Verb) -> None:
-    run, text = lambda a: room("measure.machine").env(a), "the machine as found, with a word on each figure"
+    run, text = lambda a: room("measure.machine").env(a), "this machine as detected, with a note on each figure"
     add = verb("env", run, text, "").add_argument
     add("--json", **FLAG, help="as JSON")
     run, text = lambda a: room("hardware").lines(" ".join(a.name) or None), "the devices and links that the plan knows"
@@ -302,7 +302,7 @@ def _elsewhere(verb: Verb) -> None:
     add("--as", dest="kind", default="hf", choices=formats, help="Hugging Face's layout (default), or graphs")
     text = "of weights and arithmetic (default: hf as stored, else fp32); norms of graphs stay in fp32"
     add("--precision", choices=["fp32", "bf16", "fp16"], help=text)
-    add("--opset", **whole(99), help="of ONNX (default: what the exporter writes)")
+    add("--opset", **whole(99), help="ONNX opset (default: what the exporter writes)")
     add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB", help="largest file (default 5)")
 
 
@@ -313,11 +313,11 @@ def _quantizing(verb: Verb) -> None:
     kinds = "dynamic, static: int8 products, input ranges of each batch or calibrated; int8, int4: weights alone"
     add("--as", dest="how", required=True, choices=["dynamic", "static", "int8", "int4"], help=kinds)
     add("--calibrate", metavar="SPLIT[:N]", help="for static: samples that are not evaluated (default train:256)")
-    add("--split", default="valid", choices=["valid", "test", "train"], help="of the accuracy (default valid)")
+    add("--split", default="valid", choices=["valid", "test", "train"], help="split for the accuracy (default valid)")
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
-    text = "of accuracy that it may lose (default 1)"
+    text = "accuracy it may lose, in points (default 1)"
     add("--max-loss", type=limits.real(least=-100, most=100), default=1.0, metavar="POINTS", help=text)
-    add("--engine", metavar="NAME", help="in which both are measured (default: torch; int8 and int4: compiled)")
+    add("--engine", metavar="NAME", help="the engine that measures both (default: torch; int8 and int4: compiled)")
     add("--force", **FLAG, help="keep it even if it is slower or loses more accuracy")
 
 
@@ -351,7 +351,7 @@ def train(args) -> int:
     if args.max_restarts and args.processes is None:
         raise UserError("--max-restarts has no effect without --processes. Leave it out: another launcher restarts.")
     if args.resume and args.auto_resume:
-        raise UserError("--resume and --auto-resume: the second starts anew if there is none. Give one of them.")
+        raise UserError("--resume and --auto-resume: the second starts a new run if there is none. Give one of them.")
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
@@ -369,7 +369,7 @@ def train(args) -> int:
     except Stopped as stop:
         if here.first:
             how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)
-            print(f"\nstopped; saved {stop.checkpoint}. Go on with: {how}", flush=True)
+            print(f"\nstopped; saved {stop.checkpoint}. Resume with: {how}", flush=True)
         return 128 + stop.signal_number
     recipe = outcome.trainer.recipe
     if recipe.task.name == "copy" and here.size == 1:
@@ -395,7 +395,7 @@ def plan(args) -> int | Iterable[str]:
         port = 8000 if args.port is None else args.port
         return room("plan.web").serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=port)
     if args.recipe is None:
-        raise UserError("gradus plan: which recipe or preset? gradus recipes and gradus models list them.")
+        raise UserError("gradus plan: no recipe or preset given. gradus recipes and gradus models list them.")
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, printed, screen
 
@@ -588,7 +588,7 @@ def run(argv: list[str] | None) -> int:
             tell_error(limits.shown(text))
         return exit_code(e)
     except MemoryError as e:
-        tell_error(f"not enough memory{f' ({e})' if str(e) else ''}. Take smaller sizes, or a machine with more.")
+        tell_error(f"not enough memory{f' ({e})' if str(e) else ''}. Use smaller sizes, or a machine with more memory.")
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
@@ -610,11 +610,11 @@ def _os_error(e: Exception, code: int) -> str:
     """One line for an error of the system without a message nearer by."""
     file = getattr(e, "filename", None)
     if disk_full(e) and file:
-        then = "free some space; a run goes on with --resume, from its last checkpoint."
+        then = "free some space; --resume continues a run from its last checkpoint."
         return str(not_written(Path(file), e, then))
     text = f"{f'{file}: ' if file else ''}{getattr(e, 'strerror', None) or e}"
     if code == FAULT:
-        text += ": a fault of the machine, not of the recipe. Try again; a run goes on with --resume."
+        text += ": a fault of the machine, not of the recipe. Try again; --resume continues a run."
     return limits.shown(text)
 
 

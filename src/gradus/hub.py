@@ -50,9 +50,9 @@ def download(
             return folder
     except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
         if disk_full(e):
-            fix = "Free some space, or set HF_HOME to a folder with room."
+            fix = "Free some space, or set HF_HOME to a folder with enough space."
             raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
-        why = f"no such file or folder, and the hub does not give it ({_reason(e)})"
+        why = f"no such file or folder, and not available from the hub ({_reason(e)})"
         if offline and to is None:
             why = "no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1)"
     # outside of the handler: a name or a connection that is wrong is no fault of the machine
@@ -79,7 +79,7 @@ def data_set(name: str, where: str) -> dict[str, Any]:
             return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     except Exception as e:  # of many kinds: offline, unknown, gated, no such configuration
         if disk_full(e):
-            fix = "Free some space, or set HF_HOME to a folder with room."
+            fix = "Free some space, or set HF_HOME to a folder with enough space."
             raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
         why = _reason(e)
     help = "Check the name and the connection."

@@ -140,7 +140,7 @@ def shallow(tree: Any, where: object, most: float = math.inf) -> None:
             children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
             n += len(children)
             if n > most:
-                raise UserError(f"{where}: more than {most:,} values, aliases written out. Is it the right file?")
+                raise UserError(f"{where}: more than {most:,} values, with aliases expanded. Is it the right file?")
             below += [child for child in children if isinstance(child, dict | list)]
         if not below:
             return
@@ -221,7 +221,7 @@ def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> li
 def shown(text: str) -> str:
     """An error as a screen holds it: what was given may be as long as it likes, and lines as many."""
     lines = [line if len(line) <= 1000 else f"{line[:600]} ... {line[-300:]}" for line in text.splitlines()]
-    return "\n".join(lines if len(lines) <= 40 else [*lines[:40], f"... and {len(lines) - 40} lines more"])
+    return "\n".join(lines if len(lines) <= 40 else [*lines[:40], f"... and {len(lines) - 40} more lines"])
 
 
 def words(arguments: list[str]) -> None:
@@ -229,9 +229,9 @@ def words(arguments: list[str]) -> None:
     bytes that are not UTF-8 into half characters (lone surrogates)."""
     for word in arguments:
         if "\0" in word:
-            raise UserError(f"{word!r}: holds a zero byte. Leave it out.")
+            raise UserError(f"{word!r}: contains a zero byte. Remove it.")
         if word != word.encode(errors="replace").decode():
-            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or write the characters anew.")
+            raise UserError(f"{word!r}: not text in UTF-8. Rename the file, or retype the characters.")
 
 
 def memory() -> float:

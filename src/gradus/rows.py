@@ -81,5 +81,5 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("name"), str) and "value" in row:
             rows.append(row)
         elif number < len(lines) or row is not None:
-            raise UserError(f"{path}: line {number} is no row with a name and a value ({line[:40]!r}). Take it out.")
+            raise UserError(f"{path}: line {number} is not a row with a name and a value ({line[:40]!r}). Remove it.")
     return rows

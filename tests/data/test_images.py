@@ -318,7 +318,7 @@ def test_an_unwritable_cache_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "file"))
     path = write_parquet(tmp_path / "train.parquet", [png(random_images(1)[0])], [0])
-    with pytest.raises(UserError, match=r"images: cannot write the cache \(.*\)\. Set GRADUS_CACHE to a folder with room"):
+    with pytest.raises(UserError, match=r"images: cannot write the cache \(.*\)\. Set GRADUS_CACHE to a folder with enough space"):
         open_images(ImagesData(path=str(path)))
 
 

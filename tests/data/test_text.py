@@ -100,7 +100,7 @@ def test_a_file_packed_to_burst_is_refused(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(limits, "UNPACKED", 100_000)
     path = write(tmp_path / f"bomb{suffix}", "a line\n" * 100_000)
     assert path.stat().st_size * limits.RATIO < 700_000
-    with pytest.raises(UserError, match=r"bomb\S+: unpacks to more than 0 MB, 250 times its size or more\. Is it data\? If it is, unpack it"):
+    with pytest.raises(UserError, match=r"bomb\S+: unpacks to more than 0 MB, 250 times its size or more\. If it really is data, unpack it"):
         list(read_rows(path, ["a line"] if "csv" in suffix else None))
     monkeypatch.setattr(limits, "RATIO", 10_000)
     if "txt" in suffix:

@@ -410,7 +410,7 @@ def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path):
     [
         ("currency: EUR", "rate: missing; state what one dollar costs in EUR"),
         ("rat: 3", "rat: unknown key"),
-        ("prices: {H100: {low: 3, high: 1}}", "low, expected, high must not fall"),
+        ("prices: {H100: {low: 3, high: 1}}", "low, expected, high must not decrease"),
         ("prices: {H100: {low: 1}}", "prices.H100.high: missing"),
         ("prices: {H100: {low: 1, high: 2, hgih: 3}}", "prices.H100.hgih: unknown key. Did you mean high"),
         ("prices: {H1000: {low: 1, high: 2}}", "H1000: no such device"),

@@ -202,14 +202,14 @@ def test_an_export_of_other_bytes_is_refused(vit, tmp_path, name, change, capsys
     change(tmp_path / "out" / name)
     code, out, err = predicted(tmp_path / "out", vit, capsys)
     assert (code, out, err.count("\n")) == (2, "", 1) and f"{name} " in err
-    assert "its check does not hold. Copy it again, or make it anew with gradus export" in err
+    assert "it cannot be verified. Copy it again, or make it again with gradus export" in err
 
 
 def test_an_export_whose_checksums_are_of_another_version_of_its_json(vit, tmp_path, capsys):
     shutil.copytree(vit / "out", tmp_path / "out")
     (tmp_path / "out" / "export.json").write_text("{}")
     checksums.write(tmp_path / "out")
-    assert "export.json is of another version" in predicted(tmp_path / "out", vit, capsys)[2]
+    assert "export.json has another version" in predicted(tmp_path / "out", vit, capsys)[2]
 
 
 def test_damaged_files_of_the_cache_are_made_anew(vit, tmp_path, monkeypatch, capsys):

@@ -514,7 +514,7 @@ def test_a_word_of_any_length_is_cut_before_it_is_encoded(classifier, tmp_path, 
     models.save(models.build(GPTConfig(vocab_size=260, seq_len=20, **TINY)), tmp_path / "gpt")
     tokenizers.ByteTokenizer().save(tmp_path / "gpt")
     said = fails("generate", tmp_path / "gpt", word, capsys=capsys)
-    assert "has 1,000,000 characters, more than 20 tokens hold" in said and said.count("\n") == 1
+    assert "has 1,000,000 characters, more than fit into 20 tokens" in said and said.count("\n") == 1
 
 
 def test_a_reader_who_has_enough_is_no_error():

@@ -208,7 +208,7 @@ def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsy
     (["run", "--as", "static", "--calibrate", "valid"], "--calibrate=valid: the accuracy is measured on it. Use train"),
     (["run", "--as", "static", "--calibrate", "trian"], "no such split. Did you mean train?"),
     (["run", "--as", "static", "--calibrate", "train:0"], "--calibrate=train:0: expected SPLIT or SPLIT:N"),
-    (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: of --as static"),
+    (["run", "--as", "dynamic", "--calibrate", "train"], "--calibrate=train: only for --as static"),
     (["qat", "--as", "static", "--calibrate", "train"], "training saw the ranges (train.qat). Leave it out."),
     (["run", "--as", "dynamic", "--engine", "onnx"], "--engine=onnx: --as dynamic is not for it. Use --engine torch."),
     (["run", "--as", "dynamic", "--to", "reviews"], "--to=reviews: it holds other files and no quantized model"),
@@ -245,11 +245,11 @@ def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):
         path.write_bytes(change(before))
         assert main(["predict", name, "x", "--precision", "int8"]) == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and f"{file} " in err and "its check does not hold. Copy it again, or make it anew with gradus quantize" in err
+        assert err.count("\n") == 1 and f"{file} " in err and "it cannot be verified. Copy it again, or make it again with gradus quantize" in err
         path.write_bytes(before)
     (tmp_path / "made" / "checksums.json").unlink()
     assert main(["predict", name, "x", "--precision", "int8"]) == 2
-    assert "checksums.json does not know quantized.json" in capsys.readouterr().err
+    assert "checksums.json does not list quantized.json" in capsys.readouterr().err
 
 
 def flipped(content: bytes) -> bytes:
@@ -282,7 +282,7 @@ def test_rounding_and_layouts_that_do_not_go_together(here, capsys):
         assert main(["show", "bert.json", "train.qat=true", word, "--no-data"]) == 2
         assert "train.qat" in capsys.readouterr().err
     assert main(["train", "bert.json", "train.qat=true", "--processes", "2", "log.dir=two"]) == 2
-    assert "train.qat=true: one process sees the ranges of inputs, and 2 were started" in capsys.readouterr().err
+    assert "train.qat=true: the ranges of inputs need one process, and 2 were started" in capsys.readouterr().err
     assert main(["plan", "bert.json"]) == 0
     plain = capsys.readouterr().out
     assert main(["plan", "bert.json", "train.qat=true"]) == 0

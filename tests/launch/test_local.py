@@ -364,5 +364,5 @@ def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
         if saved:
             (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
         assert local.train(2, "copy-task", [f"log.dir={tmp_path}"]) == 1
-        told = f"Go on from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
+        told = f"Resume from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
         assert capsys.readouterr().err == (told if saved else "")

@@ -106,7 +106,7 @@ def test_it_generates(tmp_path, monkeypatch, capsys):
         (["copy-task", "--hours", "25"], "--hours=25: must be at most 24."),
         (["copy-task", "--volume", "a b"], "--volume=a b: give a name of letters"),
         ([], "nothing to do. Give a RECIPE to train, or --model MODEL to generate from."),
-        (["copy-task", "log.dir=/runs"], "log.dir=/runs: it is the same below this folder and below the one there."),
+        (["copy-task", "log.dir=/runs"], "log.dir=/runs: the run folder has the same path here and there."),
         (["copy-task", "train.stepz=1"], "Did you mean train.steps?"),
         (["copy-task", "--to", "my-app.txt"], "--to=my-app.txt: Modal imports it. Give a file name like app.py."),
     ],

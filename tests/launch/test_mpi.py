@@ -63,7 +63,7 @@ def test_mpi_without_its_library_says_what_to_install(tmp_path):
     code = "from gradus.errors import UserError\nfrom gradus.parallel.world import load_mpi\ntry:\n    load_mpi('layout.transport=mpi')\nexcept UserError as e:\n    print(e)"
     environment = os.environ | {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment).stdout
-    assert "layout.transport=mpi: mpi4py is here, an MPI library is not (cannot load MPI library). Install one" in said
+    assert "layout.transport=mpi: mpi4py is installed, but no MPI library (cannot load MPI library). Install one" in said
 
 
 @pytest.mark.slow

@@ -67,11 +67,11 @@ echo "gradus: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTAR
 srun --kill-on-bad-exit=1 --cpus-per-task=10 gradus train copy-task log.dir=RUN --auto-resume
 code=$?
 if [ "$code" -eq 138 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 100 ]; then
-    echo "gradus: job $SLURM_JOB_ID got USR1 and saved; requeued, to go on from there"
+    echo "gradus: job $SLURM_JOB_ID got USR1 and saved; requeued, to resume from there"
     scontrol requeue "$SLURM_JOB_ID" && exit
 fi
 if [ "$code" -eq 74 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 100 ]; then
-    echo "gradus: job $SLURM_JOB_ID met a fault of the machine; requeued, to go on from the last checkpoint"
+    echo "gradus: job $SLURM_JOB_ID hit a fault of the machine; requeued, to resume from the last checkpoint"
     scontrol requeue "$SLURM_JOB_ID" && exit
 fi
 [ "$code" -eq 0 ] && echo "gradus: job $SLURM_JOB_ID finished"
@@ -170,9 +170,9 @@ def test_time_limits(limit, seconds):
     [
         (0, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 finished"]),
         (1, 0, 1, ["gradus: job 7 on n1, start 1"]),
-        (138, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 got USR1 and saved; requeued, to go on from there", "scontrol requeue 7"]),
+        (138, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 got USR1 and saved; requeued, to resume from there", "scontrol requeue 7"]),
         (138, 3, 138, ["gradus: job 7 on n1, start 4"]),
-        (74, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 met a fault of the machine; requeued, to go on from the last checkpoint", "scontrol requeue 7"]),
+        (74, 0, 0, ["gradus: job 7 on n1, start 1", "gradus: job 7 hit a fault of the machine; requeued, to resume from the last checkpoint", "scontrol requeue 7"]),
         (74, 3, 74, ["gradus: job 7 on n1, start 4"]),
         (2, 0, 2, ["gradus: job 7 on n1, start 1"]),
     ],

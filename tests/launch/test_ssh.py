@@ -84,7 +84,7 @@ def test_a_lost_connection_loses_nothing(other, capfd):
     printed = capfd.readouterr().out.splitlines()
     assert subprocess.run(["tmux", "list-sessions", "-F", "#S"], capture_output=True, text=True).stdout == "gradus-copy-task-b\n"
     assert not Path("runs/b/summary.json").exists()
-    later = printed[printed.index("training; a lost connection costs nothing. From here:") :]
+    later = printed[printed.index("training; a lost connection does not stop it. From here:") :]
     look, follow, fetch = (later[later.index(f"# {why}") + 1] for why in ("look at it (leave with Ctrl-b d)", "see its log until it has ended", "fetch the run folder"))
     assert shlex.split(look)[:3] == ["ssh", "-t", "me@there"] and "tmux attach -t gradus-copy-task-b" in look
     assert subprocess.run(["bash", "-c", follow], timeout=240).returncode == 0
@@ -120,12 +120,12 @@ def test_the_commands_are_printed(tmp_path, monkeypatch, capsys):
         (["--folder=-x"], "--folder=-x: give a folder below the home folder there"),
         (["--folder", "/etc"], "--folder=/etc: give a folder below the home folder there"),
         (["--host", "me@-oProxyCommand"], "--host=me@-oProxyCommand: not a host."),
-        (["log.dir=-x"], "log.dir=-x: it is the same below this folder and below the one there."),
-        (["log.dir=a:b"], "log.dir=a:b: it is the same below this folder and below the one there."),
+        (["log.dir=-x"], "log.dir=-x: the run folder has the same path here and there."),
+        (["log.dir=a:b"], "log.dir=a:b: the run folder has the same path here and there."),
         (["name=../x"], "name: '../x' cannot be the name of a folder"),
         (["--follow"], "--follow cannot take effect where nothing is run. Give --host, without --dry-run."),
         (["--processes", "0"], "--processes=0: must be at least 1."),
-        (["log.dir=../a"], "log.dir=../a: it is the same below this folder and below the one there."),
+        (["log.dir=../a"], "log.dir=../a: the run folder has the same path here and there."),
         (["--copy", "ftp"], "--copy=ftp: not one of scp, rsync"),
         (["--processes", "3"], "batch.samples=128 does not divide among 3 processes"),
     ],

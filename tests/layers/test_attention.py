@@ -112,7 +112,7 @@ def test_cross_keys_are_projected_once():
 
 def test_cache_says_what_does_not_fit():
     cache = Cache(1, 2, 1, 4, max_len=5)
-    with pytest.raises(UserError, match="holds 5 tokens a row, not 0 tokens a row and 6 more"):
+    with pytest.raises(UserError, match="holds 5 tokens per row, not 0 tokens per row and 6 more"):
         cache.mask(torch.arange(6).expand(2, -1))
     with pytest.raises(UserError, match="batch of 2, not 3"):
         cache.mask(torch.zeros(3, 1, dtype=torch.long))

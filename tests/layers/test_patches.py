@@ -48,7 +48,7 @@ def test_three_ways_give_the_same_tokens_and_gradients():
 
 
 def test_wrong_sizes_are_named():
-    with pytest.raises(UserError, match=r"images of 10 × 12 pixels do not cut into patches of 4 × 4"):
+    with pytest.raises(UserError, match=r"images of 10 × 12 pixels do not divide into patches of 4 × 4"):
         extract(torch.zeros(1, 3, 10, 12), 4)
     for made in (Patches(12, 4, 3, 10), ConvolutionalStem(12, 4, 3, 10)):
         with pytest.raises(UserError, match=r"images of 1 × 12 × 12 .* given to a model for 3 × 12 × 12"):

@@ -40,10 +40,10 @@ def test_shard_and_tensor(capsys):
     assert "    1: GPTBlock, gathered as one" in lines
     named = dict(models.build(GPTConfig(n_layers=2, d_model=128, n_heads=4, seq_len=64, vocab_size=65, bias=False)).named_parameters())
     assert found.keys() == named.keys() | {"head.weight"}
-    assert totals["parameters of the whole"] == sum(p.numel() for p in named.values())
+    assert totals["parameters in total"] == sum(p.numel() for p in named.values())
     parts = [told(capsys, *GPT, "layout.shard=2", "layout.tensor=2", "--rank", str(r))[2]["on this process"] for r in range(4)]
     twice = sum(p.numel() for name, p in named.items() if "norm" in name or "position" in name)
-    assert parts[0] == totals["on this process"] and sum(parts) == totals["parameters of the whole"] + twice
+    assert parts[0] == totals["on this process"] and sum(parts) == totals["parameters in total"] + twice
 
 
 def test_pipeline_shows_the_stage(capsys):
@@ -54,7 +54,7 @@ def test_pipeline_shows_the_stage(capsys):
     assert not any(line.strip().partition(": ")[2][:1] == "_" for line in lines)  # nothing that stands in the place of something
     _, other, before = told(capsys, *GPT, "layout.pipeline=2")
     assert not any(name.startswith(("blocks.1", "norm", "head")) for name in other) and "position_embedding.weight" in other
-    assert totals["on this process"] + before["on this process"] == totals["parameters of the whole"] + 65 * 128
+    assert totals["on this process"] + before["on this process"] == totals["parameters in total"] + 65 * 128
 
 
 def test_other_layouts(capsys):
@@ -79,9 +79,9 @@ def test_other_layouts(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([*GPT, "model.vocab_size=null"], "model.vocab_size: only the data know it. Set model.vocab_size, or leave out --no-data."),
-        (["digits-vit", "--modules", "--no-data", "model.n_classes=null"], "model.n_classes: only the data know it. Set model.n_classes"),
-        (["wikitext2-bert", "--modules", "--no-data", "model.vocab_size=99", "model.head=none"], "model.head: only the data know it."),
+        ([*GPT, "model.vocab_size=null"], "model.vocab_size: only the data tell it. Set model.vocab_size, or leave out --no-data."),
+        (["digits-vit", "--modules", "--no-data", "model.n_classes=null"], "model.n_classes: only the data tell it. Set model.n_classes"),
+        (["wikitext2-bert", "--modules", "--no-data", "model.vocab_size=99", "model.head=none"], "model.head: only the data tell it."),
         ([*GPT, "--rank", "2", "--processes", "2"], "--rank=2 of --processes=2: ranks go from 0 to processes - 1."),
         ([*GPT, "--processes", "3", "layout.shard=2"], "shard 2 = 2 processes, and 3 were started"),
         ([*GPT, "layout.tensor=3"], "layout.tensor=3 does not divide model.n_heads=4. Use 1, 2 or 4."),

@@ -290,8 +290,8 @@ def test_weights_without_a_stem_are_none_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"patch_size": 1}, "patch_size=1 is none of 2, 4, 8"),
-        ({"image_size": 12, "patch_size": 6}, "patch_size=6 is none of 2, 4, 8"),
+        ({"patch_size": 1}, "patch_size=1 must be 2, 4, 8"),
+        ({"image_size": 12, "patch_size": 6}, "patch_size=6 must be 2, 4, 8"),
         ({"image_size": 12, "patch_size": 8}, "image_size=12 is not a multiple of patch_size=8"),
         ({"patch_size": 8, "d_model": 30}, "d_model=30 is not a multiple of patch_size / 2 = 4"),
     ],

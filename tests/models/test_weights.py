@@ -315,7 +315,7 @@ def test_weights_of_something_else(tmp_path):
 
 def test_unknown_override(tmp_path):
     models.save(random_model(LLAMA), tmp_path)
-    with pytest.raises(UserError, match=r"droput is no field of a llama model. Did you mean dropout\?"):
+    with pytest.raises(UserError, match=r"droput is not a field of a llama model. Did you mean dropout\?"):
         models.load(tmp_path, droput=0.1)
     with pytest.raises(UserError, match=r"dropout: Input should be less than 1"):
         models.load(tmp_path, dropout=1.5)
@@ -447,11 +447,11 @@ def test_absent_folders(tmp_path):
         ("{", "config.json: line 1, column 2: not valid JSON"),
         ("[]", "config.json: not a JSON object"),
         ("{}", "no model_type.* Known: bert, gpt2, "),
-        ('{"model_type": "gtp2"}', r"model_type=gtp2 is not one of Gradus's families, nor like one. Known: bert, gpt2, "),
-        ('{"model_type": "roberta"}', r"model_type=roberta can be planned, not trained: family bert has as many .* Plan it: gradus plan hf:/\S+$"),
+        ('{"model_type": "gtp2"}', r"model_type=gtp2 is not one of Gradus's families, nor similar to one. Known: bert, gpt2, "),
+        ('{"model_type": "roberta"}', r"model_type=roberta can be planned, not trained: family bert has the same .* Plan it: gradus plan hf:/\S+$"),
         ('{"model_type": "qwen3"}', r"model_type=qwen3 can be neither planned nor trained: q_norm, k_norm: queries and keys have norms"),
         ('{"model_type": "mistral", "sliding_window": 8}', "sliding_window=8 is not supported by family llama"),
-        ('{"model_type": "vit"}', "config.json: num_hidden_layers is not in it"),
+        ('{"model_type": "vit"}', "config.json: num_hidden_layers is missing"),
         ('{"model_type": "gpt2", "n_head": 7}', "config.json: d_model=768 is not a multiple of n_heads=7"),
     ],
 )
@@ -679,7 +679,7 @@ def test_meta_layout_mistakes(tmp_path):
         models.load(tmp_path / "a")
     for params, error in [
         ({"moe": {}}, "params.json: moe is not supported by family llama"),
-        ({"dim": None}, "params.json: dim is not in it"),
+        ({"dim": None}, "params.json: dim is missing"),
         ({"n_kv_heads": 3}, "params.json: n_heads=4 is not a multiple of n_kv_heads=3"),
     ]:
         write_meta(tmp_path / "b", meta_state(), 1, 0, **params)
@@ -732,5 +732,5 @@ def test_llama2c_mistakes(tmp_path):
         with pytest.raises(UserError, match=error):
             models.load(file)
     torch.save({"a": torch.ones(2)}, file)
-    with pytest.raises(UserError, match="give the folder that holds"):
+    with pytest.raises(UserError, match="give the folder that also holds"):
         models.load(file)

@@ -264,7 +264,7 @@ def test_what_is_refused_and_why():
     plain = LlamaConfig(n_layers=1, d_model=16, n_heads=2)
     assert list(fits(experts, Layout(expert=3))) == list(fits(experts, Layout())) == list(fits(plain, Layout(tensor=2))) == []
     assert list(fits(experts, Layout(shard=2))) == list(fits(experts, Layout(shard=2, expert=3))) == []
-    assert list(fits(plain, Layout(expert=2))) == ["layout.expert=2: this llama has no experts. Set layout.expert=1, or of gpt or llama model.n_experts=8, say."]
+    assert list(fits(plain, Layout(expert=2))) == ["layout.expert=2: this llama has no experts. Set layout.expert=1, or, for gpt or llama, model.n_experts=8, say."]
     assert "this bert has no experts." in next(fits(BertConfig(n_layers=1, d_model=16, n_heads=2, d_ff=32), Layout(expert=2)))
     assert list(fits(experts, Layout(expert=4))) == ["layout.expert=4 does not divide model.n_experts=6. Use 1, 2, 3 or 6."]
     for axis, reason in (("tensor", "rows and columns"), ("pipeline", "in every stage"), ("context", "whole sequences")):

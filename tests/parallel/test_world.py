@@ -151,10 +151,10 @@ def test_a_port_may_be_given():
     ("environment", "told"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but not LOCAL_RANK. Set it too, or unset RANK."),
-        ({**MPICH, "PMI_RANK": "2"}, "Hydra: its environment makes no sense (PMI_RANK=2 is not below PMI_SIZE=2). Start again, or unset PMI_RANK."),
-        ({**MPICH, "PMI_SIZE": "two"}, "Hydra: its environment makes no sense (invalid literal for int() with base 10: 'two'). Start again, or unset PMI_RANK."),
+        ({**MPICH, "PMI_RANK": "2"}, "Hydra: its environment is inconsistent (PMI_RANK=2 is not below PMI_SIZE=2). Start again, or unset PMI_RANK."),
+        ({**MPICH, "PMI_SIZE": "two"}, "Hydra: its environment is inconsistent (invalid literal for int() with base 10: 'two'). Start again, or unset PMI_RANK."),
         ({**MPICH, "PMI_SIZE": "4"}, "Hydra: 4 processes on several hosts, and the host of rank 0 is not known. Name it with -genv MASTER_ADDR HOST."),
-        ({**STEP, "MASTER_ADDR": "n1", "MASTER_PORT": "x"}, "Slurm: its environment makes no sense (invalid literal for int() with base 10: 'x'). Start again, or unset SLURM_PROCID."),
+        ({**STEP, "MASTER_ADDR": "n1", "MASTER_PORT": "x"}, "Slurm: its environment is inconsistent (invalid literal for int() with base 10: 'x'). Start again, or unset SLURM_PROCID."),
     ],
 )  # fmt: skip
 def test_half_an_environment(environment, told):

@@ -74,7 +74,7 @@ class Planner:
         rows += [figure("budget/steps", 123_456, "steps")]
         device = next(r.value for r in rows if r.name == "memory/device")
         fits = None if request.on is None else device <= 80 * GB
-        lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s a step"]
+        lines = [f"{request.recipe}: 124,439,808 parameters", f"{'fits' if fits else 'NO FIT'}     {device / GB:.0f} GB of 80 GB", "how long  0.4 s per step"]
         return SimpleNamespace(recipe=recipes.load("copy-task"), rows=rows, headline=lines, notes=["the link's efficiency is assumed"], fits=fits, n=8,
                                chosen=request.on == "64xH100", layout_keys="layout.micro_batch=1 layout.tensor=2")  # fmt: skip
 
@@ -102,7 +102,7 @@ class Planner:
         self.asked.append(request)
         if batch == 3:
             raise UserError("--batch=3: not a good number.")
-        return [f"to use it: {batch} sequences of {length}, {bits} bits", "fits      15 GB", "not in it activations", "", "note: of serving"], []
+        return [f"to use it: {batch} sequences of {length}, {bits} bits", "fits      15 GB", "excluded  activations", "", "note: of serving"], []
 
     def optimal(self, request: Request):
         self.asked.append(request)
@@ -224,13 +224,13 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
         ({**PLAN, "overrides": ["a.b=1"] * 101}, "at most 100"),
         ({**PLAN, "overrides": [{"layout": 1}]}, "overrides: expected a list"),
         ({**PLAN, "override": []}, "override: unknown key of the request. Did you mean overrides?"),
-        ({**PLAN, "overrides": ["data.path=/etc/passwd"]}, "data.path: not from the page, since it can name files"),
-        ({**PLAN, "overrides": [" data.path = /etc/passwd"]}, "data.path: not from the page"),
-        ({**PLAN, "overrides": ["model.init=/etc"]}, "model.init: not from the page"),
-        ({**PLAN, "overrides": ["data={path: /etc/passwd}"]}, "data: not from the page"),
-        ({**PLAN, "overrides": ["tokenizer.path=/etc/passwd"]}, "tokenizer.path: not from the page"),
+        ({**PLAN, "overrides": ["data.path=/etc/passwd"]}, "data.path: cannot be set from the page, since it can name files"),
+        ({**PLAN, "overrides": [" data.path = /etc/passwd"]}, "data.path: cannot be set from the page"),
+        ({**PLAN, "overrides": ["model.init=/etc"]}, "model.init: cannot be set from the page"),
+        ({**PLAN, "overrides": ["data={path: /etc/passwd}"]}, "data: cannot be set from the page"),
+        ({**PLAN, "overrides": ["tokenizer.path=/etc/passwd"]}, "tokenizer.path: cannot be set from the page"),
         ({**PLAN, "overrides": ["optimizer.betas=[&a 0.9, *a]"]}, "optimizer.betas: YAML's anchors"),
-        ({**PLAN, "overrides": ["log.dir=/etc"]}, "log.dir: not from the page"),
+        ({**PLAN, "overrides": ["log.dir=/etc"]}, "log.dir: cannot be set from the page"),
         ({**PLAN, "overrides": ["layout.tensor=3"]}, "gpt2-small: layout.tensor=3: n_heads=12 is not a multiple"),
     ],
 )  # fmt: skip
@@ -296,7 +296,7 @@ def test_what_the_command_line_named_may_be_a_file(planner):
     started = Request("./mine.yaml", ("data.path=here.txt",), "A100-80GB")
     asked = web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=here.txt", "layout.tensor=2"]}, started)[0]
     assert asked == Request("./mine.yaml", ("data.path=here.txt", "layout.tensor=2"))
-    with pytest.raises(UserError, match=r"data\.path: not from the page"):
+    with pytest.raises(UserError, match=r"data\.path: cannot be set from the page"):
         web.request_of({"recipe": "./mine.yaml", "overrides": ["data.path=there.txt"]}, started)
 
 

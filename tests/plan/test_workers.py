@@ -25,7 +25,7 @@ def one():
 def test_what_takes_too_long_is_ended_and_the_next_is_answered(one):
     one.seconds = 0.5
     began = time.monotonic()
-    with pytest.raises(UserError, match="ended after"):
+    with pytest.raises(UserError, match="stopped after"):
         one.run(time.sleep, 600)
     assert time.monotonic() - began < 30
     one.seconds = 60

@@ -149,7 +149,7 @@ def test_a_pass_of_random_weights(how, own_cache):
 
 def test_an_engine_that_is_not_here_is_told(own_cache, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(UserError, match="no package tensorrt"):
+    with pytest.raises(UserError, match="not installed here: tensorrt"):
         one_step("s4-inference-ladder.yaml", "TensorRT", SMALL)
 
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_had_is_left_out(monkeypatch):
     assert found["padding to the longest"] == ([], ["all samples have one length"])
     assert [keys["layout.micro_batch"] for keys in found["micro-batch"][0]] == [8, 4]
     again = KERNEL.tries(rungs.with_keys(NAIVE, {"layout.attention": "sdpa"}), asked)
-    assert again == ([{"layout.attention": "chunked"}], ["layout.attention=sdpa: so already"])
+    assert again == ([{"layout.attention": "chunked"}], ["layout.attention=sdpa: already set"])
     asked.data_wait = 0.001
     assert found != RUNGS[3].tries(NAIVE, asked) == ([], ["data.workers: a step waits 0.1% of its time for data"])
 

@@ -160,7 +160,7 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or go on with --force." in error
+    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or start anyway with --force." in error
     assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
 
     assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
@@ -269,8 +269,8 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
     assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
     for change, told in (
         ({}, "Python and its libraries alone take"),
-        ({"resident": 0}, "Not one sample fits: use a smaller model or"),
-        ({"target": "cuda"}, "Not one sample fits: set layout.shard=N over N GPUs"),
+        ({"resident": 0}, "Not even one sample fits: use a smaller model or"),
+        ({"target": "cuda"}, "Not even one sample fits: set layout.shard=N over N GPUs"),
     ):
         assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)
 

@@ -175,7 +175,7 @@ def grid(axes: int, names: int) -> str:
         ("recipe: copy-task\nconfigurations: {a: }\nagainst: b", "against=b: no such name"),
         ("recipe: copy-task\nconfigurations: {a: {runner: no.py:f}}", "runner=no.py:f: no such runner"),
         ("recipe: copy-task\nconfigurations: {a: }\nseeds: [1]", "seeds are of whole trainings"),
-        ("recipe: copy-task\nconfigurations: {a: {options: {b: 1}}}", "options are for a runner of one's own"),
+        ("recipe: copy-task\nconfigurations: {a: {options: {b: 1}}}", "options are for your own runner"),
         ("recipe: copy-task\ngrid: {x: {a: }, y: {a: }}", "a is a name on two axes"),
         ("recipe: copy-task\nrecipe: copy-task\nconfigurations: {a: }", "line 2, column 1: not valid YAML: recipe is given twice. Keep one."),
         ("recipe: copy-task\nconfigurations: {a: {set: []}, a: {set: []}}", "a is given twice"),
@@ -330,7 +330,7 @@ def test_two_studies_in_one_folder(own, unmeasured, tmp_path, capsys):
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         assert main(["study", str(own[0]), "--to", str(out)]) == 2
-        assert f"{out}: another study writes there. Wait for its end, or give another --to" in capsys.readouterr().err
+        assert f"{out}: another study writes there. Wait until it ends, or give another --to" in capsys.readouterr().err
         other.kill()
     assert main(["study", str(own[0]), "--to", str(out)]) == 0 and not (out / ".lock").exists()
 

@@ -89,7 +89,7 @@ def test_nearest_prefers_a_part_of_the_name_to_the_spelling():
 def test_a_verb_under_another_name_is_found(word, meant, capsys):
     assert main([word]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: gradus {word}: no such verb. Did you mean {meant}? See gradus --help\n"
+    assert error == f"error: gradus {word}: no such command. Did you mean {meant}? See gradus --help\n"
 
 
 def test_a_choice_gets_the_nearest_one(capsys):

@@ -215,8 +215,8 @@ def test_a_preset_on_the_command_line_is_the_published_size(write):
     assert (r.model.n_layers, r.model.d_model, r.model.seq_len, r.model.bias, r.model.dropout) == (3, 768, 1024, True, 0.3)
     assert problems(write(GPT), ["model.preset=gtp2"]) == ["command line: model.preset: gtp2: unknown preset. Did you mean gpt2?"]
     assert problems(write(BERT), ["model.preset=bert-large-cased"]) == [
-        "command line: model.preset: the recipe starts from model.init=bert-base-cased, whose configuration holds."
-        " Set model.init too, or model.init=null to start afresh. (model.init=bert-base-cased in r.yaml)"
+        "command line: model.preset: the recipe starts from model.init=bert-base-cased, which sets these keys."
+        " Set model.init too, or model.init=null. (model.init=bert-base-cased in r.yaml)"
     ]
     assert load(write(BERT), ["model.preset=bert-large-cased", "model.init=null", "tokenizer.path=t"]).model.n_layers == 24
 

@@ -131,7 +131,7 @@ def test_what_is_mapped(read, arguments, ours):
     ("arguments", "note"),
     [
         ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
-        ({"zzzz": [1]}, "zzzz=[1]: it has no counterpart here and is not taken over"),
+        ({"zzzz": [1]}, "zzzz=[1]: it has no counterpart here and is ignored"),
         ({"optim": "adafactor"}, "optim=adafactor: the recipe's stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"optim": "adamw_torch_8bit"},
          "optim=adamw_torch_8bit: the recipe's stays. There are adamw, adam and sgd (optimizer.name)"),
@@ -146,8 +146,8 @@ def test_what_is_mapped(read, arguments, ours):
         ({"eval_steps": 5}, "eval_steps=5.0: no effect without eval_strategy=steps. Set evaluate.every"),
         ({"push_to_hub": True}, "push_to_hub=true: nothing is uploaded"),
         ({"use_liger_kernel": True},
-         "use_liger_kernel=true: it has no counterpart here and is not taken over"),
-        ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 holds instead"),
+         "use_liger_kernel=true: it has no counterpart here and is ignored"),
+        ({"max_steps": 9, "num_train_epochs": 2}, "num_train_epochs=2: max_steps=9 is used instead"),
     ],
 )  # fmt: skip
 def test_what_is_not_mapped_is_named_with_what_to_do(read, arguments, note):
@@ -201,8 +201,8 @@ def test_layouts_are_taken_over(read, arguments, ours):
 @pytest.mark.parametrize(
     ("processes", "arguments", "ours", "note"),
     [
-        (1, {"fsdp": True}, {}, "fsdp=full_shard: one process has nobody to share with. Start several: --processes 2 or a launcher"),
-        (1, {"deepspeed": {ZERO: {"stage": 1}}}, {}, "deepspeed, ZeRO stage 1: one process has nobody to share with."),
+        (1, {"fsdp": True}, {}, "fsdp=full_shard: one process has nothing to share with. Start several: --processes 2 or a launcher"),
+        (1, {"deepspeed": {ZERO: {"stage": 1}}}, {}, "deepspeed, ZeRO stage 1: one process has nothing to share with."),
         (1, {"ddp_bucket_cap_mb": 50}, {}, "ddp_bucket_cap_mb=50.0: no effect here"),
         (2, {"fsdp": "no_shard"}, {}, "fsdp=no_shard: replicas of whole weights, as without it"),
         (2, {"fsdp_config": {"version": 2}}, {}, 'fsdp_config={"version": 2}: no effect without fsdp'),

@@ -176,7 +176,7 @@ def test_quality_against_speed_and_many_of_them(tmp_path, monkeypatch):
         (None, r"this study is not finished. Start it again: gradus study x.yaml$"),
         ([], r"nothing was measured in this study. Start it again: gradus study x.yaml$"),
         ([row("failed", "no room.", "a")], r"nothing was measured in this study. a: no room. Start it again: gradus"),
-        ([{"name": "a", "value": 1}], r"has rows of no configuration. Give the folder that gradus study wrote"),
+        ([{"name": "a", "value": 1}], r"has rows without a configuration. Give the folder that gradus study wrote"),
     ],
 )
 def test_a_study_without_finished_rows(tmp_path, rows, wrong):

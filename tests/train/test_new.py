@@ -293,7 +293,7 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, cap
     cases = {
         ("there.yaml", "r.csv"): "there is such a file already",
         ("x.json", "r.csv"): "Name it x.yaml",
-        ("x.yaml", "r.xlsx"): "not a kind of file that is read (.xlsx)",
+        ("x.yaml", "r.xlsx"): "unsupported file type (.xlsx)",
         ("x.yaml", "r.cvs"): "Did you mean r.csv?",
         ("x.yaml", "loose"): "Put them into a folder per class",
         ("x.yaml", "empty"): "no file for the train split",

@@ -584,7 +584,7 @@ def test_a_finished_run_that_is_made_longer_is_the_long_run(undisturbed, tmp_pat
     run = tmp_path / "run"
     train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "schedule.end_step=40"]))
     capsys.readouterr()
-    for steps, told in ((20, "the run is finished"), (12, "20 steps are taken already")):
+    for steps, told in ((20, "the run is finished"), (12, "20 steps have been taken already")):
         assert main(["train", str(run), "--resume", f"train.steps={steps}"]) == 2
         assert told in (error := capsys.readouterr().err) and "train.steps=40" in error
     train(recipes.load(run, ["train.steps=40"]), resume=run)

@@ -93,5 +93,5 @@ def keep(
         if e.errno in (errno.ENOTEMPTY, errno.EEXIST) and whole(folder):  # another process made it first
             return folder
         why = f"cannot write the cache ({e.strerror or e})"
-        raise UserError(f"{folder.parent}: {why}. Set {setting} to a folder with room.") from None
+        raise UserError(f"{folder.parent}: {why}. Set {setting} to a folder with enough space.") from None
     return folder

@@ -166,7 +166,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
             lines.append(line)
             size += len(line)
             if size > LONGEST:
-                many = f"{size >> 20} M characters without a blank line, which parts documents"
+                many = f"{size >> 20} M characters without a blank line, which separates documents"
                 raise UserError(f"{path}: {many}. Use data.pack=stream.")
         elif lines:
             yield "".join(lines).removesuffix("\n")
@@ -247,7 +247,7 @@ class TokenFile:
         Raises UserError where there is no text, no end-of-text token, or no room.
         """
         if eos and tokenizer.eos_id is None:
-            lacks = "The tokenizer has no end-of-text token, which must stand between documents"
+            lacks = "The tokenizer has no end-of-text token, which must separate documents"
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
@@ -266,7 +266,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
                 about["n_bytes"] += len("".join(texts).encode())
             except UnicodeEncodeError as e:
                 where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
-                raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Mend it.") from None
+                raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Fix it.") from None
             rows = [row + end if is_last else row for row, is_last in zip(tokenizer.encode_batch(texts), last)]
             ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
             ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
@@ -279,7 +279,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
                 done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
                 print(f"tokenising {corpus.name}: {done}", file=sys.stderr, flush=True)
     if about["n_tokens"] == 0:
-        raise UserError(f"{corpus.name}: empty: there is not one token in it.")
+        raise UserError(f"{corpus.name}: empty: it contains no tokens.")
     about |= {"dtype": dtype, **beside()}
     (folder / "about.json").write_text(json.dumps(about))
 

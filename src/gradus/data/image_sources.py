@@ -132,7 +132,7 @@ class CifarSource(Rows):
         for name, data in sorted(self._unpacked()):
             if rest := len(data) % self.RECORD:
                 what = f"row {len(data) // self.RECORD}: an image of {rest} bytes, not {self.RECORD}"
-                raise UserError(f"{name}, {what}. Load the file again")
+                raise UserError(f"{name}, {what}. Download the file again")
             found[name] = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)
         if not found:
             raise UserError(f"{self.name}: none of CIFAR-10's files (binary version) in it")
@@ -155,7 +155,7 @@ class CifarSource(Rows):
                         yield f"{self.path}:{member.name}", archive.extractfile(member).read()
         except (tarfile.TarError, OSError, EOFError) as e:
             why = str(e).splitlines()[0].rstrip(":")
-            raise UserError(f"{self.path}: not a readable archive ({why}). Load it again") from None
+            raise UserError(f"{self.path}: not a readable archive ({why}). Download it again") from None
 
     def labels(self) -> np.ndarray:
         return np.concatenate([records[:, 0] for records in self.records.values()]).astype(np.int64)
@@ -215,7 +215,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         return {"train": FolderSource(path, names=names)}
     if "train" not in by_split or len(by_split) < len(folders):
         there = ", ".join(d.name for d in folders)
-        raise UserError(f"data.path={config.path}: {there}: beside train only valid and test may lie, one of each")
+        raise UserError(f"data.path={config.path}: {there}: beside train there may be only valid and test, one of each")
     train = FolderSource(by_split["train"], names=names)
     return {s: train if s == "train" else FolderSource(folder, train.classes) for s, folder in by_split.items()}
 
@@ -242,7 +242,7 @@ def _shards(path: Path) -> dict[str, list[Path]]:
     by_split = {split: named for split in SPLITS if (named := named_after(files, split))}
     if unknown := set(files).difference(*by_split.values()):
         aliases = ", ".join(alias for names in SPLITS.values() for alias in names)
-        raise UserError(f"{min(unknown)}: which split is it? Its name has none of {aliases}")
+        raise UserError(f"{min(unknown)}: unknown split: its name contains none of {aliases}")
     if "train" not in by_split:
         raise UserError(f"data.path={path}: there is no file of the training split, only {', '.join(by_split)}")
     return by_split

@@ -154,12 +154,12 @@ def read_image(
             ImageOps.exif_transpose(picture, in_place=True)
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as e:  # SyntaxError: a broken PNG
         reason = "unknown format" if isinstance(e, Image.UnidentifiedImageError) else str(e)
-        raise UserError(f"{where}: not a readable image ({reason}). Replace it or take it out") from None
+        raise UserError(f"{where}: not a readable image ({reason}). Replace or remove it") from None
     if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"):
-        kinds = "8 bits a channel, grey or colour, are read"
+        kinds = "8 bits per channel, grey or colour, are read"
         raise UserError(f"{where}: image mode {picture.mode}; {kinds}. Convert it first")
     if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
-        mend = "Paint it onto a background first: 1 or 3 channels are read, without alpha"
+        mend = "Flatten it onto a background first: 1 or 3 channels are read, without alpha"
         raise UserError(f"{where}: a transparent image. {mend}")
     grey = picture.mode in ("1", "L", "LA")
     if n_channels == 1 and not grey:
@@ -197,7 +197,7 @@ def _open(
             most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
             raise UserError(f"{source.name}: more than {most} when decoded. Set model.image_size")
         i, size, first = about["other"]
-        raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Bring all to one size")
+        raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Resize all to one size")
     shape = (about["n_channels"], image_size, image_size)
     encoded = source.paths or EncodedFile(folder)
     return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder)

@@ -54,7 +54,7 @@ class Plan:
         self.lengths = None if lengths is None else np.asarray(lengths)
         if batch_tokens is not None and self.lengths.max() > batch_tokens:
             i = int(self.lengths.argmax())
-            large = f"sample {i} has {self.lengths[i]} tokens and fits into no batch of batch.tokens={batch_tokens}"
+            large = f"sample {i} has {self.lengths[i]} tokens and does not fit into batch.tokens={batch_tokens}"
             raise UserError(f"{large}. Raise it to {self.lengths[i]} or more, or cut the samples with data.max_len")
 
     def epoch(self, e: int) -> list[np.ndarray]:

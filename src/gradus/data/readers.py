@@ -54,7 +54,7 @@ def kind_of(path: str | Path) -> str:
     if end not in KINDS:
         known = did_you_mean(end, KINDS) if end else f" Known: {', '.join(KINDS)}."
         raise UserError(
-            f"{path}: not a kind of file that is read ({end or 'no suffix'}).{known} Each may also end in .gz or .xz."
+            f"{path}: unsupported file type ({end or 'no suffix'}).{known} Each may also end in .gz or .xz."
         )
     return KINDS[end]
 
@@ -73,7 +73,7 @@ class _Unpacked(io.RawIOBase):
         self.read_bytes += n
         if self.read_bytes > self.most:
             what = f"unpacks to more than {self.most / limits.MB:,.0f} MB, {limits.RATIO} times its size or more"
-            raise UserError(f"{self.path}: {what}. Is it data? If it is, unpack it, and give what was in it.")
+            raise UserError(f"{self.path}: {what}. If it really is data, unpack it and give the unpacked file.")
         return n
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def whole_lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
         while line := file.readline(limits.LINE):
             if len(line) == limits.LINE:
                 long = f"a line of more than {limits.LINE:,} characters"
-                raise UserError(f"{path}: {long}. Is it text? Break it into lines.")
+                raise UserError(f"{path}: {long}. If it is text, break it into lines.")
             yield line
 
 
@@ -210,7 +210,7 @@ def _csv(path: Path) -> Iterator[Row]:
     try:
         yield from _table(path, filter(None, reader))
     except csv.Error as e:
-        raise UserError(f"{path}: not valid CSV at line {reader.line_num} ({e}). Mend the quotes there.") from None
+        raise UserError(f"{path}: not valid CSV at line {reader.line_num} ({e}). Fix the quotes there.") from None
 
 
 def _tsv(path: Path) -> Iterator[Row]:

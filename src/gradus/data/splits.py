@@ -138,7 +138,7 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
     for label in np.unique(dataset.labels):
         held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
     if not held.any():
-        raise UserError(f"{dataset.name}: no class has {every} {unit} to hold one out. Add a valid split.")
+        raise UserError(f"{dataset.name}: no class has {every} {unit}, enough to hold one out. Add a valid split.")
     return Part(dataset, np.flatnonzero(~held)), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
 
 

@@ -106,7 +106,7 @@ class DocumentsDataset:
 
     def __init__(self, tokens: TokenFile, max_len: int, across: bool = False):
         if max_len < 1:
-            few = f"data.max_len leaves {max_len} tokens per row beside the special ones"
+            few = f"data.max_len leaves {max_len} tokens per row besides the special ones"
             raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
         self.tokens = tokens
         offsets = np.asarray(tokens.offsets)
@@ -147,7 +147,7 @@ class PairsDataset:
         self.target = TokenFile.of(target, target_tokenizer or tokenizer, cache=cache)
         if len(self.source) != len(self.target):
             both = f"{source.name} has {len(self.source)} lines, {target.name} has {len(self.target)}"
-            raise UserError(f"{both}: parallel text needs a line for each line.")
+            raise UserError(f"{both}: parallel text needs equally many lines.")
         self.lengths = sum(np.minimum(side.lengths(), max_len) for side in (self.source, self.target))
 
     def __len__(self) -> int:

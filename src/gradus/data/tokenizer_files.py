@@ -45,7 +45,7 @@ def load(path: str | Path) -> Tokenizer:
     file = _find(path) if path.is_dir() else path
     read = READERS.get(file.name, READERS.get(file.suffix))
     if read is None or file.name == "tokenizer_config.json":
-        raise UserError(f"{file}: not a kind of tokenizer that is known. Give a folder, or {KINDS}.")
+        raise UserError(f"{file}: unknown tokenizer format. Give a folder, or {KINDS}.")
     try:
         return read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
@@ -67,7 +67,7 @@ def _find(folder: Path) -> Path:
     if len(others) == 1:
         return others[0]
     there = ", ".join(p.name for p in files[:10]) or "nothing"
-    raise UserError(f"{folder}: no tokenizer in this folder, or several, only {there}. A tokenizer is {KINDS}.")
+    raise UserError(f"{folder}: no single tokenizer in this folder, only {there}. A tokenizer is {KINDS}.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -147,7 +147,7 @@ def _numbers_one_could_mean(state: Any) -> None:
             if isinstance(value, dict | list):
                 left.append(value)
             elif isinstance(value, int) and abs(value) > limits.TOKEN_IDS:
-                raise _Damaged(f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so no id of a token")
+                raise _Damaged(f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so not a token id")
             elif (key == "precompiled_charsmap" and not _whole_charsmap(value)) or (key == "length" and value == 0):
                 raise _Damaged(f"{key}: {value!r:.60}")
 

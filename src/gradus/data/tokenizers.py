@@ -147,7 +147,7 @@ class FastTokenizer(Tokenizer):
         self.rust = tokenizer
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise UserError(f"{where}: a tokenizer without one token. Get the file again.")
+            raise UserError(f"{where}: a tokenizer without any token. Get the file again.")
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
@@ -209,7 +209,7 @@ class TableTokenizer(FastTokenizer):
 
     def __init__(self, rust, tokens: list[str], specials: Sequence[str]):
         if len(tokens) == len(specials):
-            raise UserError(f"tokenizer: no {self.kind} in the text to read the vocabulary off. Give a longer text.")
+            raise UserError(f"tokenizer: no {self.kind} in the text to build the vocabulary from. Give a longer text.")
         rust.add_special_tokens(list(specials))
         self.tokens, self.specials = tokens, tuple(specials)
         as_roberta = {"cls_token": "<s>", "sep_token": "</s>"} if {"<s>", "</s>"} <= {*specials} else {}
@@ -224,7 +224,7 @@ class TableTokenizer(FastTokenizer):
         ids = [self.table.get(part, self.unk_id) for part in self.parts(text)]
         if None in ids:
             lacks = f"The {self.kind} {self.parts(text)[ids.index(None)]!r} is not in the vocabulary"
-            mend = "Use one that knows every text (tokenizer.kind=byte or bpe)"
+            mend = "Use one that covers every text (tokenizer.kind=byte or bpe)"
             raise InputError(f"{lacks} of {self.vocab_size}, which has no <unk>. {mend}.")
         return ids
 

@@ -146,7 +146,7 @@ class Rising:
     def __post_init__(self) -> None:
         if not self.low <= self.expected <= self.high:
             figures = f"{self.low:g}, {self.expected:g}, {self.high:g}"
-            raise ValueError(f"low, expected, high must not fall: {figures}.")
+            raise ValueError(f"low, expected, high must not decrease: {figures}.")
 
 
 @dataclasses.dataclass(frozen=True)

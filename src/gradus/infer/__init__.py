@@ -131,13 +131,13 @@ def read_made(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         known, problem = {}, f"{checksums.FILE} is not readable"
     if file not in known:
-        problem = problem or f"{checksums.FILE} does not know {file}"
+        problem = problem or f"{checksums.FILE} does not list {file}"
     found = None if problem else read_json(folder / file, CONFIG_FILE)
     if not problem and not (isinstance(found, dict) and found.keys() >= KEYS[file]):
-        problem = f"{file} is of another version"
+        problem = f"{file} has another version"
     if problem:
-        mend = f"Copy it again, or make it anew with gradus {'export' if file == EXPORTED else 'quantize'}"
-        raise UserError(f"{folder}: {problem}, so that its check does not hold. {mend}.")
+        mend = f"Copy it again, or make it again with gradus {'export' if file == EXPORTED else 'quantize'}"
+        raise UserError(f"{folder}: {problem}, so it cannot be verified. {mend}.")
     return found
 
 
@@ -192,7 +192,7 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     ends = end_tokens(place, target)
     if family.attention == "cross":
         if not all(rows):
-            raise InputError(f"an empty text: {config.family} needs one to read. Give it behind the model's name.")
+            raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
         fits(texts, sources, config.longest)
@@ -210,7 +210,7 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
-            raise InputError("an empty prompt, and the tokenizer has no begin token. Give one behind the model's name.")
+            raise InputError("an empty prompt, and the tokenizer has no begin token. Give one after the model's name.")
         rows = [row or begin[-1:] for row in rows]
     if fit:
         fits(texts, rows, config.longest)
@@ -223,7 +223,7 @@ def readable(texts: list[str], longest: int | None) -> None:
     longest = longest or 1 << 16
     for number, text in enumerate(texts, 1):
         if len(text) > TOKEN * longest:
-            what = f"{len(text):,} characters, more than {longest:,} tokens hold ({TOKEN} each at most)"
+            what = f"{len(text):,} characters, more than fit into {longest:,} tokens (at most {TOKEN} each)"
             raise InputError(f"text {number} ({text[:30] + '…'!r}) has {what}. Give a shorter one.")
 
 

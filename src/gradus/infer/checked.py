@@ -148,7 +148,7 @@ def checked(place: Place, name: str, precision: str | None, inputs: Encoded | It
         now = f"{datetime.date.today()}"
         for row in found:
             row.conditions |= {"when": now, "processor": cpu_name(), "torch": torch.__version__}
-        with writing(kept, "set GRADUS_CACHE to a folder with room."):
+        with writing(kept, "set GRADUS_CACHE to a folder with enough space."):
             kept.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(kept, "".join(row.json() + "\n" for row in found))
         rows = read_rows(kept)

@@ -226,7 +226,7 @@ class Compiled(Torch):
         began, self.first = time.perf_counter(), False
         print("compiling ...", file=sys.stderr, flush=True)
         out = call()
-        print(f"first call, with compiling: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        print(f"first call, compilation included: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
         return out
 
 

@@ -138,7 +138,7 @@ def fits(found: type[Engine], precision: str, place: Place) -> None:
 def installed(found: type[Engine]) -> None:
     """Raises UserError where a package that an engine imports is not here."""
     if absent := [package for package in found.packages if importlib.util.find_spec(package) is None]:
-        raise UserError(f"--engine {found.name}: there is no package {' and no '.join(absent)} here.")
+        raise UserError(f"--engine {found.name}: not installed here: {', '.join(absent)}.")
 
 
 def here(place: Place, *more: str) -> str:

@@ -38,7 +38,7 @@ class Onnx(GraphEngine):
     def open(self, paths: dict[str, Path]) -> None:
         ort = need("onnxruntime", "onnx", "--engine onnx")
         if self.precision not in self.PRECISIONS:
-            raise UserError(f"ONNX Runtime {ort.__version__} has no products of {self.precision} on a CPU")
+            raise UserError(f"ONNX Runtime {ort.__version__} has no {self.precision} matrix products on a CPU")
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = torch.get_num_threads()
         settings.log_severity_level = 3

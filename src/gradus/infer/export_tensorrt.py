@@ -50,7 +50,7 @@ class TensorRT(GraphEngine):
         (folder / f"{graph.name}.build.json").write_text(json.dumps(recipe, indent=1) + "\n")
         trt = package()
         if trt is None:
-            note(f"{graph.name}: no plan, as there is no package tensorrt here. Where there is one, in this folder: "
+            note(f"{graph.name}: no TensorRT plan: the package tensorrt is not installed here. Where it is, run here: "
                  f"{recipe['command']}")  # fmt: skip
             return about
         (folder / about["file"]).write_bytes(build(trt, folder / about["onnx"], recipe))
@@ -59,14 +59,14 @@ class TensorRT(GraphEngine):
     def open(self, paths: dict[str, Path]) -> None:
         trt = package()
         if trt is None or not all(path.is_file() for path in paths.values()):
-            why = "there is no package tensorrt here" if trt is None else "the plan was not built"
+            why = "the package tensorrt is not installed here" if trt is None else "the plan was not built"
             raise UserError(f"--engine tensorrt: {why}. pip install tensorrt where there is an NVIDIA GPU, and export.")
         runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         self.contexts = {}
         for name, path in paths.items():
             plan = runtime.deserialize_cuda_engine(path.read_bytes())
             if plan is None:
-                raise UserError(f"{path}: TensorRT {trt.__version__} does not load it. Export it here again.")
+                raise UserError(f"{path}: TensorRT {trt.__version__} does not load it. Export it again here.")
             self.contexts[name] = plan.create_execution_context()
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class TensorRT(GraphEngine):
             context.set_tensor_address(name, out[name].data_ptr())
         stream = torch.cuda.current_stream()
         if not context.execute_async_v3(stream.cuda_stream):
-            raise UserError(f"--engine tensorrt: sizes outside the profile of {graph}.build.json. Export with others.")
+            raise UserError(f"--engine tensorrt: sizes outside the profile of {graph}.build.json. Export other sizes.")
         stream.synchronize()
         return out
 

@@ -115,7 +115,7 @@ class GraphEngine(Engine):
         elif (lengths == ids.shape[1]).all():
             self.begin(len(ids), sources, torch.arange(sources.shape[1], device=ids.device) < source_lengths[:, None])
         else:
-            raise UserError(f"--engine={self.name}: answers start from prompts of one length. Use --engine torch.")
+            raise UserError(f"--engine={self.name}: prompts must all have the same length. Use --engine torch.")
         keep = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         return self.read(ids, keep)[torch.arange(len(ids), device=ids.device), lengths - 1]
 

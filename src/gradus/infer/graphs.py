@@ -177,7 +177,7 @@ def graphs(model: nn.Module) -> list[Graph]:
     """Raises UserError for a model of which no graph can be made."""
     family, config = lookup(model.config.family), model.config
     if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
-        raise UserError("a mixture of experts: only the format hf has its products. Use --as hf.")
+        raise UserError("a mixture of experts: only the format hf supports it. Use --as hf.")
     if config.longest is not None and config.longest < EXAMPLE["total"]:
         raise UserError(f"model.seq_len={config.longest}: too short to export; at least {EXAMPLE['total']}.")
     tokens = torch.arange(2 * 7).view(2, 7) % config.vocab_size if config.reads == "text" else torch.empty(2, 0)

@@ -73,7 +73,7 @@ def predict(args: Any) -> Iterator[str]:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {what}, or --split.")
     kind = ".npy" if args.features else ".jsonl"
     if args.to and Path(args.to).suffix != kind:
-        raise UserError(f"--to={args.to}: this is saved as {kind}. Give a name that ends so.")
+        raise UserError(f"--to={args.to}: this is saved as {kind}. Give a name with that ending.")
     place = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
     if args.features and (place.engine, place.precision or "fp32") != ("torch", "fp32"):
         raise UserError("--features: only with --engine torch in fp32. Leave out --engine and --precision.")
@@ -132,7 +132,7 @@ def inputs_of(args: Any) -> list[str]:
     inputs = args.inputs if args.inputs not in ([], ["-"]) else list(filter(str.strip, lines_of(sys.stdin)))
     limits.words(inputs)
     if not inputs:
-        raise UserError("nothing to predict. Give texts or image files behind the model's name, or --split valid.")
+        raise UserError("nothing to predict. Give texts or image files after the model's name, or --split valid.")
     return inputs
 
 
@@ -507,7 +507,7 @@ def opened(
         free = {key: value for key, value in extra.items() if key.split(".")[0] in FREE}
         if free != extra:
             taken = ", ".join(free) or "nothing"
-            notes.append(f"{json_file}: an evaluation takes {taken} of it; the rest is of training")
+            notes.append(f"{json_file}: an evaluation uses only {taken} of it; the rest is for training")
         # the architecture is the weights' own: see below
         return recipes.load(name, overrides, notes=notes, configure=None, **free)
 

@@ -81,7 +81,7 @@ def _engine(args: Any, place: Place) -> str:
     if place.made:
         raise UserError(f"{place.name}: an exported or quantized folder. Give the model that it was made from.")
     if args.calibrate and how != "static":
-        raise UserError(f"--calibrate={args.calibrate}: of --as static; {how} needs no samples. Leave it out.")
+        raise UserError(f"--calibrate={args.calibrate}: only for --as static; {how} needs no samples. Leave it out.")
     if why := quantized.lacks(how):
         raise UserError(f"--as {how}: {why}. Use --as int8, or run it with --precision bf16.")
     if args.engine not in (None, *known):

@@ -126,7 +126,7 @@ def load(place: Place, precision: str) -> nn.Module:
             if p.is_meta:
                 same(name, tensors[name], p)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as e:
-        raise UserError(f"{file}: damaged, or not of this model ({e}). Quantize the model anew.") from None
+        raise UserError(f"{file}: damaged, or of another model ({e}). Quantize the model again.") from None
     values = {name: Stored(tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}
     model = Deferred(model, None).on(pick_device("auto")).to(pick_device("auto"))
     fill({name: p for name, p in model.named_parameters() if name in values}, values)
@@ -146,4 +146,4 @@ def same(name: str, kept: Tensor | None, like: Tensor | None) -> None:
     """Raises ValueError where a tensor has another shape or type than the model's."""
     found, wanted = ("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in (kept, like))
     if found != wanted:
-        raise ValueError(f"{name}: {found} where {wanted} belongs")
+        raise ValueError(f"{name}: found {found}, expected {wanted}")

@@ -87,7 +87,7 @@ def travelling(args: Namespace) -> Path | None:
     arguments, above, _ = training_args.read(os.path.expanduser(args.json_file))
     for name in ("fsdp_config", "deepspeed"):
         if isinstance(arguments.get(name), str):
-            text = f"{above}{name} names a file of this machine. Write its content there."
+            text = f"{above}{name} names a file on this machine. Write its content there."
             raise UserError(f"{args.json_file}: {text}")
     return Path(os.path.expanduser(args.json_file)).resolve()
 
@@ -150,5 +150,5 @@ def below(path: str) -> bool:
 def portable(run: str) -> None:
     """Raises UserError for a run folder that cannot be the same below another machine's folder."""
     if not below(run):
-        text = "it is the same below this folder and below the one there. Give a relative path without spaces."
+        text = "the run folder has the same path here and there. Give a relative path without spaces."
         raise UserError(f"log.dir={run}: {text}")

@@ -72,13 +72,13 @@ def train(
     with run_folder(config.log, config.name, folder) as folder:
         if not (resume or auto_resume) and (folder / "metrics.jsonl").exists():
             again = status.command(folder, n)
-            raise UserError(f"{folder}: there is a run already. Go on with it: {again}; or set another log.dir.")
+            raise UserError(f"{folder}: there is a run already. Resume it: {again}; or set another log.dir.")
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
         code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
     if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
-        print(f"Go on from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
+        print(f"Resume from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -32,9 +32,9 @@ def options(p: argparse.ArgumentParser) -> None:
     text = "of generation: weights and arithmetic (default fp32)"
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help=text)
     add("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
-    add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that ask for one")
+    add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that need one")
     hours = limits.real(above=0, most=24)
-    add("--hours", type=hours, default=24.0, metavar="H", help="after which an attempt ends (default 24)")
+    add("--hours", type=hours, default=24.0, metavar="H", help="hours after which an attempt ends (default 24)")
 
 
 def launch(args: Namespace) -> int:
@@ -150,8 +150,8 @@ machine = {"image": image, "gpu": GPU, "volumes": {"/volume": volume}, "secrets"
 
 
 def at(name):
-    """Where a path lies on the machine that asks: added to the image, or in the volume. \
-What is neither is a name on the hub."""
+    """Where a path is on the machine that runs this: in the image, or in the volume. \
+Anything else is a name on the hub."""
     if modal.is_local():
         return {**FOLDERS, **FILES}.get(name, name)
     kept = Path("/volume") / name
@@ -188,7 +188,7 @@ TRAIN = '''
 
 @app.function(**machine, retries=modal.Retries(max_retries=5, initial_delay=10.0))
 def train() -> str:
-    """Train, or go on where an attempt before this one came to. Returns the run's summary."""
+    """Train, or resume where an earlier attempt stopped. Returns the run's summary."""
     from gradus.cli import main
 
     run = Path("." if modal.is_local() else "/volume") / RUN

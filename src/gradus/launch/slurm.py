@@ -1,4 +1,4 @@
-"""`gradus launch slurm`: a batch script that trains on a cluster, saves before its time is over, and goes on by
+"""`gradus launch slurm`: a batch script that trains on a cluster, saves before its time limit, and resumes by
 itself."""
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--container-command", metavar="COMMAND", help="default: apptainer exec, or apptainer exec --nv with GPUs")
     add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
     add("--setup", **several, metavar="LINE", help="shell line to run before training; may be repeated")
-    help_ = "so long before the limit: save, requeue, go on (default USR1@120); none: never"
+    help_ = "this long before the limit: save, requeue, resume (default USR1@120); none: never"
     add("--signal", default="USR1@120", metavar="NAME@SECONDS", help=help_)
-    add("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to go on (default 100)")
+    add("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to requeue (default 100)")
     add("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
     add("--dry-run", action="store_true", help="write the script, do not submit it")
     add("--follow", action="store_true", help="show the log until the job has ended")
@@ -178,8 +178,8 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
         "code=$?",
     ]
     if args.signal != "none":
-        saved = f"got {args.signal.split('@')[0]} and saved; requeued, to go on from there"
-        fault = "met a fault of the machine; requeued, to go on from the last checkpoint"
+        saved = f"got {args.signal.split('@')[0]} and saved; requeued, to resume from there"
+        fault = "hit a fault of the machine; requeued, to resume from the last checkpoint"
         for code, why in ((128 + _signal(args)[0], saved), (FAULT, fault)):
             lines += [
                 f'if [ "$code" -eq {code} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {args.max_requeues} ]; then',
@@ -254,7 +254,7 @@ def _call(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     except FileNotFoundError:
-        raise UserError(f"no {command[0]} here: Slurm is not installed. Ask on a login node of the cluster.") from None
+        raise UserError(f"no {command[0]} here: Slurm is not installed. Run this on a login node.") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]}: no answer within two minutes. Is Slurm's controller up? Ask: sinfo") from None
     if done.returncode:
@@ -320,6 +320,6 @@ def _show(number: str, follow: bool = False) -> int:
             place += len(new)
             print(new.decode(errors="replace"), end="", flush=True)
     except KeyboardInterrupt:
-        print(f"\njob {number} goes on. Look again: gradus launch slurm --status {number} --follow")
+        print(f"\njob {number} continues. Follow it again: gradus launch slurm --status {number} --follow")
         return 130
     return 0 if not follow or job.state == "COMPLETED" else 1

@@ -39,10 +39,10 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print the commands, run none")
     number = limits.whole(1, limits.PROCESSES)
     add("--processes", type=number, default=1, metavar="N", help="to start there, one per GPU (default 1)")
-    add("--folder", default="gradus", metavar="DIR", help="there, below the home folder (default: gradus)")
+    add("--folder", default="gradus", metavar="DIR", help="folder there, below the home folder (default: gradus)")
     add("--copy", choices=["scp", "rsync"], default="scp", help="rsync (must be there too) sends only what changed")
     add("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
-    add("--setup", action="append", default=[], metavar="LINE", help="line there instead of the set-up; repeatable")
+    add("--setup", action="append", default=[], metavar="LINE", help="line to run instead of the set-up; repeatable")
     add("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
 
 
@@ -96,13 +96,13 @@ def launch(args: Namespace) -> int:
         print(f"# {command.why}\n{command}", flush=True)
         _run(command)
     if not args.follow:
-        print("training; a lost connection costs nothing. From here:")
+        print("training; a lost connection does not stop it. From here:")
         for command in (look, follow, fetch):
             print(f"# {command.why}\n{command}")
         return 0
     code = subprocess.run(follow.words).returncode
     if code == 255:
-        raise UserError(f"the connection to {args.host} is lost; training goes on there. Look again: {follow}")
+        raise UserError(f"the connection to {args.host} is lost; training continues there. Follow it again: {follow}")
     _run(fetch)
     print(f"training ended with exit code {code}; its run folder is {run}")
     return code

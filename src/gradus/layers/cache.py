@@ -65,8 +65,8 @@ class Cache:
             raise UserError(f"the cache was made for a batch of {self.batch}, not {positions.shape[0]}; make a new one")
         if not self.fixed:
             if self.length + positions.shape[1] > self.max_len:
-                more = f"{self.length} tokens a row and {positions.shape[1]} more"
-                raise UserError(f"the cache holds {self.max_len} tokens a row, not {more}; shorten the prompt")
+                more = f"{self.length} tokens per row and {positions.shape[1]} more"
+                raise UserError(f"the cache holds {self.max_len} tokens per row, not {more}; shorten the prompt")
             self.length += positions.shape[1]
         return torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
 

@@ -61,7 +61,7 @@ def sdpa(
     extra, blind = None, None
     # all that flex_attention can do
     if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
-        assert causal, "packed documents look backwards"
+        assert causal, "packed documents need causal=True"
         return flex(*autocast(q, k, v), mask, scale), None
     if naive_is_faster(q, k, v, bias, dropout):
         return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)[0], None
@@ -304,7 +304,7 @@ def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
 def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:
     if not isinstance(mask, Documents):
         return mask
-    assert causal, "packed documents look backwards"
+    assert causal, "packed documents need causal=True"
     return mask.dense()
 
 

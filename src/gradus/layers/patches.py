@@ -26,7 +26,7 @@ def extract(images: Tensor, patch_size: int, how: Literal["unfold", "rearrange"]
     p = patch_size
     if height % p or width % p:
         raise UserError(
-            f"images of {height} × {width} pixels do not cut into patches of {p} × {p}; resize them or change "
+            f"images of {height} × {width} pixels do not divide into patches of {p} × {p}; resize them or change "
             "patch_size"
         )
     if how == "unfold":

@@ -219,7 +219,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     except ValueError as e:
         raise UserError(f"--sizes: {e} Write for example --sizes 1KiB,64KiB,1MiB") from None
     if 0 in sizes:
-        raise UserError("--sizes: 0 bytes are no size.")
+        raise UserError("--sizes: a size must be at least 1 byte.")
     return tuple(sorted(sizes))
 
 

@@ -111,12 +111,12 @@ def _next_micro_batch(recipe: Recipe) -> int | None:
 
 def _recomputation(recipe, cuda, share, _) -> Iterator[Hint]:
     if (part := share(AGAIN)) >= 0.1 and recipe.layout.checkpointing != "none":  # chunked attention computes again too
-        text = f"activations are computed again, {part:.0%} of the step: not needed where they fit into memory"
+        text = f"recomputing activations takes {part:.0%} of the step: not needed where they fit into memory"
         yield Hint("layout.checkpointing=none", part, text)
 
 
 def _optimizer(recipe, cuda, share, _) -> Iterator[Hint]:
     part, samples = share("optimizer"), recipe.batch.samples
     if part >= 0.2 and samples:
-        text = f"the optimizer takes {part:.0%} of every step, whatever its batch: larger steps spend less on it (other"
-        yield Hint(f"batch.samples={2 * samples}", part, f"{text} mathematics: the learning rate may have to change)")
+        text = f"the optimizer takes {part:.0%} of every step, whatever its batch: larger ones spend less on it (this"
+        yield Hint(f"batch.samples={2 * samples}", part, f"{text} changes training: the learning rate may need tuning)")

@@ -25,7 +25,7 @@ MACHINE = {
     "cpu": ("CPU", "the processor"),
     "cpus": ("cores", "CPUs that the system counts (hardware threads)"),
     "cpus_allowed": ("cores allowed", "of these, those that this process may use"),
-    "threads": ("threads", "that PyTorch computes with in one process"),
+    "threads": ("threads", "that PyTorch uses in one process"),
     "cpu_flags": ("instructions", "AVX: wide vectors; VNNI: int8; bf16, fp16: half precision; AMX: matrix tiles"),
     "torch_cpu": ("PyTorch uses", "the widest vectors its own CPU kernels are built for here"),
     "memory_bytes": ("RAM", "main memory"),
@@ -57,27 +57,27 @@ DRIVER = {
     "driver_cuda": ("CUDA of driver", "the newest CUDA that this driver can run"),
     "torch_cuda": ("CUDA of PyTorch", "the CUDA that it was built with: not newer than the driver's major version"),
     "torch_gpus": ("GPUs for PyTorch", "GPUs that PyTorch sees here (CUDA_VISIBLE_DEVICES hides some)"),
-    "nvml_error": ("NVML", "the driver's management library is there and does not answer"),
+    "nvml_error": ("NVML", "the driver's management library is installed but does not respond"),
 }
 GPU = {
-    "error": ("error", "what NVML says instead of its figures"),
+    "error": ("error", "what NVML reports instead of figures"),
     "name": ("name", "the model"),
-    "temperature_c": ("temperature", "of the chip; too hot, it clocks itself down"),
-    "performance_state": ("performance state", "P0 is the fastest; P8 and above is at rest"),
+    "temperature_c": ("temperature", "of the chip; too hot, it lowers its clock"),
+    "performance_state": ("performance state", "P0 is the fastest; P8 and above are idle"),
     "persistence_mode": ("persistence mode", "on: the driver stays loaded between programs, which then start sooner"),
     "power_w": ("power", "drawn now: not what training draws, unless it trains now"),
-    "power_cap_w": ("power cap", "above this it clocks itself down"),
+    "power_cap_w": ("power cap", "to stay below this it lowers its clock"),
     "bus_id": ("bus id", "domain:bus:device.function on PCIe"),
-    "display_active": ("display", "on: a screen is driven, which takes memory and time"),
+    "display_active": ("display", "on: it drives a screen, which takes memory and time"),
     "memory_used_bytes": ("memory used", "now, by all processes and the driver"),
-    "memory_bytes": ("memory", "in all"),
+    "memory_bytes": ("memory", "in total"),
     "ecc_mode": ("ECC", "error correction of the memory"),
     "ecc_errors": ("ECC errors", "not corrected, since the driver was loaded; more than 0: drain this GPU"),
     "utilisation": ("utilisation", "share of the last second or less in which some kernel ran, however small"),
     "memory_utilisation": ("memory utilisation", "share of it in which memory was read or written"),
     "compute_mode": ("compute mode", "default: many processes may use it; exclusive process: one; prohibited: none"),
-    "mig_mode": ("MIG", "on: cut into several smaller GPUs"),
-    "pcie": ("PCIe", "the link to the host now, and at most; at rest it falls back to save power"),
+    "mig_mode": ("MIG", "on: partitioned into several smaller GPUs"),
+    "pcie": ("PCIe", "the link to the host now, and at most; when idle it slows down to save power"),
     "nvlinks": ("NVLinks up", "direct links to other GPUs"),
 }
 # the end of a key → how its figure is written
@@ -96,7 +96,7 @@ def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
         "GPUs": _figures(DRIVER, found),
         **{f"GPU {gpu['index']}": _figures(GPU, gpu) for gpu in found.get("gpus", [])},
         "links": [
-            ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the way from one to the other")
+            ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the path between them")
             for link in found.get("gpu_links", [])
         ],
     }

@@ -59,7 +59,7 @@ def _complete(recipe: Recipe) -> ModelConfig:
         ("n_classes", task == "classification" and model.n_classes is None),
     ):
         if unknown:
-            raise UserError(f"model.{key}: only the data know it. Set model.{key}, or leave out --no-data.")
+            raise UserError(f"model.{key}: only the data tell it. Set model.{key}, or leave out --no-data.")
     return model
 
 
@@ -129,5 +129,5 @@ def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
 def _totals(parallel: Parallel, config: ModelConfig) -> Iterator[str]:
     here = [_local(p) for p in parallel.part.parameters()]
     whole, elements = models.count(config)["total"], sum(p.numel() for p in here)
-    for label, count in (("parameters of the whole", whole), ("on this process", elements)):
+    for label, count in (("parameters in total", whole), ("on this process", elements)):
         yield f"{label:24} {count:>17,}  {count * here[0].dtype.itemsize:>19,} bytes"

@@ -149,7 +149,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
     """(the trainer after two steps, the steps to come, a table, the same as rows). Bytes of tensor memory: on a CPU
     counted from before the model was built, on CUDA whatever the allocator holds."""
     if session.device.type == "mps":
-        raise UserError("layout.device=mps: its memory cannot be followed. Profile with layout.device=cpu.")
+        raise UserError("layout.device=mps: its memory cannot be tracked. Profile with layout.device=cpu.")
     timeline = CudaTimeline() if session.device.type == "cuda" else Timeline()
     with timeline:
         model = session.build()
@@ -196,7 +196,7 @@ def picture_lines(
         ("weights", state["weights"], ""), ("gradients", state["gradients"], "after the backward pass"),
         ("optimizer", state["optimizer"], "its state"),
         ("activations", activations, "kept for the backward pass, by one micro-batch"),
-        ("peak", max(peaks.values()), "the highest of all"),
+        ("peak", max(peaks.values()), "the highest overall"),
     )  # fmt: skip
     cells = [[f"  {name}", f"{n / 1e6:,.2f}", what] for name, n, what in components]
     rows += [Row(f"memory/{name}", n, "bytes", conditions=where) for name, n, _ in components]
@@ -340,7 +340,7 @@ def time_lines(rows: list[Row], where: str) -> Iterator[str]:
     step, recorded = by["time/step"], by["time/step/recorded"]
     yield (
         f"a step of {where}: {step.value * 1e3:,.1f} ms; {recorded.value * 1e3:,.1f} ms while recorded, "
-        f"of which the shares are ({recorded.conditions['recorded_steps']} steps)"
+        f"to which the shares refer ({recorded.conditions['recorded_steps']} steps)"
     )
     if waits := by.get("time/waits"):
         yield f"the host waited for the GPU {waits.conditions['calls']:.1f} times per step, {waits.value * 1e3:,.1f} ms"

@@ -261,7 +261,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
     for key in fields:
         if key not in known or key in ("family", "preset", "init"):
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
-            raise UserError(f"{where}: {key} is no field of a {config.family} model.{suggestion}")
+            raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
         made = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
     wanted, stored = (getattr(c, "patches", None) for c in (made, config))
@@ -286,7 +286,7 @@ def one_line(where: object) -> Iterator[None]:
         ]
         raise UserError(f"{where}: {'; '.join(problems)}") from None
     except KeyError as e:
-        raise UserError(f"{where}: {e.args[0]} is not in it, and the model cannot be built without it") from None
+        raise UserError(f"{where}: {e.args[0]} is missing, and the model cannot be built without it") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
         raise UserError(
             f"{where}: a value of the wrong kind ({e}). Compare it with a published one of this family"

@@ -123,7 +123,7 @@ class Bert(nn.Module):
         """
         head = self.config.head
         if select is not None and head not in ("masked_lm", "pretraining"):
-            raise UserError(f"select chooses places for the masked-LM head, and head={head} has none")
+            raise UserError(f"select chooses positions for the masked-LM head, and head={head} has none")
         x = self.hidden(ids, token_types=token_types, keep=keep)
         if head == "none":
             return x

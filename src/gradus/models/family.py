@@ -64,7 +64,7 @@ class Family:
         encodes = "features" if self.config.reads == "images" else "hidden"
         methods = {"causal": ["hidden"], "both": [encodes], "cross": ["encode", "decode"]}
         if self.attention not in methods:
-            raise TypeError(f"family {self.name}: attention={self.attention}: it is causal, both or cross")
+            raise TypeError(f"family {self.name}: attention={self.attention}: must be causal, both or cross")
         rules = ("MODEL_TYPES", "config_from_hf", "config_to_hf", "rules")
         asked = ["initialisation", *methods[self.attention]]
         lacks = [f"{self.model.__name__}.{name}()" for name in asked if not hasattr(self.model, name)]
@@ -84,7 +84,7 @@ class Family:
         for stack in self.stacks:
             blocks = list(modules[stack.blocks].children()) if stack.blocks in modules else []
             if not blocks or not all(isinstance(block, Block) for block in blocks):
-                yield f"stacks: {stack.blocks} is no list of gradus.layers.Block"
+                yield f"stacks: {stack.blocks} is not a list of gradus.layers.Block"
         for key in ("tokens", "entry"):
             yield from (f"{key}: no module {name}" for name in getattr(self, key) if name not in modules)
         for end in self.tensor:

@@ -54,7 +54,7 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
 def batch(recipe: Recipe, n: int) -> Iterator[str]:
     """Whether the batch divides among the processes that see different samples."""
     if recipe.train.qat and n > 1:
-        yield f"train.qat=true: one process sees the ranges of inputs, and {n} were started. Start 1, or leave it out."
+        yield f"train.qat=true: the ranges of inputs need one process, and {n} were started. Start 1, or leave it out."
     if n % needed(recipe.layout):
         return
     layout, shape = recipe.layout, sizes(recipe.layout, n)

@@ -219,7 +219,7 @@ class Context:
         assert bias is None, "a split sequence takes no bias on the scores"
         if mask is not None:
             of_all_keys = mask.shape[1:] == (1, 1, split.length)
-            assert self.redundant and of_all_keys, f"mask {tuple(mask.shape)}: not one of all keys"
+            assert self.redundant and of_all_keys, f"mask {tuple(mask.shape)}: it must cover all keys"
             keep = mask[:, 0, 0]  # (batch, seq)
         if not self.ring:
             sequence = _Sequence(split, segments, keep)

@@ -26,7 +26,7 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     n, n_experts = layout.expert, getattr(model, "n_experts", None)
     if n_experts is None:
         able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
-        more = f"Set layout.expert=1, or of {either(able)} model.n_experts={4 * n}, say."
+        more = f"Set layout.expert=1, or, for {either(able)}, model.n_experts={4 * n}, say."
         yield f"layout.expert={n}: this {model.family} has no experts. {more}"
     elif n_experts % n:
         yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {either(divisors(n_experts))}."

@@ -59,7 +59,7 @@ def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     if layout.schedule == "zero_bubble" and len(stacks) > 1:
         yield (
             "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
-            "PyTorch's second one fails where weights enter a stage at several places, as "
+            "PyTorch's second one fails where weights enter a stage in several places, as "
             f"{model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
         )
 
@@ -104,7 +104,7 @@ class _Receive(nn.Module):
         self.slot, self.name = slot, name
 
     def forward(self, *args, **kwargs) -> Tensor:
-        assert self.name in self.slot, "a stage's model is called once a micro-batch"
+        assert self.name in self.slot, "a stage's model is called once per micro-batch"
         return self.slot.pop(self.name)
 
 

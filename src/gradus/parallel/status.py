@@ -266,7 +266,7 @@ def _lost_ranks(folder: Path, records: dict, gone: list[int], codes: Mapping[int
     if lines:
         text += "\n  ".join(["; the last lines it wrote:", *lines])
     elif code == -signal.SIGKILL:
-        text += ". If nobody killed it, the host's memory was full: see dmesg."
+        text += ". If nobody killed it, the host's memory was probably full: see dmesg."
     return text
 
 

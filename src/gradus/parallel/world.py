@@ -93,7 +93,7 @@ def _described(environment: Mapping[str, str], launcher: Launcher) -> World:
         local_size = _local_size(environment, launcher)
         address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
     except ValueError as e:
-        text = f"{launcher.name}: its environment makes no sense ({e}). Start again, or unset {launcher.rank}."
+        text = f"{launcher.name}: its environment is inconsistent ({e}). Start again, or unset {launcher.rank}."
         raise UserError(text) from None
     return World(rank, size, local_rank, local_size, launcher.name, address, port)
 
@@ -154,7 +154,7 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("", port))
             return port
-    raise UserError(f"{socket.gethostname()}: no free port from {PORTS[0]} to {PORTS[-1]}. End what listens there.")
+    raise UserError(f"{socket.gethostname()}: no free port from {PORTS[0]} to {PORTS[-1]}. Stop what listens there.")
 
 
 def first_host(nodes: str) -> str:
@@ -186,7 +186,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
         if "EADDRINUSE" in reason:
             text = f"{host}: port {world.port} is in use. Start again, with MASTER_PORT set to a free one."
             raise UserError(text) from None
-        text = f"rank {world.rank} on {host}: {world.size - 1} other processes were not met at "
+        text = f"rank {world.rank} on {host}: {world.size - 1} other processes were not reached at "
         text += f"{world.address}:{world.port} ({reason}). Were all started? Is MASTER_ADDR reachable from here?"
         raise EnvironmentFault(text) from None
 
@@ -248,7 +248,7 @@ def load_mpi(what: str) -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:  # its wheels bring no MPI library and look for one when they are imported
-        text = f"{what}: mpi4py is here, an MPI library is not ({str(e).splitlines()[0]}). Install one (Debian: "
+        text = f"{what}: mpi4py is installed, but no MPI library ({str(e).splitlines()[0]}). Install one (Debian: "
         raise UserError(f"{text}apt-get install openmpi-bin) and start with mpirun -n 2 gradus ...") from None
     return MPI
 

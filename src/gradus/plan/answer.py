@@ -85,7 +85,7 @@ def answer(request: Request) -> Answer:
 
         found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=choose, said=said)
         cluster, layout = Cluster(cluster.device, found.n), found.layout if choose else None
-        notes.append(f"{found.n:,} is the smallest number of devices, in whole nodes, that is done in {request.days:g} days")
+        notes.append(f"{found.n:,} is the smallest number of devices, in whole nodes, that finishes in {request.days:g} days")
     elif choose and cluster:
         from gradus.plan.search import best_layout
 
@@ -160,7 +160,7 @@ def open_recipe(request: Request, notes: list[str]):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
                 recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
-                notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, for as many in total")
+                notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, to keep the total")
         return recipe, None, bare
     if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
@@ -233,7 +233,7 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """The hardware asked for, and whether the number of devices was said."""
     if request.on is None:
         if request.days:
-            raise UserError("--days: devices of which kind? Say --on, e.g. --on H100 (gradus hardware lists them).")
+            raise UserError("--days: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -253,7 +253,7 @@ def _numbers(request: Request, recipe: Recipe, cluster: Cluster, bare: bool, not
         found = "fp16" if "fp16" in peaks else "fp32"
         notes.append(f"{cluster.device.name} has no {now}: planned in {found} (layout.precision)")
         return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"precision": found})})
-    notes.append(f"no peak of {cluster.device.name} in {now} is known: priced at that of the nearest numbers it has, and without an MFU")
+    notes.append(f"no peak of {cluster.device.name} in {now} is known: planned with the nearest precision it has, and without an MFU")
     return recipe
 
 
@@ -323,7 +323,7 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     for name, text in COMPONENTS.items():
         given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
         rows.append(known_figure(f"memory/{name}", parts[name], given, formula=f"Σ bytes alive at the peak: {text}", **at))
-    given, source = {}, "on a CPU it was not measured, and is left out"
+    given, source = {}, "not measured on a CPU, and left out"
     if memory.framework:
         from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
 
@@ -448,7 +448,7 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     if request.days:
         raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
     if request.on is None:
-        raise UserError("--search: on which hardware? Say --on, e.g. --on 64xH100 (gradus hardware lists them).")
+        raise UserError("--search: on which hardware? Give --on, e.g. --on 64xH100 (gradus hardware lists them).")
     recipe, task, cluster, *_ = asked(request, notes := [])
     try:
         steps = total_steps(recipe, task)

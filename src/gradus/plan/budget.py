@@ -105,7 +105,7 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Ro
     if watts is None:
         return []
     (*factor, pue_source), grid = hardware.pue(), hardware.grid("world")
-    source = f"{grid.name} {grid.year}, location-based: {grid.source}; making the devices is not in it"
+    source = f"{grid.name} {grid.year}, location-based: {grid.source}; manufacturing the devices is not included"
     rows = []
     for i, case in enumerate(CASES):
         given = {"W per device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}

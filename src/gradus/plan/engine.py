@@ -105,7 +105,7 @@ def profile_of(
     try:
         digest, _, text = limits.regular(path).read_text().partition("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
-            raise ValueError("another text than was written")
+            raise ValueError("the text is not what was written")
         found = profiles.from_plain(json.loads(text))
     except (OSError, ValueError, UserError):  # absent, torn or changed
         found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)

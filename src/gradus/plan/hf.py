@@ -58,11 +58,11 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
     entry, notes, usable = others.planned()[kind], [], None
     missing = [field for field in entry.get("needs", ()) if hf.get(entry.get("default", {}).get(field, field)) is None]
     if missing:
-        raise UserError(f"{', '.join(missing)}: not in it, and the model cannot be planned without")
+        raise UserError(f"{', '.join(missing)}: missing, and the model cannot be planned without")
     for field, (only, why) in entry.get("only", {}).items():
         wanted = hf[only] if isinstance(only, str) else only
         if hf.get(field, wanted) != wanted:
-            raise UserError(f"{field}={hf[field]} does not map: {why}. Only {field}={wanted} does")
+            raise UserError(f"{field}={hf[field]} is not supported: {why}. Only {field}={wanted} is")
     for field, value in entry.get("default", {}).items():
         if hf.get(field) is None:
             hf[field] = hf.get(value, value) if isinstance(value, str) else value
@@ -100,7 +100,7 @@ def _heads(hf: dict[str, Any], theirs: str, heads: dict[str, str]) -> None:
     """Their architecture, by its ending, as the one that the family's reader knows."""
     ending = next((end for end in heads if theirs.endswith(end)), None)
     if ending is None:
-        raise UserError(f"architectures={theirs} does not map: the head is another. Known: {', '.join('...' + end for end in heads)}")
+        raise UserError(f"architectures={theirs} is not supported: the head differs. Known: {', '.join('...' + end for end in heads)}")
     hf["architectures"] = [heads[ending]]
 
 

@@ -352,7 +352,7 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
             good.sort(key=lambda c: c.order)
     if not good and not large:
         check.validate(space._with(space.base), space.n)  # says what is wrong
-        raise UserError(f"{space.recipe.name}: no layout is allowed on {space.n} devices. Use another number of devices, or another batch.samples.")
+        raise UserError(f"{space.recipe.name}: no layout is possible on {space.n} devices. Use another number of devices, or another batch.samples.")
     if path:
         layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in (("good", good), ("large", large))}
         with contextlib.suppress(OSError):
@@ -639,6 +639,6 @@ def fewest_in_time(
                 return good[0]
     said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
     raise UserError(
-        f"--days={days:g}: no number of {device.name} up to {n:,} is done in time, as the batch can be split.{said} "
+        f"--days={days:g}: no number of {device.name} up to {n:,} finishes in time, given how the batch can be split.{said} "
         "Give more days, a larger batch.samples, or a faster device."
     )

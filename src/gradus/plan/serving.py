@@ -161,7 +161,7 @@ def least(need: float, numbers: str) -> list[Device]:
 
 def _device(need: float, rule: float, numbers: str) -> Row:
     fits, by_rule = ([d.name for d in least(n, numbers)] for n in (need, rule))
-    text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; of equals the cheapest"
+    text = f"the least memory · usable part that is at least the total, of those that compute in {numbers}; among equals the cheapest"
     more = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": LEFT_OUT}
     name = fits[0] if fits else "none: split it over several"
     return known_figure("serving/device", name, {"total": need, "fits": fits}, formula=text, **more)
@@ -273,7 +273,7 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         over = f", {size(need - capacity)} too much" if need > capacity else ""
         each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
-    single = f"{device.value} is the smallest that holds it (of equals the cheapest)"
+    single = f"{device.value} is the smallest that holds it (among equals, the cheapest)"
     single = single if device.conditions["fits"] else "no single device holds it; --on 8xDEVICE splits it over eight"
     holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
@@ -283,7 +283,7 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         each = " on each device" * ("devices" in c)
         answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence{each}")
     answer += [f"how fast  {line}" for line in _how_fast(found, c, on, images)]
-    return [*answer, f"not in it {c['without']}"]
+    return [*answer, f"excluded  {c['without']}"]
 
 
 def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, images: bool) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, imag
         speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
         yield f"{least} {forward} per batch: {most} {speed} {'images' if images else 'samples'}/s"
     elif on is None:
-        yield "say --on DEVICE"
+        yield "give --on DEVICE"
 
 
 # ---------------------------------------------------------------- compute-optimal sizes

@@ -134,7 +134,7 @@ def _between(text: str, low: str, high: str) -> str:
 def _how_long(answer: Answer) -> list[str]:
     step = _cases(answer.rows, "time/step").get("expected")
     if step is None:
-        return ["how long  not known: say --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
+        return ["how long  not known: give --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
     images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
     each = "images" if images else "tokens" if tokens else "samples"
     speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s"
@@ -142,7 +142,7 @@ def _how_long(answer: Answer) -> list[str]:
     cases = _cases(answer.rows, "budget/time")
     whole = f"{_interval(cases)} for {answer.value('budget/steps'):,.0f} steps; " if cases else ""
     text, low, high = (duration(seconds) for seconds in (step.value, step.conditions["low"], step.conditions["high"]))
-    return [f"how long  {whole}a step {text}{_between(text, low, high)}, {speed} ({driver})"]
+    return [f"how long  {whole}{text}{_between(text, low, high)} per step, {speed} ({driver})"]
 
 
 BOUND = {  # parts of a step → what it then is bound by

@@ -114,11 +114,11 @@ def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) ->
 def _names_no_file(override: str) -> None:
     key, _, value = (part.strip() for part in override.partition("="))
     if value[:1] in ("[", "{") and re.search(r"[&*!]", value):
-        raise UserError(f"{key}: YAML's anchors, aliases and tags are not for the page. Write the value out.")
+        raise UserError(f"{key}: YAML's anchors, aliases and tags are not accepted from the page. Write the value out.")
     text = any(str in alternatives(field.annotation) for field in fields_of(key))
     if (text and key != "model.preset") or is_section(key):
         instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
-        raise UserError(f"{key}: not from the page, since it can name files. {instead}")
+        raise UserError(f"{key}: cannot be set from the page, since it can name files. {instead}")
 
 
 def command(request: Request, *more: str) -> str:
@@ -340,7 +340,7 @@ class Handler(BaseHTTPRequestHandler):
             if not isinstance(e, Fault):
                 traceback.print_exc()
             why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
-            return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the trace.")
+            return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the traceback.")
         if found is not None:
             self._send(200, json.dumps(found).encode())
 

@@ -19,9 +19,9 @@ COMPONENTS = {
     "optimizer": "the optimizer's state",
     "activations": "what the forward pass keeps for the backward pass",
     "logits": "logits and what the loss makes of them",
-    "gathered": "weights gathered for the moment (FSDP), casts of weights kept by autocast",
+    "gathered": "weights gathered temporarily (FSDP), casts of weights kept by autocast",
     "communication": "buffers of collectives",
-    "transient": "the rest that lives at the peak: results under way, the optimizer's temporaries",
+    "transient": "everything else alive at the peak: intermediate results, the optimizer's temporaries",
 }
 
 

@@ -96,7 +96,7 @@ class Workers:
         except Gone:
             return None
         except TimeoutError:
-            why = f"ended after {self.seconds:g} s: longer than a page waits"
+            why = f"stopped after {self.seconds:g} s, the longest that the page waits"
         except EOFError as e:
             why = f"{e}: too much memory?"
         finally:

@@ -109,7 +109,7 @@ def sizes(place: Place, args: Any) -> tuple[list[int | None], int | None]:
     if images and args.length is not None:
         raise UserError(f"--length={args.length}: an image's length is its patches. Leave it out.")
     if not writes and args.new is not None:
-        raise UserError(f"--new={args.new}: for models that write texts, and {place.name} is not one. Leave it out.")
+        raise UserError(f"--new={args.new}: for models that generate text, and {place.name} is not one. Leave it out.")
     new = None if not writes else args.new or min(NEW, max(2, (longest or 2 * NEW) // 2))
     if images:
         return [None], new
@@ -131,7 +131,7 @@ def cells(place: Place, args: Any) -> tuple[Study, dict[str, str], set[str]]:
     lengths, new = sizes(place, args)
     batches = limits.numbers(args.batch, "--batch", most=limits.LENGTH)
     if args.accuracy and place.recipe is None:
-        raise UserError(f"--accuracy: {place.name} belongs to no run, whose data would tell. Leave it out, or give a run folder.")
+        raise UserError(f"--accuracy: {place.name} belongs to no run, so there is no data to measure it on. Leave it out, or give a run folder.")
     default = limits.SAMPLES if place.recipe is not None and place.family.attention == "both" else 0
     accuracy = default if args.accuracy is None else args.accuracy
     weights = engines.here(place, *([json.dumps(place.made)] if place.made else []))

@@ -480,10 +480,10 @@ def lines(device: Device) -> Iterator[str]:
     m = device.measured
     yield f"{device.name}: {device.memory / 2**30:.1f} GiB, {m['threads']} threads, torch {m['torch']}, {m['date']}"
     yield "best matrix product  " + ", ".join(f"{k} {v / 1e9:,.0f} GFLOP/s" for k, v in device.peaks.items())
-    yield f"memory               {device.bandwidth / 1e9:.1f} GB/s, read and written, out of the caches' reach"
+    yield f"memory               {device.bandwidth / 1e9:.1f} GB/s, read and written, beyond the caches"
     yield "around an operation  " + ", ".join(f"{phase} {value * 1e6:.1f} us" for phase, value in m["dispatch"].items())
     if device.link:
-        yield f"all-reduce           {device.link.bandwidth / 1e9:.2f} GB/s, {device.link.latency * 1e6:.0f} us a hop ({device.link.name})"
+        yield f"all-reduce           {device.link.bandwidth / 1e9:.2f} GB/s, {device.link.latency * 1e6:.0f} us per hop ({device.link.name})"
     points = ", ".join(f"{m[kind].count(chr(10))} {kind}" for kind in ("matmul", "attention", "memory"))
     yield f"points               {points}; {m['rounds']} rounds, median spread {m['spread']:.1%}, {m['seconds']} s"
 

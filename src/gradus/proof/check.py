@@ -55,7 +55,7 @@ LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
 NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
 WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s of it that are never too many (see `loader`)
-WRONG_IDS = "Leave model.vocab_size out (the tokenizer says it), or use the tokenizer that goes with the weights."
+WRONG_IDS = "Leave model.vocab_size out (the tokenizer sets it), or use the tokenizer that goes with the weights."
 WRONG_LABELS = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
 LOADER, ROUNDS = 1.5, 5  # s for which the loader is timed; in so many rounds, whose median counts
 
@@ -258,7 +258,7 @@ class Looked:
                         have, hint = f"there are {limits[key]} classes", WRONG_LABELS
                     raise Wrong(f"sample {i}: {key} {low} to {high}, {have}", hint)
         if not top.keys() & TARGETS:
-            raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learnt.")
+            raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learned.")
         inside = "".join(f"{key} up to {most:,} of {limits[key]:,}; " for key, most in top.items() if key not in TARGETS)
         return f"{inside}targets up to {max(most for key, most in top.items() if key in TARGETS):,} of {self.classes():,}"
 
@@ -299,7 +299,7 @@ class Looked:
     def start(self) -> str:
         """Random weights know nothing: their loss is about that of even odds."""
         if self.recipe.model.init is not None:
-            raise Skip(f"the loss at the start is not known beforehand: the weights are {self.recipe.model.init}'s")
+            raise Skip(f"the initial loss cannot be predicted: the weights are {self.recipe.model.init}'s")
         _, sums, counts = self.first
         kind = next(kind for kind in sums if kind in ("tokens", "samples"))
         loss, even = float(sums[kind]) / max(1, counts[kind]), math.log(self.classes())

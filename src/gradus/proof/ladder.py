@@ -147,7 +147,7 @@ def ladder(given: Recipe, args: Any) -> Iterator[str]:
         yield f"the first rung: {words(keys)}"
     micro = largest_micro_batch(lowest, room)
     if micro is None:
-        raise UserError("the first rung does not fit: not one sample does. Use a smaller model.")
+        raise UserError("the first rung does not fit, not even with one sample. Use a smaller model.")
     if micro < share:
         keys["layout.micro_batch"], lowest = micro, changed(lowest, layout={"micro_batch": micro})
     say = results.quiet if args.json else results.say
@@ -223,7 +223,7 @@ def memory(value: float | None) -> str:
 def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Sequence[Found], command: list[str]) -> Iterator[str]:
     """The keys, what they give against the first rung, and why."""
     if whole is None:
-        yield "nothing pays here: the first rung is the best"
+        yield "nothing helps here: the first rung is the best"
         return
     yield f"keys: {words(winning)}"
     yield from results.pasted([*command, *words(winning).split()])
@@ -234,7 +234,7 @@ def summary(whole: Found | None, start: dict[str, Any], winning: Keys, found: Se
     off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
     yield f"first against last, side by side: {whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s; tensors {tensors}{off}"
     why = ", ".join(f"{words(f.keys)} ({f.ratio:.2f}×, tensors {less(f)})" for f in found if f.kept)
-    yield f"why: {why} paid when measured beside the rung before"
+    yield f"why: {why} helped when measured beside the rung before"
 
 
 def less(f: Found) -> str:

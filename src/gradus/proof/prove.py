@@ -67,7 +67,7 @@ class Proof(Plan):
         verdict = self._foresee(session, position) if world.first else None
         refusal, self.step = worlds.from_first(verdict) if world.size > 1 else verdict
         if refusal and not self.force:
-            raise UserError(f"{refusal.removesuffix('.')}, or go on with --force.")
+            raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
@@ -225,5 +225,5 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         raise UserError(f"{folder}: no run here (it has no recipe.yaml).")
     for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it is not finished")):
         if not (folder / name).exists():
-            raise UserError(f"{folder}: no {name}: {what}. Train it again, or to its end with --resume.")
+            raise UserError(f"{folder}: no {name}: {what}. Train it again, or finish it with --resume.")
     return read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")

@@ -21,9 +21,9 @@ LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
     "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
     "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
-    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roof", "energy/sample": "J/sample",
+    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roofline", "energy/sample": "J/sample",
     "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
-    "deviation/loss": "farthest loss", "deviation/grad_norm": "its gradient norm", "train/loss": "training loss",
+    "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation", "train/loss": "training loss",
     "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
 HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
@@ -172,7 +172,7 @@ def conditions_line(rows: Sequence[Record]) -> str:
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
     words += [f"median of {rounds} rounds [lowest, highest]"] if rounds > 1 and "steps" in r else []
     disturbed = sum(r.get("retaken", 0) for r in rows if r["name"] == "samples_per_s")
-    words += [f"{disturbed} sample{'s' * (disturbed > 1)} taken again: other programs used the processors"] if disturbed else []
+    words += [f"{disturbed} sample{'s' * (disturbed > 1)} measured again: other programs used the processors"] if disturbed else []
     return "; ".join(words)
 
 

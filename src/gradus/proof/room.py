@@ -191,7 +191,7 @@ def fix_of(recipe: Recipe, room: Room, least: int = 0) -> str:
         if found := largest_micro_batch(changed(recipe, layout=changes), room):
             return "Set " + " ".join([*(f"layout.{k}={v}" for k, v in changes.items()), f"layout.micro_batch={found}"])
     if room.target == "cuda":
-        return "Not one sample fits: set layout.shard=N over N GPUs or use a smaller model"
+        return "Not even one sample fits: set layout.shard=N over N GPUs or use a smaller model"
     if room.resident >= room.budget:
         return f"Python and its libraries alone take {size(room.resident)} per process: start fewer on this host"
-    return "Not one sample fits: use a smaller model or layout.shard=N over N hosts"
+    return "Not even one sample fits: use a smaller model or layout.shard=N over N hosts"

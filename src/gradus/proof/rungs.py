@@ -54,7 +54,7 @@ class Rung:
         for keys in options:
             try:
                 if all(value_of(best, key) == value for key, value in keys.items()):
-                    raise UserError("so already")
+                    raise UserError("already set")
                 check.validate(with_keys(best, keys), 1)
                 found.append(keys)
             except UserError as e:
@@ -141,7 +141,7 @@ def _padding(mode: str) -> Callable[[Recipe, Place], tuple[list[Keys], list[str]
     def options(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
         if pads(best):
             return [{"data.pad": mode}], []
-        return [], ["batch.tokens counts padding: other padding, other batches" if hasattr(best.data, "pad") else ONE_LENGTH]
+        return [], ["batch.tokens counts padding: other padding would change the batches" if hasattr(best.data, "pad") else ONE_LENGTH]
 
     return options
 
@@ -165,7 +165,7 @@ def _micro_batch(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
         largest = _largest(best, place)
         sizes += [largest] if largest and largest > now else []
     else:
-        reasons.append(f"a larger one: the whole share of {place.share} fits")
+        reasons.append(f"a larger one: already the whole share of {place.share}")
     smaller = 3 if place.goal == "memory" else 0 if place.device.type == "cuda" else 2
     return [{"layout.micro_batch": n} for n in (*sizes, *(now >> k for k in range(1, smaller + 1))) if n], reasons
 
@@ -178,7 +178,7 @@ def _compile(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
 
 def _shorter(best: Recipe, place: Place) -> tuple[list[Keys], list[str]]:
     if best.data.kind not in ("labelled", "pairs"):
-        return [], ["a sample would be another one" if best.data.kind == "text" else ONE_LENGTH]
+        return [], ["the samples would change" if best.data.kind == "text" else ONE_LENGTH]
     return [{"data.max_len": (best.data.max_len or best.model.seq_len) // 2}], []
 
 

@@ -43,7 +43,7 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
     except FileNotFoundError:
         raise UserError(f"no {words[0]} here: layout.transport=mpi needs it") from None
     if code:
-        said = [line for line in told.splitlines() if line.strip()] or ["nothing was said"]
+        said = [line for line in told.splitlines() if line.strip()] or ["no error message"]
         raise UserError(next((line for line in said if "error:" in line), said[-1]).removeprefix("error: "))
     measured, planned, series = of_run(folder)
     every = whole_rounds(1, recipe.layout)[1]  # what a synchronisation of local updates sends, by step

@@ -135,7 +135,7 @@ def own_rows(study: Study, notebook: Notebook) -> Iterator[Row]:
                 shares = lost(sample.ranks, its.ranks) if c is not base else None
                 yield from (Row(f"lost/{name}", share, "of the step", None, about) for name, share in (shares or {}).items())
             for name, (calls, t, b) in collectives_of(last).items() if last else ():
-                yield Row(f"collective/{name}", t, "s", None, {**about, "calls": calls, "bytes": b, "of": "a step, from begin to end"})
+                yield Row(f"collective/{name}", t, "s", None, {**about, "calls": calls, "bytes": b, "of": "a step, from start to end"})
 
 
 # ------------------------------------------------------------ what is shown
@@ -177,15 +177,15 @@ def lines(rows: Sequence[results.Record]) -> Iterator[str]:
         for c in names:
             share = lambda value, least=spread.get(c, 0.0): "noise" if 0 < abs(value) < least else f"{100 * value:+.1f}"  # noqa: E731
             body.append([c, share(1 - of[c]["efficiency"]), *cells(share, of[c], [f"lost/{p}" for p in parts])])
-        yield from columns(["configuration", "in all", *parts], body, RIGHT)
+        yield from columns(["configuration", "in total", *parts], body, RIGHT)
         differ = ", ".join(f"{c} ±{100 * spread[c]:.1f}" for c in names if c in spread)
-        yield f"noise: less than the rounds differ among themselves ({differ})" if differ else "of one round it is not known what is noise: --repeat 3"
+        yield f"noise: less than the rounds differ among themselves ({differ})" if differ else "one round does not show what is noise: use --repeat 3"
     elif names:
         yield "\nno parts of a step: this device has no clocks for them"
     calls = [r for r in steps if r["name"].startswith("collective/")]
     if calls:
         yield "\ncollectives per step, profiled separately: ms from start to end, the wait for others included;"
-        yield "some may lie behind computing:"
+        yield "some may overlap with computing:"
         sent = lambda r: shown(r["bytes"], BYTES) if "bytes" in r else "-"  # noqa: E731
         body = [[r["configuration"], r["name"].removeprefix("collective/"), f"{r['calls']:g}", ms(r["value"]), sent(r)] for r in calls]
         yield from columns(["configuration", "collective", "calls", "ms", "sent"], body, {2, 3, 4})
@@ -233,7 +233,7 @@ def scale(recipe: Recipe, counts: list[int], args: Any) -> Iterator[str]:
     world = worlds.find()
     if world.size > 1:
         place = f"process {world.rank} of {world.size}"
-        raise UserError(f"gradus scale: {world.launcher} started this already, as {place}. Start it by itself.")
+        raise UserError(f"gradus scale: {world.launcher} started this already, as {place}. Start it without a launcher.")
     if any(word.startswith("log.dir=") for word in args.overrides):
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
     if args.warmup < COUNTED_STEP:

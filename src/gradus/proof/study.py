@@ -310,7 +310,7 @@ class Notebook:
             try:
                 self.samples[row["configuration"]].append(Sample.of(row))
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-                raise UserError(f"{self.path}: a line is no sample of this study: {str(row)[:60]}. Take it out.") from None
+                raise UserError(f"{self.path}: a line is not a sample of this study: {str(row)[:60]}. Remove it.") from None
         self.common = {**conditions(), "study": study.name}
         keep(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # what a kill cut short is gone
         self.file = RowFile(self.path)
@@ -413,7 +413,7 @@ def run(study: Study, folder: Path, say: Say = print, only: Sequence[str] = (), 
     """
     wanted = {c.name for c in study.configurations if not only or any(word in c.name for word in only)}
     if not wanted:
-        raise UserError(f"--only {' '.join(only)}: no configuration has that in its name: {', '.join(c.name for c in study.configurations)}")
+        raise UserError(f"--only {' '.join(only)}: no configuration has that in its name; there are: {', '.join(c.name for c in study.configurations)}")
     wanted |= {study.base_of(c).name for c in study.configurations if c.name in wanted}
     for c in study.configurations:
         if c.recipe is not None and c.name in wanted:
@@ -480,7 +480,7 @@ def told(sample: Sample) -> str:
     words += [f"first call {duration(values['time/first_call'])}"] if values.get("time/first_call", 0) > 3 * values.get("time/step", 1e9) else []
     words += [f"tensors {size(values['memory/allocated'])}"] if "memory/allocated" in values else []
     disturbed = [t for t in sample.ranks if t.retaken]
-    words += [f"taken again {disturbed[0].retaken} times: other programs used the processors"] if disturbed else []
+    words += [f"measured again {disturbed[0].retaken} times: other programs used the processors"] if disturbed else []
     return ", ".join(words) or duration(sample.took)
 
 

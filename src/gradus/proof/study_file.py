@@ -30,7 +30,7 @@ class Settings(BaseModel):
     set: list[str] = Field([], description="key=value, as after gradus train RECIPE")
     runner: str | None = Field(None, description="steps (default), loader, train, none (planned only), or FILE.py:FUNCTION beside this file")
     processes: Annotated[int, Field(ge=1, le=limits.PROCESSES)] | None = Field(None, description="how many (default 1)")
-    options: dict[str, Any] = Field({}, description="for a runner of one's own")
+    options: dict[str, Any] = Field({}, description="for your own runner")
     source: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
     source_devices: str | None = Field(None, description="of the source, as gradus plan --on has them; planned for these too")
     source_set: list[str] = Field([], description="key=value that holds for the plan on the source's devices alone")
@@ -156,7 +156,7 @@ def _configuration(path: Path, told: StudyFile, at: dict[str, str], cells: Seque
     elif recipe is None:
         raise UserError(f"{path}: {name}: no recipe. Name one, for all or for this one.")
     elif options:
-        raise UserError(f"{path}: {name}: options are for a runner of one's own; {runner} has none. Use set.")
+        raise UserError(f"{path}: {name}: options are for your own runner; {runner} has none. Use set.")
     loaded, on, foreign = None, last("source_devices"), None
     if recipe is not None:
         beside = path.parent / recipe

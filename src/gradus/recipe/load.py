@@ -243,8 +243,8 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
     except UserError as e:
         return True, [Problem(key, re.sub(rf"^{re.escape(key)}[:=] ?", "", str(e)))]
     if published and init is not None and at_preset > at_init:
-        text = f"the recipe starts from model.init={init}, whose configuration holds. "
-        return True, [Problem(key, f"{text}Set model.init too, or model.init=null to start afresh.", ("model.init",))]
+        text = f"the recipe starts from model.init={init}, which sets these keys. "
+        return True, [Problem(key, f"{text}Set model.init too, or model.init=null.", ("model.init",))]
     if published and config is None and family not in (None, published["family"]) and at_family >= at_preset:
         text = f"{preset} is of family {published['family']}, not {family}. Leave model.family out."
         return True, layers.settle([Problem(key, text, ("model.family",), void=True)])

@@ -217,7 +217,7 @@ class RopeScaling(Section):
     """Llama 3.1's stretching of rotary frequencies (Grattafiori et al. 2024)."""
 
     factor: PositiveFloat = 8.0  # low frequencies are divided by it
-    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / it are stretched whole
+    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / it are stretched in full
     high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / it stay
     original_seq_len: Length = 8192  # tokens the model was first trained with
 
@@ -250,7 +250,7 @@ class LlamaConfig(ExpertsConfig):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.qkv_bias and self.n_experts is not None:
-            raise ValueError("qkv_bias=true with n_experts: no weights layout of ours holds both; leave one out")
+            raise ValueError("qkv_bias=true with n_experts: no supported checkpoint format holds both; leave one out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
@@ -287,7 +287,7 @@ class ViTConfig(ModelConfig):
             raise ValueError(f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}")
         if self.patches == "stem":
             if self.patch_size < 2 or self.patch_size & (self.patch_size - 1):
-                raise ValueError(f"patches=stem halves the sides: patch_size={self.patch_size} is none of 2, 4, 8, ...")
+                raise ValueError(f"patches=stem halves the sides: patch_size={self.patch_size} must be 2, 4, 8, ...")
             if self.d_model % (half := self.patch_size // 2):
                 raise ValueError(f"patches=stem: d_model={self.d_model} is not a multiple of patch_size / 2 = {half}")
         return self
@@ -308,7 +308,7 @@ class CopyTask(Section):
 
     name: Literal["copy"] = "copy"
     n_symbols: upto(limits.VOCABULARY, 3) = 11  # symbols, padding counted
-    length: upto(limits.COPIED, 2) = 10  # symbols a sequence
+    length: upto(limits.COPIED, 2) = 10  # symbols per sequence
     start: Literal["zero", "first"] = "zero"  # first: symbol 1 starts sequence and decoder (the Annotated Transformer)
 
 
@@ -344,7 +344,7 @@ class SpanCorruptionTask(Section):
 
 
 class ClassificationTask(Section):
-    """One label a text or image."""
+    """One label per text or image."""
 
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
@@ -430,8 +430,8 @@ class ImagesData(DataConfig):
     label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: measured on the training set
     std: list[float] | None = None  # as mean
-    crop: upto(limits.IMAGE, 0) = 0  # random crop after padding by so many pixels
-    flip: bool = False  # left and right exchanged in half of the images
+    crop: upto(limits.IMAGE, 0) = 0  # random crop after padding by this many pixels
+    flip: bool = False  # mirror half of the images horizontally
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
     cutmix: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
 
@@ -484,7 +484,7 @@ class SGD(Section):
     name: Literal["sgd"] = "sgd"
     lr: Rate  # learning rate, times what the schedule says
     momentum: Fraction = 0.0  # share of the last step that is kept
-    nesterov: bool = False  # momentum looked at ahead
+    nesterov: bool = False  # Nesterov momentum
     weight_decay: NonNegativeFloat = 0.0  # of matrices, added to the gradient
 
 
@@ -496,7 +496,7 @@ class Schedule(Section):
     warmup^-1.5) (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
-    warmup_steps: upto(limits.STEPS, 0) = 0  # steps in which the rate rises from 0
+    warmup_steps: upto(limits.STEPS, 0) = 0  # steps of rising learning rate
     final: NonNegativeFloat = 0.0  # share of lr at the last step
     factor: PositiveFloat = 1.0  # for noam
     end_step: Steps | None = None  # None: the last step of training
@@ -542,7 +542,7 @@ class Evaluate(Section):
     decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
     samples: upto(limits.SAMPLES, 0) = 0  # decoded samples to print at the end
     max_new: Length | None = None  # tokens, for decoding
-    beams: upto(1_000) = 1  # translation: beam search with so many; 1: greedy
+    beams: upto(1_000) = 1  # translation: beam width; 1: greedy
 
 
 class LocalSGD(Section):
@@ -563,18 +563,18 @@ class DiLoCo(Section):
 class Layout(Section):
     """How and where; never what. Changing it changes no sample of any step.
 
-    The number of processes is not said here: it is what was started, and must be pipeline × shard × context × tensor ×
-    expert × the replicas, of which there are as many as are left over.
+    The number of processes is not set here: it is how many were started, and must be pipeline × shard × context ×
+    tensor × expert × replicas: the processes left over are replicas.
     """
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: a GPU where there is one
     threads: Threads | None = None  # CPU threads per process; None: PyTorch's choice, of several processes equal shares
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
-    micro_batch: Batches | None = None  # samples a forward pass and process; None: the process's share of the batch
+    micro_batch: Batches | None = None  # samples per forward pass and process; None: the process's share of the batch
     attention: Literal["sdpa", "chunked", "naive"] = "sdpa"  # kernel: PyTorch's, in chunks of queries, or written out
     chunk: Length = 256  # query rows at a time, for chunked
-    checkpointing: Literal["none", "attention", "selective", "full"] = "none"  # activations computed again backwards
+    checkpointing: Literal["none", "attention", "selective", "full"] = "none"  # activations recomputed
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"  # mode of torch.compile
     # several processes
     replicate: Literal[
@@ -600,7 +600,7 @@ class Layout(Section):
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
     local_sgd: LocalSGD | None = None  # workers take local steps and average their weights
     diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
-    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before a process is given up
+    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
 
 
 def right_name(text: str) -> str:

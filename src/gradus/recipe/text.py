@@ -247,7 +247,7 @@ class _Reader(yaml.BaseLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not node.tag.startswith("tag:yaml.org,2002:") or "python/" in node.tag:
-            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} means nothing here", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} is not supported", problem_mark=node.start_mark)
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
-NOT_TAKEN = "it has no counterpart here and is not taken over"
+NOT_TAKEN = "it has no counterpart here and is ignored"
 
 # Names that say the same as a key of ours, whatever their value.
 SAME = {
@@ -45,10 +45,10 @@ SAME = {
 ADVICE = {
     "auto_find_batch_size": "set layout.micro_batch to what fits; the batch of a step stays as it is",
     "data_seed": "the data's order comes from train.seed",
-    "dataloader_drop_last": "the last, smaller batch is always kept and weighs what it holds",
+    "dataloader_drop_last": "the last, smaller batch is always kept and weighted by its size",
     "ddp_find_unused_parameters": "every weight has a gradient in every step: there is none to look for",
     "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the verb says what is done: train, evaluate, predict"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command says what is done: train, evaluate, predict"),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
                     "the best checkpoint is kept; evaluate.best=valid/loss, for example, chooses its metric"),
     "local_rank": "the launcher tells each process its rank: --processes N, torchrun, mpirun or srun",
@@ -178,7 +178,7 @@ class Arguments:
         steps = self.take("max_steps", int)
         self.steps = steps if steps is not None and steps > 0 else None  # -1: no limit
         if self.steps and "train.epochs" in self.ours:
-            self.note("num_train_epochs", self.ours.pop("train.epochs"), f"max_steps={self.steps} holds instead")
+            self.note("num_train_epochs", self.ours.pop("train.epochs"), f"max_steps={self.steps} is used instead")
         if self.steps:
             self.ours["train.steps"] = self.steps
 
@@ -228,7 +228,7 @@ class Arguments:
                 self.notes.append("warmup_steps, warmup_ratio: use lr_scheduler_type=constant_with_warmup")
             return
         if steps and ratio and steps >= 1:
-            self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} holds instead, as with Hugging Face")
+            self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} is used instead, as with Hugging Face")
         if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
             self.every("warmup_steps" if steps else "warmup_ratio", steps or ratio, "schedule.warmup_steps")
         elif steps is not None or ratio is not None:
@@ -347,7 +347,7 @@ def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> 
     if processes > 1:
         m.ours |= keys
         return
-    m.notes.append(f"{what}: one process has nobody to share with. Start several: --processes 2 or a launcher")
+    m.notes.append(f"{what}: one process has nothing to share with. Start several: --processes 2 or a launcher")
     if m.resuming:
         m.ours |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
 

@@ -159,7 +159,7 @@ class Run:
             step = row.get("step")
             if step is not None and not (is_number(step) and step >= 0):
                 text = f"{self.folder / 'metrics.jsonl'}: a row of {row['name'][:40]!r} has the step {str(step)[:40]!r}"
-                raise UserError(f"{text}, which is no number. Delete the line.")
+                raise UserError(f"{text}, which is not a number. Delete the line.")
             if step is not None and is_number(row["value"]):
                 found.setdefault(row["name"], []).append(row)
         return {name: sorted(rows, key=lambda row: row["step"]) for name, rows in found.items()}

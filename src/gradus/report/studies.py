@@ -84,7 +84,7 @@ class Study:
         file = self.folder / "rows.jsonl"
         rows = read_rows(file)
         if any("configuration" not in row for row in rows):
-            raise UserError(f"{file}: has rows of no configuration. Give the folder that gradus study wrote.")
+            raise UserError(f"{file}: has rows without a configuration. Give the folder that gradus study wrote.")
         for row in rows:
             checked(row, Conditions, f"{file}: a row of {row['name'][:40]!r}", "Delete the line, or measure again.")
             if not (isinstance(row["value"], str) or is_number(row["value"])):
@@ -236,7 +236,7 @@ def _parts(study: Study) -> Iterator[Table]:
         if name.startswith("collective/") and is_number(r["value"])
     ]
     if calls:
-        caption = "The table shows the collectives of a step, profiled apart. A time includes the wait for others; "
+        caption = "The table shows the collectives of a step, profiled separately. Times include the wait for others; "
         caption += "some collectives overlap with computing."
         yield Table(["configuration", "collective", "calls", "time", "sent"], calls, caption)
 

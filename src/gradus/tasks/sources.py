@@ -99,7 +99,7 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
     note says so; without both, a fixed tenth of the training rows of every class."""
     data, files = recipe.data, _files(recipe)
     if "valid" not in files and "test" in files:
-        print(f"note: {data.path} has no valid split: test is evaluated instead. Choose nothing by it.", flush=True)
+        print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
         files["valid"] = files.pop("test")
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do

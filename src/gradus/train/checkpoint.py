@@ -63,7 +63,7 @@ def damage(folder: Path, needs: str = "training.json", rank: int = 0, size: int 
         if sums is None:
             return f"{checksums.FILE} is missing"
         if needs not in sums:
-            return f"{checksums.FILE} does not know {needs}"
+            return f"{checksums.FILE} does not list {needs}"
         return checksums.damage(folder, sums, sorted(sums)[rank::size])
     except ValueError:
         return f"{checksums.FILE} is not readable"
@@ -98,7 +98,7 @@ class Checkpoints:
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
-                    text = f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is taken instead"
+                    text = f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is used instead"
                     print(text, flush=True)
                 return path
             damaged[path] = problem
@@ -106,7 +106,7 @@ class Checkpoints:
             reasons = some([f"{path.name} ({why})" for path, why in damaged.items()])
             raise UserError(
                 f"{self.folder}: no checkpoint here is whole: {reasons}. "
-                "Put back a copy of one, or start anew with another log.dir."
+                "Restore a copy of one, or start again with another log.dir."
             )
         return None
 

@@ -28,7 +28,7 @@ from gradus.train.hooks import Hook
 if TYPE_CHECKING:
     from gradus.train.loop import Taken, Trainer
 
-RESUME = "nothing up to the last checkpoint is lost. Free some space, then go on with --resume."
+RESUME = "nothing up to the last checkpoint is lost. Free some space, then continue with --resume."
 
 
 def human(value: float) -> str:
@@ -276,7 +276,7 @@ def _lock(folder: Path, what: str, instead: str) -> int:
         except OSError:
             return file  # a file system without locks
         if owner is not None:  # raised out here: that error is none of the machine's faults
-            text = f"{folder}: another {what} writes there{f' ({owner})' if owner else ''}. Wait for its end, or "
+            text = f"{folder}: another {what} writes there{f' ({owner})' if owner else ''}. Wait until it ends, or "
             raise UserError(f"{text}{instead}; if its host is gone for good, delete {folder / LOCK}.")
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):  # not what the owner before just deleted

@@ -67,7 +67,7 @@ def new(
     try:
         files.write_text(target, _text(target, sections, [what, about, *commands], init))
     except OSError as e:
-        raise not_written(target, e, "nothing was written. Make room, or give another name.") from e
+        raise not_written(target, e, "nothing was written. Free some space, or give another name.") from e
     yield f"wrote      {file}: {family}, {about}"
     yield f"next       gradus check {file}, then gradus train {file}"
 

@@ -32,7 +32,7 @@ def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
     if not resume:
         if world.first and (folder / "metrics.jsonl").exists():
             raise UserError(
-                f"{folder}: there is a run already. Go on with it: gradus train {folder} --resume; "
+                f"{folder}: there is a run already. Resume it: gradus train {folder} --resume; "
                 "or set another log.dir."
             )
         return Start()
@@ -83,7 +83,7 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
     given = f"train.{key}={getattr(now.train, key)}"
     more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
     if last < taken or (last == taken and was != last):
-        raise UserError(f"--resume: {given}: {taken} steps are taken already and cannot be taken back. {more}")
+        raise UserError(f"--resume: {given}: {taken} steps have been taken already and cannot be undone. {more}")
     if last == was == taken and stated:
         raise UserError(f"--resume: {given}: the run is finished, all its {taken} steps are taken. {more}")
     if last == was:

@@ -170,7 +170,7 @@ def _full_memory_told(trainer: Trainer, micro_batch: int) -> Iterator[None]:
         raise UserError(
             f"after step {trainer.progress.step}: the memory of {trainer.device} is full. Set a smaller "
             f"layout.micro_batch (it is {micro_batch}) or evaluate.batch, layout.checkpointing=full or "
-            "layout.precision=bf16, and go on with --resume."
+            "layout.precision=bf16, and continue with --resume."
         ) from None
 
 

@@ -90,11 +90,11 @@ def _not_written(target: Path, error: BaseException) -> UserError:
     full = next((c for c in causes if disk_full(c)), None)
     if plain is not None and full is None:
         return plain
-    last, then = causes[-1], f"{target.name} was not written; earlier checkpoints are whole."
+    last, then = causes[-1], f"{target.name} was not written; earlier checkpoints are complete."
     if full is not None or isinstance(last, OSError | SafetensorError):
-        return not_written(target.parent, full or last, f"{then} Free some space, then go on with --resume.")
+        return not_written(target.parent, full or last, f"{then} Free some space, then continue with --resume.")
     why = (str(last).strip() or type(last).__name__).splitlines()[0]
-    return UserError(f"{target.parent}: the writing broke off ({why}): {then} Go on with --resume.")
+    return UserError(f"{target.parent}: writing failed ({why}): {then} Continue with --resume.")
 
 
 # ---------------------------------------------------------------- save
@@ -255,7 +255,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _foreign(checkpoint: Path, what: str) -> UserError:
     return UserError(
-        f"{checkpoint}: {what}. It is of another model or optimizer: resume with the recipe that wrote it."
+        f"{checkpoint}: {what}. It belongs to another model or optimizer: resume with the recipe that wrote it."
     )
 
 

@@ -258,7 +258,7 @@ def match(
         raise UserError(
             f"{where}: not the {model.config.family} that its configuration describes: "
             f"{'; '.join(f'{what} {some(names)}' for what, names in faults if names)}. "
-            "With strict=False missing tensors and a misshapen head start afresh, and extra ones stay out"
+            "With strict=False missing tensors and a misshapen head start untrained, and extra ones are ignored"
         )
     if not found:
         holds = some(list(tensors)) or "nothing"

@@ -52,7 +52,7 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError, UserError) as e:
         if isinstance(e, UserError) and not disk_full(e):
             raise
-        then = "the checkpoint was not written; earlier ones are whole. Free some space, then go on with --resume."
+        then = "the checkpoint was not written; earlier ones are complete. Free some space, then use --resume."
         raise not_written(target.parent, e, then) from None
 
 
@@ -97,6 +97,6 @@ def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
         problem = f"{FILE} is not readable"
     if problem:
         raise UserError(
-            f"{folder}: {problem}. Copy the folder again, or take another checkpoint; "
+            f"{folder}: {problem}. Copy the folder again, or use another checkpoint; "
             f"after a change by hand, delete its {FILE}"
         )

@@ -47,7 +47,7 @@ def _read_header(file: Path) -> tuple[LlamaConfig, list[tuple[str, tuple[int, ..
     if not positive or d_model % n_heads or n_heads % n_kv_heads or 4 * n_layers * d_model > size:
         raise UserError(
             f"{file}: its first {HEADER.size} bytes are not the header of a whole llama2.c checkpoint (version 0). "
-            "Export it again with --version 0; of PyTorch's weights give the folder that holds config.json too"
+            "Export it again with --version 0; for PyTorch's weights give the folder that also holds config.json"
         )
     tied, kv, table = vocab_size > 0, n_kv_heads * (d_model // n_heads), (seq_len, d_model // n_heads // 2)
     config = LlamaConfig(

@@ -107,7 +107,7 @@ def merged(name: str, parts: list[Tensor], config: LlamaConfig, where: Path) -> 
         theirs, dim = LAYER[layer[2]]
         theirs = f"model.layers.{layer[1]}.{theirs}"
     else:
-        raise UserError(f"{where}: {name} is no tensor of a plain Llama.{did_you_mean(name, [*TOP, *LAYER])}")
+        raise UserError(f"{where}: {name} is not a tensor of a plain Llama.{did_you_mean(name, [*TOP, *LAYER])}")
     n_heads = {"attention.wq.weight": config.n_heads, "attention.wk.weight": config.n_kv_heads}
     heads = n_heads.get(layer[2]) if layer else None
 

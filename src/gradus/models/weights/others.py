@@ -25,7 +25,7 @@ def planned() -> dict[str, dict[str, Any]]:
 def not_trained(kind: str) -> str:
     """Of a model_type that is planned."""
     family = planned()[kind]["family"]
-    same = f"family {family} has as many parameters and operations, other weights"
+    same = f"family {family} has the same parameters and operations, but other weights"
     return f"model_type={kind} can be planned, not trained: {same}"
 
 
@@ -35,4 +35,4 @@ def refused(kind: Any, known: Iterable[str]) -> str:
         field, why, nearest, preset = table()["refused"][kind]
         neither = f"model_type={kind} can be neither planned nor trained: {field}: {why}"
         return f"{neither}. The nearest family is {nearest}: gradus plan {preset}"
-    return f"model_type={kind} is not one of Gradus's families, nor like one. Known: {', '.join(sorted(known))}."
+    return f"model_type={kind} is not one of Gradus's families, nor similar to one. Known: {', '.join(sorted(known))}."

@@ -57,7 +57,7 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     dropout = hf.get("dropout", 0.1)
     others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
     if given := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
-        training = f"in training model.dropout={dropout} holds everywhere"
+        training = f"training uses model.dropout={dropout} everywhere"
         warnings.warn(f"config.json: {given}, but dropout={dropout}: {training}", stacklevel=2)
     same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
     target_vocab_size = hf.get("decoder_vocab_size")
@@ -122,7 +122,7 @@ def unknown_to_transformers(config: Seq2SeqConfig) -> str:
     return (
         f"Marian and Pegasus have norm_eps={NORM_EPS:g}; Pegasus is pre-norm, with one vocabulary and all embeddings "
         "shared or none, and Marian post-norm, whose output shares an embedding that source and target share; "
-        "set model.norm_eps, model.norm_first, model.share_embeddings, model.tie_output so"
+        "set model.norm_eps, model.norm_first, model.share_embeddings, model.tie_output accordingly"
     )
 
 

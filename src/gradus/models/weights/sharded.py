@@ -20,6 +20,6 @@ def read(checkpoint: Path) -> dict[str, Chunked]:
     if not files:
         raise UserError(
             f"{checkpoint / FOLDER}: no safetensors in it. "
-            "Copy the checkpoint again with all its files, or take another one"
+            "Copy the checkpoint again with all its files, or use another one"
         )
     return read_files(files)

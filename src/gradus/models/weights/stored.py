@@ -132,6 +132,6 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
     if torn:
         raise UserError(
             f"{folder}: parts of {some(torn)} are missing. "
-            "Copy the checkpoint again with all its files, or take another one"
+            "Copy the checkpoint again with all its files, or use another one"
         )
     return tensors
