@@ -272,7 +272,7 @@ def test_missing_and_unknown(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"1")
     refused(tmp_path / "weights.safetensors", "SentencePiece")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no tokenizer", "nothing")
+    refused(tmp_path / "empty", "need one tokenizer", "found nothing")
     (tmp_path / "list.json").write_text("[1]")
     refused(tmp_path / "list.json", "list")
     (tmp_path / "config.json").write_text("{}")

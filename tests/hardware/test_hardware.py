@@ -439,7 +439,7 @@ def test_an_own_grid(tmp_path):
     for text, says in (
         ("grids: {roof: {intensity: 20}}", "grids.roof"),
         ("pue: {low: 0.5, expected: 1, high: 1}", "pue.low"),
-        ("pue: {low: 2, expected: 1, high: 3}", "fall"),
+        ("pue: {low: 2, expected: 1, high: 3}", "must not decrease"),
     ):
         with pytest.raises(UserError, match=says):
             hardware.grids(write(file, text))

@@ -67,7 +67,7 @@ def test_claims_are_told_from_rows(tmp_path):
             Row("memory/rest", 6, conditions={**common, "configuration": "a"})]  # fmt: skip
     (tmp_path / "results/s.jsonl").write_text("".join(row.json() + "\n" for row in rows), encoding="utf-8")
     assert made["told"]("s", "b", also=("memory/rest", "activations and the rest"))() == "b: speed × 1.50, tensors × 0.25, activations and the rest × 0.50 (CPU, 1 thread; `s`)"
-    assert made["told"]("s", "b", each=True)() == "b: efficiency 0.75 (CPU, 1 thread a process; `s`)"
+    assert made["told"]("s", "b", each=True)() == "b: efficiency 0.75 (CPU, 1 thread per process; `s`)"
 
 
 def test_the_lectures_page_is_its_rows():

@@ -524,7 +524,7 @@ FILES = ("training.json", "training.safetensors", "model.safetensors", "config.j
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(file, how, undisturbed, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(file, how, undisturbed, tmp_path, capsys):
     if (file, how) == (checksums.FILE, "longer"):
         pytest.skip("a space after JSON changes nothing")
     copy = tmp_path / "checkpoints"
@@ -534,7 +534,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(file, how, un
     DAMAGE[how](copy / "step-00000040" / file)
     assert Checkpoints(copy, keep=2).newest_whole().name == "step-00000039"
     (told,) = capsys.readouterr().out.splitlines()
-    assert f"{copy / 'step-00000040'} is damaged: " in told and "step-00000039 is taken" in told
+    assert f"{copy / 'step-00000040'} is damaged: " in told and "step-00000039 is used instead" in told
     assert file == checksums.FILE or file in told
     assert sorted(p.name for p in copy.glob("*step-*") if "best" not in p.name) == ["damaged-step-00000040", "step-00000039"]
 

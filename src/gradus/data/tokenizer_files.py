@@ -67,7 +67,7 @@ def _find(folder: Path) -> Path:
     if len(others) == 1:
         return others[0]
     there = ", ".join(p.name for p in files[:10]) or "nothing"
-    raise UserError(f"{folder}: no single tokenizer in this folder, only {there}. A tokenizer is {KINDS}.")
+    raise UserError(f"{folder}: need one tokenizer in this folder; found {there}. A tokenizer is {KINDS}.")
 
 
 def _first_line(error: BaseException) -> str:
