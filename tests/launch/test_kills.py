@@ -14,18 +14,18 @@ import kills as bench
 
 
 @pytest.mark.slow
-def test_three_kills(tmp_path):
+def test_two_kills(tmp_path):
     said: list[str] = []
-    fine = bench.kills(3, 2, folder=tmp_path, seed=1, say=said.append)
-    assert fine == 3, "\n".join(said)
-    assert said[-1].startswith("3 of 3 runs ended with bitwise the weights")
+    fine = bench.kills(2, 2, folder=tmp_path, seed=1, say=said.append)
+    assert fine == 2, "\n".join(said)
+    assert said[-1].startswith("2 of 2 runs ended with bitwise the weights")
 
 
 @pytest.mark.slow
 def test_kills_that_go_on_in_another_layout(tmp_path):
     said: list[str] = []
-    fine = bench.kills(2, 2, ["layout.shard=2"], resume_processes=1, resume_overrides=["layout.shard=1"], folder=tmp_path, seed=2, say=said.append)
-    assert fine == 2, "\n".join(said)
+    fine = bench.kills(1, 2, ["layout.shard=2"], resume_processes=1, resume_overrides=["layout.shard=1"], folder=tmp_path, seed=2, say=said.append)
+    assert fine == 1, "\n".join(said)
 
 
 @pytest.mark.slow

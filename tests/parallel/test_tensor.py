@@ -121,12 +121,12 @@ def layouts(n):
 
 
 def families(world):
-    """Every family in every mode; all twenty steps in the usual one, and for GPT in all."""
+    """Every family in every mode; twenty steps of GPT in the usual one."""
     mesh = init_device_mesh("cpu", (2,))
     for family in common.CONFIGS:
         expected = common.reference(family, **SMALL)
         for layout in layouts(2):
-            steps = 20 if layout == layouts(2)[0] or family == "gpt" else 4
+            steps = 20 if layout == layouts(2)[0] and family == "gpt" else 3
             same(curve(build(mesh, family, layout, **SMALL), family, layout, steps), expected)
 
 
@@ -279,7 +279,7 @@ def with_shards(world):
         ("seq2seq", {}),
     ):
         layout = Layout(tensor=2, shard=2)
-        steps = 20 if family in ("gpt", "t5") and not changes else 2
+        steps = 20 if family == "gpt" and not changes else 2
         model = build(mesh["tensor"], family, layout, **SMALL, **changes)
         shard(model, mesh["shard"], layout)
         same(curve(model, family, layout, steps, data=mesh["shard"]), common.reference(family, steps, **SMALL, **changes))
