@@ -18,7 +18,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan import show
+from gradus.plan import batches, show
 from gradus.proof import predict, prove, room, study
 from gradus.proof.pairs import Pair, pairs, table
 from gradus.proof.predict import Planner
@@ -250,6 +250,20 @@ def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
     assert said["memory/allocated"]["value"] == pytest.approx(seen["memory/allocated"]["value"], rel=0.03)
 
 
+@pytest.mark.slow
+def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(tmp_path):
+    """A pipeline sends hidden states, as many as the batch has tokens: of texts of unequal length each step another number."""
+    rows = [f"{'a good film ' * (1 + 5 * (i % 7))},{'yes' if i % 2 else 'no'}" for i in range(40)]
+    (tmp_path / "table.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    recipe = tmp_path / "mine.yaml"
+    assert main(["new", str(recipe), "--data", str(tmp_path / "table.csv")]) == 0
+    small = {"model.n_layers": 2, "model.d_model": 16, "model.n_heads": 2, "model.d_ff": 32, "batch.samples": 4, "train.steps": 4, "layout.threads": 1}
+    words = [f"{k}={v}" for k, v in {**small, "layout.pipeline": 2, "schedule.warmup_steps": 0, "layout.device": "cpu", "log.dir": tmp_path / "run"}.items()]
+    assert main(["train", str(recipe), *words, "--processes", "2"]) == 0
+    said, seen = (by_name(tmp_path / "run", name) for name in ("plan.jsonl", "proof.jsonl"))
+    assert said["traffic/send"]["value"] == pytest.approx(seen["traffic/send"]["value"], rel=0.001)
+
+
 @pytest.fixture
 def case():
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
@@ -441,6 +455,32 @@ def test_what_was_not_measured_has_no_line():
     assert found[0].error == pytest.approx(0.1) and found[1].error is None and found[1].predicted is None
     assert [line.split()[-1] for line in table(found)] == ["error", "+10.0%", "-"]
     assert Pair("x", "s", 1.0, 0.0).error is None
+
+
+def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
+    """Of the largest batch 68 MB were said before the run; the step that was measured had a shorter one."""
+    promise = {"name": "memory/allocated", "value": 68e6, "unit": "bytes", "batch": "16 × 48 tokens"}
+    step = {"name": "memory/allocated", "value": 50e6, "unit": "bytes", "step": 3, "batch": "16 × 24 tokens"}
+    measured = [{"name": "memory/allocated", "value": 50e6, "unit": "bytes"}]
+    lines = [line.split("  ") for line in table(pairs([promise, step], measured))[1:]]
+    assert [[cell.strip() for cell in line if cell] for line in lines] == [
+        ["tensors at the peak (step 3: 16 × 24 tokens)", "50 MB", "50 MB", "+0.0%"],
+        ["tensors with the largest batch (16 × 48 tokens)", "68 MB", "-", "-"],
+    ]
+    alike = table(pairs([promise | {"value": 50e6}, step], measured))
+    assert len(alike) == 2 and "tokens" not in alike[1], "of one batch: one row"
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"ids": torch.zeros(16, 24)}, "16 × 24 tokens"),
+        ({"source": torch.zeros(4, 7), "target": torch.zeros(4, 9)}, "4 × 7 + 9 tokens"),
+        ({"images": torch.zeros(8, 3, 4, 4), "labels": torch.zeros(8)}, "8 images"),
+    ],
+)
+def test_a_batch_is_said_by_its_shape(batch, words):
+    assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
 
 
 def test_rows_of_the_largest_batch_are_not_proved_by_another():

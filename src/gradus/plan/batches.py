@@ -174,6 +174,15 @@ def size_of(batch: Batch) -> int:
     return len(batch["label"] if "label" in batch else batch["labels"])
 
 
+def described(batches: list[Batch]) -> str:
+    """The largest of them: samples × tokens of each side, padding counted; of images their number."""
+    batch = max(batches, key=size_of)
+    sides = [batch[key].shape for key in ("ids", "source", "target") if key in batch]
+    if not sides:
+        return f"{size_of(batch)} images"
+    return f"{sides[0][0]} × {' + '.join(str(tokens) for _, tokens in sides)} tokens"
+
+
 def _sample(task: Task, recipe: Recipe, i: int) -> dict[str, Any]:
     sample = task.splits["train"][i]
     return sample if task.prepare is None else task.prepare(sample, sample_rng(recipe.train.seed, 0, i))

@@ -29,7 +29,7 @@ from gradus.rows import Row
 from gradus.train.schedule import total_steps
 from gradus.train.session import Session
 
-MEASURED = 3  # step of a start that is measured: the first sets things up, of the second the traffic is counted
+MEASURED = 3  # step of a start that is measured: the first two set things up (DDP its buckets in the second)
 PATIENCE = 120.0  # s that a plan may take
 SMALLER = "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full"
 WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
@@ -80,12 +80,13 @@ def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None,
 def predict(case: Case) -> Predicted:
     """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises UserError where the
     plan cannot be made."""
-    r, room, of = case.recipe, case.room, {"of": "largest batch"}
+    r, room = case.recipe, case.room
     largest = batches.micro_batches(r, room.n, task=room.task)
     step = foresee(case) if case.micro_batches else None
     same = step and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches)
     memory = step[0] if same else room.memory(r)
     need, components, rank = room.total(memory), memory.components, memory.rank
+    of = {"of": "largest batch", "batch": batches.described(largest) + (f", rank {rank}" if rank else "")}
     rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
     rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **of))
@@ -99,11 +100,15 @@ def predict(case: Case) -> Predicted:
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
     line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
     if step:
-        rows += step_rows(case, *step)
+        shape = batches.described(case.micro_batches)
+        if step[0].allocated != memory.allocated:
+            line += f" with the largest batch ({of['batch']}); tensors {size(step[0].allocated)} in step {case.step} ({shape}), which is measured"
+        rows += step_rows(case, *step, shape)
         found = {row.name: row.value for row in rows}
         line += f"; {size(found['traffic/sent'])} sent per step" if found.get("traffic/sent") else ""
+        coarse = " (coarse: gradus calibrate)" if room.device and "coarse" in (room.device.measured or {}) else ""
         alike = f" --threads {r.layout.threads}" if r.layout.threads else ""
-        line += f"; {duration(found['time/step'])} per step" if "time/step" in found else f"; no time (gradus calibrate{alike})"
+        line += f"; {duration(found['time/step'])} per step{coarse}" if "time/step" in found else f"; no time (gradus calibrate{alike})"
     refusal = refuse(case, need) if 0 < room.budget < need else None
     least = sum(memory.held.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
@@ -135,11 +140,11 @@ def foresee(case: Case) -> tuple[Memory, Work]:
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
 
 
-def step_rows(case: Case, memory: Memory, work: Work) -> Iterator[Row]:
-    """What one traced step tells of the step that will be measured: memory, traffic, time, energy."""
+def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Row]:
+    """What one traced step tells of the step that will be measured, whose batch is of that shape: memory, traffic, time, energy."""
 
     def row(name: str, value: float, unit: str, formula: str = "", inputs: dict[str, Any] | None = None) -> Row:
-        made = figure(name, value, unit, formula, inputs, "traced: the module, optimizer and step under fake tensors", rank=0)
+        made = figure(name, value, unit, formula, inputs, "traced: the module, optimizer and step under fake tensors", rank=0, batch=shape)
         made.step = case.step
         return made
 

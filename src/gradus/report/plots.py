@@ -154,7 +154,7 @@ def of_runs(runs: Sequence[Run]) -> Iterator[Plot]:
     speeds = {"samples_per_s": "samples/s", "mfu": "MFU"}
     caption = "The plot shows the speed of training by step, each point the mean since the point before."
     yield from _by_step(curves, caption, speeds)
-    memory = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/")]
+    memory = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/") and pair[2]]
     if memory := [bar for bar in memory if bar[1] != "memory/process"]:  # which is much more than its tensors
         caption = "Bars show the memory of tensors by component: planned before the first step, and measured."
         yield caption, [_memory(memory, len(runs) > 1)]

@@ -37,6 +37,7 @@ class Pair(Content):
 
     predicted: Amount | None = None
     measured: Amount | None = None
+    batch: str = ""
 
 
 class Summary(Content):
@@ -182,10 +183,10 @@ class Run:
         return list(self._metrics)
 
     @property
-    def proved(self) -> list[tuple[str, float, float]]:
-        """(figure, planned, measured) of what was both."""
+    def proved(self) -> list[tuple[str, float, float | None]]:
+        """(figure, planned, measured) of what was planned; None: the measured step had another batch."""
         pairs = self.summary.proof.items()
-        return [(name, p.predicted, p.measured) for name, p in pairs if p.predicted is not None and p.measured]
+        return [(name, p.predicted, p.measured) for name, p in pairs if p.predicted is not None and p.measured != 0]
 
     @property
     def speed(self) -> float | None:

@@ -25,9 +25,10 @@ COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the 
 
 
 class TrafficCount(Hook):
-    """Counts what one step (of local updates: one sync) sends to other processes."""
+    """Counts what one step of a start (of local updates: one sync) sends to other processes."""
 
-    def __init__(self):
+    def __init__(self, at: int = COUNTED_STEP):
+        self.at = at
         self.counted: Traffic | None = None
 
     def around_step(self, trainer: Trainer, step: Step) -> contextlib.AbstractContextManager:
@@ -40,7 +41,7 @@ class TrafficCount(Hook):
         parallel, layout, step = trainer.parallel, trainer.recipe.layout, trainer.progress.step + 1
         if parallel.local_updates:
             return parallel.local_updates.due(step)
-        at = COUNTED_STEP if layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
+        at = self.at if layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
         return parallel.several and step - trainer.start_step == at and layout.compile == "none"
 
     def rows(self, trainer: Trainer) -> list[Row]:
