@@ -244,6 +244,24 @@ def test_the_middle_round_is_one_that_was_measured(rates):
     assert sum(r <= middle for r in rates) * 2 >= len(rates) and sum(r >= middle for r in rates) * 2 >= len(rates)
 
 
+def test_a_row_is_the_median_of_the_samples_that_its_range_is_of():
+    """Of two rounds too, and of each figure by itself: the memory of the round of median speed is not the median of memory."""
+    made, speeds, bytes_of = study.Study("x", [study.Configuration("a", None)]), (1.0, 3.0), (7.0, 5.0)
+    samples = [study.Sample(i, values={"samples_per_s": (s, ""), "memory/process": (b, "bytes")}) for i, (s, b) in enumerate(zip(speeds, bytes_of), 1)]
+    rows = {row.name: row for row in study.rows_of(made, types.SimpleNamespace(samples={"a": samples}, common={}), [], {})}
+    assert rows["samples_per_s"].value == 2.0 and rows["memory/process"].value == 6.0
+    assert (rows["samples_per_s"].conditions["low"], rows["samples_per_s"].conditions["high"]) == speeds
+
+
+def test_a_study_is_of_one_machine(tmp_path, monkeypatch):
+    made = study.Study("x", [study.Configuration("a", None)])
+    study.Notebook(made, tmp_path).add(made.configurations[0], study.Sample(1, values={"samples_per_s": (1.0, "")}))
+    study.Notebook(made, tmp_path)
+    monkeypatch.setattr(study, "conditions", lambda: {"cpu": "another"})
+    with pytest.raises(UserError, match=r"samples of another machine .*; this is another\. Go on there, or give another --to"):
+        study.Notebook(made, tmp_path)
+
+
 def test_rows_are_in_the_order_of_the_configurations():
     """A source's figures, which are known before anything is measured, do not put their configuration before the others."""
     made = study.Study("x", [study.Configuration("a", None), study.Configuration("b", None)])

@@ -256,7 +256,7 @@ def derived(place: Place, refused: dict[str, str], named: set[str], study: Study
     for c in study.configurations:
         yield from planned(place, c)
         if c.name in taken:
-            for row in (*cell_rows(place, c, taken[c.name]), *rates(c, study.base_of(c), taken, median)):
+            for row in cell_rows(place, c, taken[c.name]):
                 row.conditions = {**conditions(study, notebook, c), **row.conditions}
                 yield row
     best = fastest(place, study, taken, median, named)
@@ -274,22 +274,6 @@ def conditions(study: Study, notebook: Notebook, c: Configuration) -> dict[str, 
 def latencies(samples: Sequence[Sample]) -> list[float]:
     """Seconds of every run of every round."""
     return [x for s in samples for x in s.ranks[0].raw["latency"]]
-
-
-def rates(c: Configuration, base: Configuration, taken: dict[str, list[Sample]], median: dict[str, float]) -> Iterator[Row]:
-    """By the medians of latency, so that a run that something disturbed does not count; with those of each round."""
-
-    def row(name: str, value: float, unit: str, of_rounds: list[float]) -> Row:
-        return Row(name, value, unit, None, {"samples": of_rounds, "low": min(of_rounds), "high": max(of_rounds)})
-
-    own = {s.round: s.values["time/step"][0] for s in taken[c.name]}
-    yield row("time/step", median[c.name], "s", list(own.values()))
-    yield row("samples_per_s", c.options["batch"] / median[c.name], "samples/s", [c.options["batch"] / t for t in own.values()])
-    theirs = {s.round: s.values["time/step"][0] for s in taken.get(base.name, ())}
-    if base is not c and (rounds := own.keys() & theirs.keys()):
-        found = row("ratio", median[base.name] / median[c.name], "", [theirs[k] / own[k] for k in sorted(rounds)])
-        found.conditions["against"] = base.name
-        yield found
 
 
 def cell_rows(place: Place, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ Strong scaling keeps the global batch; weak scaling keeps the batch of a process
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,13 +121,14 @@ def own_rows(study: Study, notebook: Notebook) -> Iterator[Row]:
     found = [(c, samples) for c in study.configurations if (samples := [s for s in notebook.samples[c.name] if not s.failed])]
     for of, speed in (("steps", "samples_per_s"), ("train", "time/run")):
         some = [(c, middle_of(samples), samples[-1].ranks) for c, samples in found if c.runner == of]
+        speeds = {c.name: statistics.median(s.values[speed][0] for s in samples) for c, samples in found if c.runner == of}
         for _, sample, last in some:
             for t, profiled in zip(sample.ranks, last):
                 t.kernels = profiled.kernels
         for c, sample, last in some:
             base, its, _ = some[0]
             about = {"kind": "measured", "configuration": c.name, "processes": c.processes, "against": base.name, **notebook.common}
-            ratio = sample.values[speed][0] / its.values[speed][0]
+            ratio = speeds[c.name] / speeds[base.name]
             ratio = ratio if of == "steps" else 1 / ratio
             yield Row("speed_up", ratio, "", None, about)
             yield Row("efficiency", ratio * base.processes / c.processes, "", None, about)

@@ -312,6 +312,9 @@ class Notebook:
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
                 raise UserError(f"{self.path}: a line is not a sample of this study: {str(row)[:60]}. Remove it.") from None
         self.common = {**conditions(), "study": study.name}
+        cpu = self.common["cpu"]
+        if other := next((row["cpu"] for row in kept if row.get("cpu", cpu) != cpu), None):
+            raise UserError(f"{folder}: holds samples of another machine ({other}); this is {cpu}. Go on there, or give another --to.")
         keep(self.path, "".join(json.dumps(row) + "\n" for row in kept))  # what a kill cut short is gone
         self.file = RowFile(self.path)
 
@@ -499,10 +502,9 @@ def rows_of(study: Study, notebook: Notebook, foreseen: Sequence[Row], refused: 
             continue
         for name, (value, unit) in samples[0].planned.items():
             rows.append(Row(name, value, unit, None, {**common, "kind": "predicted"}))
-        middle = middle_of(samples)
         for name in samples[0].values:
             values = [s.values[name] for s in samples if name in s.values]
-            rows.append(summary(name, values, common, None if study.seeds else middle.values.get(name, values[0])[0]))
+            rows.append(summary(name, values, common, None if study.seeds else statistics.median(value for value, _ in values)))
         rows += compared(study, c, samples, notebook, common)
     order = [c.name for c in study.configurations]
     return sorted(rows, key=lambda row: order.index(row.conditions["configuration"]))
