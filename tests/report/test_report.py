@@ -21,7 +21,7 @@ from gradus import cli
 from gradus.errors import FAULT, UserError, exit_code
 from gradus.report import page, plots
 from gradus.report.blocks import Code, Figure, Heading, Key, Table, Text, from_markdown, narrow
-from gradus.report.report import compared, content, report
+from gradus.report.report import compared, content, planned, report
 from gradus.report.runs import by_recipe, read
 
 pytest.importorskip("matplotlib")
@@ -101,6 +101,32 @@ def test_the_table_is_what_the_summaries_say(folders):
     assert [float(row[4]) for row in quality.rows] == pytest.approx([s["train_loss"] for s in summaries], rel=1e-3)
     assert quality.head[6:] == [name.replace("valid/", "validation ").replace("_", " ") for name in summaries[0]["metrics"]]
     assert [float(value) for value in quality.rows[0][6:]] == pytest.approx(list(summaries[0]["metrics"].values()), rel=1e-3)
+
+
+def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path):
+    places = [shutil.copytree(folders / name, tmp_path / name) for name in ("short", "long")]
+    environment = json.loads((places[1] / "environment.json").read_text()) | {"gpu": {"name": "H100"}}
+    assert [run.name for run in found_in(places)] == ["short", "long"]
+    (places[1] / "environment.json").write_text(json.dumps(environment))
+    here = f"{environment['cpu']}, {environment['cpus_allowed']} processors"
+    assert [run.name for run in found_in(places)] == [f"short ({here})", "long (H100)"]
+
+
+def found_in(places: list[Path]) -> list:
+    found = read(map(str, places))
+    list(content("title", found, ""))
+    return found
+
+
+def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, tmp_path):
+    place = shutil.copytree(folders / "short", tmp_path / "short")
+    summary = json.loads((place / "summary.json").read_text())
+    step = {"predicted": 50e6, "measured": 50e6, "error": 0.0, "batch": "step 3: 16 × 24 tokens"}
+    summary["proof"] = {"memory/allocated": step, "memory/largest": {"predicted": 68e6, "batch": "16 × 48 tokens"}}
+    (place / "summary.json").write_text(json.dumps(summary))
+    (made,) = planned(read([str(place)]))
+    assert made.rows[1][1:] == ["68 MB", "–", "–"] and [row[0].partition(" (")[2] for row in made.rows] == ["step 3: 16 × 24 tokens)", "16 × 48 tokens)"]
+    list(content("title", read([str(place)]), ""))
 
 
 def test_an_unfinished_run_shows_where_it_stands_under_its_recipe(folders, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_a_status_file_says_done_only_of_what_went_well(tmp_path):
     with Status(tmp_path, World(0, 2)) as status:
         pass
     assert status.file is None and read(tmp_path, 0).what == "done"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems count a peak once")
+def test_the_peak_of_a_second_run_in_a_process_is_its_own():
+    """400 MB of the first one, freed or kept by the C library, are none of the second's."""
+    code = """if True:
+        import torch
+        from gradus.train import clock, machine
+        machine.keep_freed_memory()
+        clock.begin_run()
+        torch.ones(100_000_000)
+        first = clock.peak_memory(torch.device("cpu"))
+        clock.begin_run()
+        print(first, clock.peak_memory(torch.device("cpu")))"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    first, second = map(int, done.stdout.split())
+    assert 390e6 < first - second < 600e6
+
+
+def test_where_a_peak_cannot_be_counted_anew_a_second_run_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gradus.train.run.begin_run", lambda: False)
+    train(recipes.load("copy-task", [*TINY, "train.steps=3", f"log.dir={tmp_path / 'run'}"]))
+    assert "note: this process has trained before: its peak of memory may be of then" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------ several processes

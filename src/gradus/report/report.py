@@ -67,6 +67,7 @@ def _write(folder: Path, made: dict[str, bytes]) -> None:
 
 def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
     """A section for the runs of each recipe and for each study, then the notes, then how it was done."""
+    name_machines([(run, run.environment) for run in found] + [(study, study.machine) for study in studied])
     places = [(run.name, run.environment) for run in found] + [(study.name, study.machine) for study in studied]
     yield Heading(1, title)
     groups = runs.by_recipe(found)
@@ -94,6 +95,18 @@ def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Stud
         yield from studies.appendix(study)
     for family, run in {run.config.model.family: run for run in found}.items():
         yield Code(f"The model: {family}", run.model_code)
+
+
+def name_machines(found: Sequence[tuple[Run | Study, dict[str, Any]]]) -> None:
+    """Where they were measured on several machines, each run's and study's name says on which."""
+    machines = []
+    for _, facts in found:
+        gpu, cpu = facts.get("gpu"), facts.get("cpu")
+        name = f"{cpu}, {facts.get('cpus_allowed')} processors" if cpu else "machine not known"
+        machines.append(str(gpu.get("name")) if isinstance(gpu, dict) else name)
+    if len({*machines} - {"machine not known"}) > 1:
+        for (each, _), name in zip(found, machines):
+            each.name += f" ({name})"
 
 
 def compared(group: Sequence[Run]) -> Iterator[Table]:
@@ -141,8 +154,10 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
         for name, before, after in run.proved:
             kind = name.partition("/")[0]
             shown = {"memory": size, "traffic": size, "time": duration}.get(kind, cell)
-            figures = [shown(before), shown(after), signed(before / after - 1)]
-            rows.append([*[run.name] * several, plots.figure_name(name), *figures])
+            error = [cell(None)] * 2 if after is None else [shown(after), signed(before / after - 1)]
+            batch = run.summary.proof[name].batch
+            label = plots.figure_name(name) + (f" ({batch})" if batch else "")
+            rows.append([*[run.name] * several, label, shown(before), *error])
     if rows:
         head = [*["run"] * several, "figure", "planned", "measured", "error"]
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import itertools
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+
+from gradus.train.machine import has_glibc
 
 KINDS = ("train", "data", "evaluate", "checkpoint")
 
@@ -36,12 +43,35 @@ class Clock:
 _earlier: dict[torch.device, int] = {}  # GPU → its peak before PyTorch's count was begun anew
 
 
+_runs = itertools.count()  # that this process has begun
+
+
+def begin_run() -> bool:
+    """Of a second run in one process: what the first has left goes back to the system, and peaks are counted from here
+    on. Returns whether they are: only Linux counts the peak of a process anew."""
+    if next(_runs) == 0:
+        return True
+    gc.collect()
+    if has_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+    _earlier.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again (proc_pid_clear_refs(5))
+        return True
+    return False
+
+
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of PyTorch's allocator on a GPU, of this process's resident set on a CPU."""
+    """Peak bytes since `begin_run`: of PyTorch's allocator on a GPU, of this process's resident set on a CPU."""
     if device.type == "cuda":
         return max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device))
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

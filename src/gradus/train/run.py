@@ -24,12 +24,12 @@ from gradus.parallel.status import Status, has_parent, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.train import resolve
-from gradus.train.clock import MEASURES, peaks
+from gradus.train.clock import MEASURES, begin_run, peaks
 from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, environment, human, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
-from gradus.train.metrics import Metrics, TrafficCount
+from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
 from gradus.train.precision import pick_device
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
@@ -50,6 +50,8 @@ class Outcome:
 
 class Plan(Hook):
     """What foresees a run and follows it; handed in from above (proof.prove.Proof). This one foresees nothing."""
+
+    step: int | None = None  # of this start, that is measured
 
     def ready(self, world: World) -> contextlib.AbstractContextManager:
         """The context around a whole run, from before the processes join."""
@@ -77,6 +79,8 @@ def train(
     Raises UserError, and Stopped after a signal once everything is saved.
     """
     plan = plan or Plan()
+    if not begin_run() and world.first:
+        print("note: this process has trained before: its peak of memory may be of then", flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(plan.ready(world))
         check.validate(recipe, world.size)
@@ -119,7 +123,8 @@ def train(
                 if world.first:
                     own.insert(0, RunLog(folder, recipe.log, recipe.model_dump(mode="json"), trainer.metrics_position))
                 opened = [stack.enter_context(contextlib.closing(hook)) for hook in own]
-                trainer.hooks[:0] = [*opened, plan, TrafficCount(), metrics, *hooks, evaluation, Saving(metrics)]
+                traffic = TrafficCount(plan.step or COUNTED_STEP)
+                trainer.hooks[:0] = [*opened, plan, traffic, metrics, *hooks, evaluation, Saving(metrics)]
                 trainer.run()
             return Outcome(folder, finish(trainer, evaluation, derived), trainer)
 
