@@ -23,6 +23,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 def pytest_configure():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with Ctrl-C ignored, and so would what tests start
     torch.set_num_threads(1)  # of fixtures that come before the first test too
+    os.environ["GRADUS_NO_CALIBRATE"] = "1"  # no run that a test starts measures this machine first
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12", "--on 8xA100 layout.tensor=4 layout.pipeline=2"),
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
-    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 8 --threads 1"),
+    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 10 --threads 1"),
     (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
     (r"--vocab-size 8000", "--vocab-size 300"),
@@ -106,7 +106,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
 ]
-FEW_POINTS = {"SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15), "REPEAT": 5}  # of a calibration
+FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 5, (2**10, 2**12, 2**14))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",
@@ -246,10 +246,9 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each
     if re.search(r"calibrate|--on this|step_time", command):
-        for name, value in FEW_POINTS.items():
-            monkeypatch.setattr(calibrate, name, value)
+        monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
     if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
-        assert main(["calibrate", "--seconds", "8", "--threads", "1"]) == 0
+        assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command
     shutil.rmtree("out", ignore_errors=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import types
 
 import pytest
 import torch
@@ -12,10 +16,11 @@ from gradus import cli, hardware
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.hardware import Device
+from gradus.parallel.world import World
 from gradus.plan import tables
 from gradus.plan.work import Op
 from gradus.proof import calibrate
-from gradus.proof.room import device_of
+from gradus.proof.room import coarse_name, device_of
 
 SIDES = (16, 64, 256)
 
@@ -129,20 +134,19 @@ def test_a_broken_table_is_an_error_that_says_what_to_do():
 def calibrated(tmp_path_factory):
     """(device, hardware file) of a calibration of few and small points."""
     small = pytest.MonkeyPatch()
-    for name, value in {
-        "SIDES": (16, 128), "BATCHED_SIDES": (16, 64), "BATCH": 4, "SEQUENCES": (32, 64), "HEAD_DIMS": (32,), "ELEMENTS": (2**10, 2**15),
-        "POOL": 2**22, "SLICE": 1e-3, "REPEAT": 5, "link_here": lambda on: (hardware.Link("test", 1e9), {}),
-    }.items():  # fmt: skip
+    few = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 5)
+    link = lambda on, sizes: (hardware.Link("test", 1e9), {})  # noqa: E731
+    for name, value in {"ALL": few, "BATCH": 4, "POOL": 2**22, "SLICE": 1e-3, "link_here": link}.items():
         small.setattr(calibrate, name, value)
     small.setattr(calibrate.Pool.__init__, "__defaults__", (2**22,))
     measure, steps = calibrate.measure, calibrate.tiny_steps
-    small.setattr(calibrate, "measure", lambda on, seconds, say: measure(on, 0.0, say))  # two rounds
+    small.setattr(calibrate, "measure", lambda on, seconds, say, sizes: measure(on, 0.0, say, sizes))  # two rounds
     small.setattr(calibrate, "tiny_steps", lambda on: itertools.islice(steps(on), 2))
     torch.set_num_threads(1)
     file = tmp_path_factory.mktemp("hardware") / "hardware.yaml"
     file.write_text("devices:\n  mine: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GiB, bandwidth: 1 GB/s}\n")
     try:
-        found = calibrate.calibrate(1.0, torch.device("cpu"))
+        found = calibrate.calibrate(60.0, torch.device("cpu"))
         hardware.add_device(found, file)
     finally:
         small.undo()
@@ -222,3 +226,75 @@ def test_bandwidth_is_of_operations_that_read_and_write_all_that_they_name():
 def test_mistakes_are_one_line(words, said, capsys):
     assert cli.run(["calibrate", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- before the first run
+
+
+@pytest.fixture
+def newcomer(monkeypatch, own_files):
+    """(a session of one thread on a machine that was never measured, what was started to measure it)."""
+    started = []
+
+    def run(command, env, **_):
+        started.append((command, env))
+        made = device()
+        threads = int(command[-1])
+        hardware.add_device(dataclasses.replace(made, name=coarse_name(threads), measured=made.measured | {"threads": threads, "coarse": True}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    for name in ("CI", "GRADUS_NO_CALIBRATE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(calibrate.subprocess, "run", run)
+    recipe, mesh = types.SimpleNamespace(layout=types.SimpleNamespace(timeout=600.0)), types.SimpleNamespace(world=World())
+    return types.SimpleNamespace(recipe=recipe, mesh=mesh, device=torch.device("cpu")), started
+
+
+def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypatch, capsys):
+    session, started = newcomer
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    calibrate.once(session)
+    calibrate.once(session)
+    ((command, env),) = started
+    assert command[1:] == ["-m", "gradus", "calibrate", "--seconds", "15", "--threads", "1"]
+    assert "LOCAL_RANK" not in env and env["GRADUS_PARENT"] == str(os.getpid()), "it is none of the run's processes"
+    out = capsys.readouterr().out
+    assert out == "first run here with 1 thread: measuring this machine for the time of a step (GRADUS_NO_CALIBRATE=1: never) ... 0 s\n"
+    assert "coarse" in device_of(session.device, 1).measured and device_of(session.device, 2) is None
+    torch.set_num_threads(2)
+    calibrate.once(session)
+    assert len(started) == 2 and device_of(session.device, 1) and device_of(session.device, 2), "of each number of threads one"
+    full = dataclasses.replace(device(), aliases=("this", "here", "cpu"))
+    hardware.add_device(full)
+    assert "coarse" not in device_of(session.device, 1).measured and "coarse" in device_of(session.device, 2).measured, "gradus calibrate replaces it"
+
+
+@pytest.mark.parametrize("off", [{"CI": "true"}, {"GRADUS_NO_CALIBRATE": "1"}, {"timeout": 20.0}])
+def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, capsys):
+    session, started = newcomer
+    if "timeout" in off:  # others would give this process up
+        session.recipe.layout.timeout, session.mesh.world = 20.0, World(0, 2, 0, 2)
+    else:
+        monkeypatch.setenv(*next(iter(off.items())))
+    calibrate.once(session)
+    assert not started and not capsys.readouterr().out
+
+
+def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
+    session, _ = newcomer
+    monkeypatch.setattr(calibrate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", "one\nerror: no room\n"))
+    calibrate.once(session)
+    assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_coarse_calibration_takes_no_full_ones_place(full, calibrated, monkeypatch, own_files, capsys):
+    found, _ = calibrated
+    if full:
+        hardware.add_device(found)
+    coarse = dataclasses.replace(found, name=coarse_name(1), measured=found.measured | {"coarse": True})
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: coarse)
+    assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
+    assert hardware.find("this").name == (found.name if full else coarse.name)
+    use = "--on this" if not full else f"--on '{coarse.name}'"
+    assert capsys.readouterr().out.strip().endswith(f"use it with {use}")

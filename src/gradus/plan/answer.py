@@ -287,6 +287,8 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
         threads, asked = (device.measured or {}).get("threads"), recipe.layout.threads
         if device.kind == "cpu" and threads and asked and asked != threads:
             notes.append(f"measured with --threads {threads}, not with layout.threads={asked}: gradus calibrate --threads {asked}")
+        if "coarse" in (device.measured or {}):
+            notes.append("this machine was measured coarsely, before its first run: expect errors of 15 % and more; gradus calibrate measures it in full")
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         rows += _budget_rows(request, recipe, task, time, cluster, notes)

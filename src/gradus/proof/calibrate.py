@@ -15,8 +15,12 @@ import datetime
 import functools
 import itertools
 import math
+import os
 import re
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,28 +34,49 @@ from gradus import hardware, limits, models, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
 from gradus.measure import collectives
+from gradus.parallel import status
+from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
 from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
+from gradus.proof.room import coarse_name, device_of
 from gradus.recipe import schema
 from gradus.train import machine
 from gradus.train.precision import Precision, pick_device
+from gradus.train.session import Session
 from gradus.train.step import Stepper
 
 aten = torch.ops.aten
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIDES = (16, 64, 256, 1024, 4096)  # of m, n and k
-BATCHED_SIDES, BATCH = (16, 64, 256, 1024), 32
-SEQUENCES, HEAD_DIMS = (32, 64, 128, 192, 256, 384, 512, 768, 1024), (32, 64, 128)  # kernels change their blocks with the length
-ELEMENTS = tuple(2**k for k in (10, 14, 17, 19, 21, 22, 23, 24))
+BATCH = 32  # of batched products
 ROW = 512  # elements of a row of what works by rows: norms, softmax
 LONGEST = 0.1  # s of one call; what takes longer is left out, and the rate of the next smaller one holds
 SLICE = 0.004  # s that a point gets in a round
 POOL = 2**26  # elements of the pool
 HELD = 2**25  # bytes of results that are kept
-REPEAT = 30  # steps of each tiny model
+LEAST, FINE, FIRST = 10, 30, 15  # s of a calibration at least; from which on it takes all points; of the one before a machine's first run
 clock: Callable[[], float] = time.perf_counter
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of what is timed."""
+
+    sides: tuple[int, ...]  # of m, n and k
+    batched: tuple[int, ...]  # the same of batched products
+    sequences: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    elements: tuple[int, ...]
+    repeat: int  # steps of each tiny model
+    sent: tuple[int, ...] = collectives.SIZES
+
+
+ALL = Sizes(  # kernels change their blocks with the length
+    (16, 64, 256, 1024, 4096), (16, 64, 256, 1024), (32, 64, 128, 192, 256, 384, 512, 768, 1024), (32, 64, 128),
+    tuple(2**k for k in (10, 14, 17, 19, 21, 22, 23, 24)), 30,
+)  # fmt: skip
+SOME = Sizes((16, 128, 1024), (16, 64, 256), (32, 128, 512), (64,), tuple(2**k for k in (10, 15, 19, 22)), 6, (2**10, 2**16, 2**22))
 
 
 # ---------------------------------------------------------------- operands
@@ -110,7 +135,7 @@ class Point:
 # ---------------------------------------------------------------- what is measured
 
 
-def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
+def matmuls(pool: Pool, sizes: Sizes, dtype: str, rate: float) -> Iterator[Point]:
     """mm as in the forward pass (nt), for the input's gradient (nn) and for the weight's (tn); addmm forward; bmm likewise."""
     d = DTYPES[dtype]
 
@@ -122,7 +147,7 @@ def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
     def biased(m: int, n: int, k: int) -> tuple[Tensor, ...]:
         return pool.take(n, dtype=d), *operands("nt", m=m, n=n, k=k)
 
-    for batch, sides in ((), SIDES), ((BATCH,), BATCHED_SIDES):
+    for batch, sides in ((), sizes.sides), ((BATCH,), sizes.batched):
         b, call, name = (BATCH, torch.bmm, "bmm") if batch else (1, torch.mm, "mm")
         for m, n, k in itertools.product(sides, repeat=3):
             if 2 * b * m * n * k / rate > LONGEST or b * max(m * n, m * k, n * k) > pool.n // 4:
@@ -134,7 +159,7 @@ def matmuls(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
                 yield Point(functools.partial(biased, m, n, k), torch.addmm, 1, fixed=("addmm", dtype, "nt", 1, m, n, k))
 
 
-def attentions(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
+def attentions(pool: Pool, sizes: Sizes, dtype: str, rate: float) -> Iterator[Point]:
     """Fused attention forward and backward. Queries, keys and values lie as a linear layer leaves them: (batch, seq, heads, head_dim)."""
     d, heads = DTYPES[dtype], 4
 
@@ -150,7 +175,7 @@ def attentions(pool: Pool, dtype: str, rate: float) -> Iterator[Point]:
     def backward(_: Tensor, out: Tensor, leaves: list[Tensor], grad: Tensor) -> Any:
         return torch.autograd.grad(out, leaves, grad)
 
-    for seq, dim, causal in itertools.product(SEQUENCES, HEAD_DIMS, (False, True)):
+    for seq, dim, causal in itertools.product(sizes.sequences, sizes.head_dims, (False, True)):
         batch = max(1, 2048 // seq)
         if 10 * batch * heads * seq * seq * dim / rate > 3 * LONGEST:
             continue
@@ -234,9 +259,9 @@ BOUND: list[tuple[str, Callable[..., Any], bool]] = [
 ]
 
 
-def memory_bound(pool: Pool, dtype: str) -> Iterator[Point]:
+def memory_bound(pool: Pool, sizes: Sizes, dtype: str) -> Iterator[Point]:
     """BOUND by size. The trace's own names and bytes are read off the call."""
-    for e, (letters, call, fresh) in itertools.product(ELEMENTS, BOUND):
+    for e, (letters, call, fresh) in itertools.product(sizes.elements, BOUND):
         if (dtype == "fp32" or not set(letters) & set("wlp")) and not ("i" in letters and e > 2**22):
             make = functools.partial(operands, pool, DTYPES[dtype], e, letters)
             yield Point(make, call, 0 if fresh else None, name=getattr(call, "__name__", "operation"))
@@ -303,12 +328,12 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
     rates = {}
     for dtype in DTYPES:
         with contextlib.suppress(RuntimeError):
-            point = Point(lambda d=DTYPES[dtype]: (pool.take(1024, 1024, dtype=d), pool.take(1024, 1024, dtype=d)), torch.mm)
-            rates[dtype] = 2 * 1024**3 / min(timer.time(point, point.make()) for _ in range(5))
+            point = Point(lambda d=DTYPES[dtype]: (pool.take(512, 512, dtype=d), pool.take(512, 512, dtype=d)), torch.mm)
+            rates[dtype] = 2 * 512**3 / min(timer.time(point, point.make()) for _ in range(5))
     return {dtype: rate for dtype, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
-def measure(device: torch.device, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(device: torch.device, seconds: float, say: Callable[[str], None], sizes: Sizes) -> dict[str, Any]:
     """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
     start = time.perf_counter()
     with torch.no_grad():
@@ -317,10 +342,10 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None]) ->
             machine.keep_freed_memory()  # as in a run
         rates = sane(pool, timer)
         whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
-        products = [p for dtype, rate in rates.items() for p in matmuls(pool, dtype, rate)]
+        products = [p for dtype, rate in rates.items() for p in matmuls(pool, sizes, dtype, rate)]
         products = [p for p in products if p.fixed[1] in whole or p.fixed[0::2][:2] == ("mm", "nt")]
-        fused = [p for dtype in whole for p in attentions(pool, dtype, rates["fp32"])]
-        bound = [p for dtype in whole for p in memory_bound(pool, dtype)]
+        fused = [p for dtype in whole for p in attentions(pool, sizes, dtype, rates["fp32"])]
+        bound = [p for dtype in whole for p in memory_bound(pool, sizes, dtype)]
         points = products + fused + bound
         for p in points:
             timer.round(p)
@@ -385,7 +410,7 @@ def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
             yield recipe, stepper, given, {kind: sum(b["counts"][kind] for b in given) for kind in given[0]["counts"]}
 
 
-def dispatch(device: Device, on: torch.device) -> dict[str, float]:
+def dispatch(device: Device, on: torch.device, repeat: int) -> dict[str, float]:
     """Phase → seconds that the framework spends around one operation: what steps of tiny models take beyond their operations.
 
     The forward pass has modules and autograd's bookkeeping, the backward pass autograd's nodes, the optimizer its lists of parameters.
@@ -399,7 +424,7 @@ def dispatch(device: Device, on: torch.device) -> dict[str, float]:
             known[op.phase] += tables.seconds(op, device) * op.count if device.kind == "cpu" else 0.0
             launches[op.phase] += op.launches * op.count
         times = collections.defaultdict(list)
-        for i in range(REPEAT + 3):
+        for i in range(repeat + 3):
             for phase, found in _phases(stepper, given, counts).items():
                 if i >= 3:
                     times[phase].append(found)
@@ -437,7 +462,8 @@ def device_here(on: torch.device, measured: dict[str, Any]) -> Device:
         name, memory, node = properties.name, properties.total_memory, torch.cuda.device_count()
     else:
         found = machine.describe()
-        name, memory = found["cpu"], found.get("memory_limit_bytes", found["memory_bytes"])
+        name = coarse_name(measured["threads"]) if measured.get("coarse") else found["cpu"]
+        memory = found.get("memory_limit_bytes", found["memory_bytes"])
         node = max(1, found.get("cpus_allowed", found["cpus"]) // measured["threads"])
     return Device(
         name=name, peaks=peaks, memory=float(memory), bandwidth=bandwidth, kind="cpu" if on.type == "cpu" else "gpu", node=node,
@@ -447,10 +473,10 @@ def device_here(on: torch.device, measured: dict[str, Any]) -> Device:
     )  # fmt: skip
 
 
-def link_here(on: torch.device) -> tuple[Link, dict[str, Any]]:
+def link_here(on: torch.device, sizes: Sizes) -> tuple[Link, dict[str, Any]]:
     """The link between two processes of this machine, and what was fitted of each collective: seconds of latency, bytes/s."""
     backend = "nccl" if on.type == "cuda" else "gloo"
-    rows = collectives.run(backend, 2)
+    rows = collectives.run(backend, 2, sizes.sent)
     found: dict[str, dict[str, float]] = {}
     for row in rows or []:
         _, name, what = row.name.split("/")
@@ -461,15 +487,17 @@ def link_here(on: torch.device) -> tuple[Link, dict[str, Any]]:
 
 
 def calibrate(seconds: float, on: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
-    """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s."""
-    start = time.perf_counter()
+    """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s; of less than FINE
+    they take 5 and 2, of fewer points."""
+    start, fine = time.perf_counter(), seconds >= FINE
+    sizes = ALL if fine else SOME
     several = torch.cuda.device_count() > 1 if on.type == "cuda" else limits.processors() > 1
-    measured = measure(on, max(10.0, seconds - (30 if several else 10)), say)
+    measured = measure(on, max(10.0, seconds - (30 if several else 10)) if fine else seconds - (7 if several else 2), say, sizes)
     say(f"{measured['rounds']} rounds in {time.perf_counter() - start:.0f} s; median spread {measured['spread']:.1%}")
-    device = device_here(on, measured)
-    device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in dispatch(device, on).items()}
+    device = device_here(on, measured | ({} if fine else {"coarse": True}))
+    device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in dispatch(device, on, sizes.repeat).items()}
     if several:
-        link, device.measured["collectives"] = link_here(on)
+        link, device.measured["collectives"] = link_here(on, sizes)
         device = dataclasses.replace(device, link=link)
     device.measured["seconds"] = round(time.perf_counter() - start)
     return device
@@ -490,9 +518,38 @@ def lines(device: Device) -> Iterator[str]:
 
 def run(args: Any) -> list[str]:
     """The verb. Returns what is printed at the end."""
-    if args.seconds < 30:
-        raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least 30.")
+    on = pick_device("auto")
+    least = LEAST if on.type == "cpu" else FINE
+    if args.seconds < least:
+        raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least {least}.")
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = calibrate(args.seconds, pick_device("auto"), functools.partial(print, flush=True))
-    return [*lines(device), f"written to {hardware.add_device(device, args.to)}; use it with --on this"]
+    device = calibrate(args.seconds, on, functools.partial(print, flush=True))
+    if "coarse" in device.measured:
+        with contextlib.suppress(UserError):  # there is none
+            if "coarse" not in (hardware.find("this", args.to).measured or {}):
+                device = dataclasses.replace(device, aliases=())
+    file = hardware.add_device(device, args.to)
+    return [*lines(device), f"written to {file}; use it with --on {'this' if device.aliases else shlex.quote(device.name)}"]
+
+
+def once(session: Session) -> None:
+    """Before a run on a CPU of which no step time is known with so many threads: a coarse calibration, in a process of its own, which
+    leaves nothing in this one's memory. Where others wait too short for it, and where CI or GRADUS_NO_CALIBRATE is set: nothing."""
+    layout, several, threads = session.recipe.layout, session.mesh.world.size > 1, torch.get_num_threads()
+    off = os.environ.get("CI") or os.environ.get("GRADUS_NO_CALIBRATE") or (several and layout.timeout < 4 * FIRST)
+    if off or session.device.type != "cpu" or pick_device("auto").type == "mps" or device_of(session.device, threads):
+        return
+    of = f"{threads} thread{'s' * (threads > 1)}"
+    print(f"first run here with {of}: measuring this machine for the time of a step (GRADUS_NO_CALIBRATE=1: never) ...", end=" ", flush=True)
+    command = [sys.executable, "-m", "gradus", "calibrate", "--seconds", str(FIRST), "--threads", str(threads)]
+    launchers = {name for launcher in worlds.LAUNCHERS for name in launcher[1:]}
+    mine = {name: value for name, value in os.environ.items() if name not in launchers}
+    mine |= {status.PARENT: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, env=mine, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=4 * FIRST)
+        why = "" if done.returncode == 0 else f"; failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
+    except (OSError, subprocess.TimeoutExpired) as e:
+        why = f"; failed: {e}"
+    print(f"{time.perf_counter() - began:.0f} s{why}", flush=True)

@@ -20,6 +20,7 @@ from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
 from gradus.plan.workers import Fault
+from gradus.proof.calibrate import once
 from gradus.proof.measured import memory_of_step
 from gradus.proof.pairs import errors_table, pairs, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
@@ -42,7 +43,6 @@ class Proof(Plan):
         self.force = force
         self.planner: Planner | None = None
         self.predicted: Predicted | None = None
-        self.step: int | None = None
         self.measured: list[Row] = []
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
@@ -75,6 +75,7 @@ class Proof(Plan):
         """(why the run is refused, the step that will be measured). Prints the plan, or why there is none."""
         step = None
         try:
+            once(session)
             case = case_of(session, position)
             step = case.step
             if self.planner is None:
@@ -213,7 +214,8 @@ def prove(folders: Sequence[str], as_json: bool = False) -> Iterator[str]:
     """
     runs = {str(folder): pairs(*files_of(Path(folder))) for folder in folders}
     if as_json:
-        rows = (Row(f"proof/{f.name}", f.measured, f.unit, None, {"run": run, **f.summary()}) for run, found in runs.items() for f in found)
+        both = ((run, f, f.predicted if f.measured is None else f.measured) for run, found in runs.items() for f in found)
+        rows = (Row(f"proof/{f.name}", value, f.unit, None, {"run": run, **f.summary()}) for run, f, value in both)
         yield from (row.json() for row in rows)
     else:
         yield from table(next(iter(runs.values()))) if len(runs) == 1 else errors_table(runs)

@@ -81,14 +81,21 @@ def room_of(session: Session, local: int | None = None) -> Room:
 
 
 def device_of(device: torch.device, threads: int) -> Device | None:
-    """This device as the hardware file has it; the CPU where it was calibrated with as many threads. None: not known, so no time is
-    predicted."""
+    """This device as the hardware file has it; the CPU where it was calibrated with as many threads, coarsely if not otherwise. None: not
+    known, so no time is predicted."""
     if device.type == "cuda":
         return hardware.by_driver(torch.cuda.get_device_name(device))
-    with contextlib.suppress(UserError):
-        found = hardware.find("this")
-        return found if (found.measured or {}).get("threads", threads) == threads else None
+    for name in ("this", coarse_name(threads)):
+        with contextlib.suppress(UserError):
+            found, measured = hardware.find(name), hardware.find(name).measured or {}
+            if measured.get("threads", threads) == threads and (found.name == name or "coarse" not in measured):
+                return found
     return None
+
+
+def coarse_name(threads: int) -> str:
+    """What a coarse calibration of this machine is called: a file may be of several machines, each with several numbers of threads."""
+    return f"{machine.cpu_name()}, coarsely, threads: {threads}"
 
 
 def capacity(device: torch.device) -> int:
