@@ -134,7 +134,7 @@ def test_a_broken_table_is_an_error_that_says_what_to_do():
 def calibrated(tmp_path_factory):
     """(device, hardware file) of a calibration of few and small points."""
     small = pytest.MonkeyPatch()
-    few = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 5)
+    few = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 2, 1, 5)
     link = lambda on, sizes: (hardware.Link("test", 1e9), {})  # noqa: E731
     for name, value in {"ALL": few, "BATCH": 4, "POOL": 2**22, "SLICE": 1e-3, "link_here": link}.items():
         small.setattr(calibrate, name, value)
@@ -285,6 +285,13 @@ def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
     monkeypatch.setattr(calibrate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", "one\nerror: no room\n"))
     calibrate.once(session)
     assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
+
+
+def test_a_machine_that_others_use_is_said(newcomer, monkeypatch, capsys):
+    session, _ = newcomer
+    monkeypatch.setattr(calibrate.Others, "share", lambda self: 0.5)
+    calibrate.once(session)
+    assert capsys.readouterr().out.endswith("0 s; other programs used the processors: gradus calibrate when they do not\n")
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -41,6 +41,7 @@ from gradus.parallel.mesh import Mesh
 from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
 from gradus.proof.room import coarse_name, device_of
+from gradus.proof.timing import OTHERS, Others
 from gradus.recipe import schema
 from gradus.train import machine
 from gradus.train.precision import Precision, pick_device
@@ -68,15 +69,17 @@ class Sizes:
     sequences: tuple[int, ...]
     head_dims: tuple[int, ...]
     elements: tuple[int, ...]
-    repeat: int  # steps of each tiny model
+    rounds: int  # at least
+    every: int  # of how many tiny models one is stepped
+    repeat: int  # how often
     sent: tuple[int, ...] = collectives.SIZES
 
 
 ALL = Sizes(  # kernels change their blocks with the length
-    (16, 64, 256, 1024, 4096), (16, 64, 256, 1024), (32, 64, 128, 192, 256, 384, 512, 768, 1024), (32, 64, 128),
-    tuple(2**k for k in (10, 14, 17, 19, 21, 22, 23, 24)), 30,
+    (16, 64, 256, 1024, 4096), (16, 64, 256, 1024), (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024), (16, 32, 64, 128),
+    tuple(2**k for k in (10, 14, 17, 19, 21, 22, 23, 24)), 2, 1, 30,
 )  # fmt: skip
-SOME = Sizes((16, 128, 1024), (16, 64, 256), (32, 128, 512), (64,), tuple(2**k for k in (10, 15, 19, 22)), 6, (2**10, 2**16, 2**22))
+SOME = Sizes((16, 128, 1024), (16, 128), (8, 32, 128, 512), (16, 64), (2**10, 2**16, 2**22), 1, 2, 6, (2**10, 2**16, 2**22))
 
 
 # ---------------------------------------------------------------- operands
@@ -334,7 +337,7 @@ def sane(pool: Pool, timer: Timer) -> dict[str, float]:
 
 
 def measure(device: torch.device, seconds: float, say: Callable[[str], None], sizes: Sizes) -> dict[str, Any]:
-    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives, by at least two rounds."""
+    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives."""
     start = time.perf_counter()
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
@@ -351,7 +354,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None], si
             timer.round(p)
         rounds = 1
         say(f"{len(points)} points, the first round took {time.perf_counter() - start:.0f} s")
-        while rounds < 2 or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
+        while rounds < sizes.rounds or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
             for p in points:
                 if not p.dead:
                     timer.round(p)
@@ -410,21 +413,21 @@ def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
             yield recipe, stepper, given, {kind: sum(b["counts"][kind] for b in given) for kind in given[0]["counts"]}
 
 
-def dispatch(device: Device, on: torch.device, repeat: int) -> dict[str, float]:
+def dispatch(device: Device, on: torch.device, sizes: Sizes) -> dict[str, float]:
     """Phase → seconds that the framework spends around one operation: what steps of tiny models take beyond their operations.
 
     The forward pass has modules and autograd's bookkeeping, the backward pass autograd's nodes, the optimizer its lists of parameters.
     """
     over = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     launches = dict(over)
-    for recipe, stepper, given, counts in tiny_steps(on):
+    for recipe, stepper, given, counts in itertools.islice(tiny_steps(on), 0, None, sizes.every):
         work = trace_recipe(recipe, micro_batches=given, target="cuda" if on.type == "cuda" else "cpu").work
         known = dict.fromkeys(over, 0.0)
         for op in [*work.micro, *work.step]:
             known[op.phase] += tables.seconds(op, device) * op.count if device.kind == "cpu" else 0.0
             launches[op.phase] += op.launches * op.count
         times = collections.defaultdict(list)
-        for i in range(repeat + 3):
+        for i in range(sizes.repeat + 3):
             for phase, found in _phases(stepper, given, counts).items():
                 if i >= 3:
                     times[phase].append(found)
@@ -487,15 +490,15 @@ def link_here(on: torch.device, sizes: Sizes) -> tuple[Link, dict[str, Any]]:
 
 
 def calibrate(seconds: float, on: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
-    """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s; of less than FINE
-    they take 5 and 2, of fewer points."""
+    """The device entry of this machine. About `seconds` long; links take 20 s of it, and what surrounds operations 10 s. Below FINE, coarse:
+    of fewer points and once, links take 5 s and what surrounds operations 2."""
     start, fine = time.perf_counter(), seconds >= FINE
     sizes = ALL if fine else SOME
     several = torch.cuda.device_count() > 1 if on.type == "cuda" else limits.processors() > 1
     measured = measure(on, max(10.0, seconds - (30 if several else 10)) if fine else seconds - (7 if several else 2), say, sizes)
     say(f"{measured['rounds']} rounds in {time.perf_counter() - start:.0f} s; median spread {measured['spread']:.1%}")
     device = device_here(on, measured | ({} if fine else {"coarse": True}))
-    device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in dispatch(device, on, sizes.repeat).items()}
+    device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in dispatch(device, on, sizes).items()}
     if several:
         link, device.measured["collectives"] = link_here(on, sizes)
         device = dataclasses.replace(device, link=link)
@@ -546,10 +549,12 @@ def once(session: Session) -> None:
     launchers = {name for launcher in worlds.LAUNCHERS for name in launcher[1:]}
     mine = {name: value for name, value in os.environ.items() if name not in launchers}
     mine |= {status.PARENT: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
-    began = time.perf_counter()
+    began, others = time.perf_counter(), Others(os.getpid())
     try:
         done = subprocess.run(command, env=mine, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=4 * FIRST)
         why = "" if done.returncode == 0 else f"; failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
     except (OSError, subprocess.TimeoutExpired) as e:
         why = f"; failed: {e}"
+    if not why and (others.share() or 0) > OTHERS:
+        why = "; other programs used the processors: gradus calibrate when they do not"
     print(f"{time.perf_counter() - began:.0f} s{why}", flush=True)
