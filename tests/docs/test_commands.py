@@ -106,7 +106,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
 ]
-FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**12, 2**14))  # of a calibration
+FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",
