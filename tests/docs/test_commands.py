@@ -81,7 +81,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12", "--on 8xA100 layout.tensor=4 layout.pipeline=2"),
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
-    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 8 --threads 1"),
+    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 30 --threads 1"),
     (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
     (r"--vocab-size 8000", "--vocab-size 300"),
@@ -249,7 +249,7 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
         for name, value in FEW_POINTS.items():
             monkeypatch.setattr(calibrate, name, value)
     if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
-        assert main(["calibrate", "--seconds", "8", "--threads", "1"]) == 0
+        assert main(["calibrate", "--seconds", "30", "--threads", "1"]) == 0
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command
     shutil.rmtree("out", ignore_errors=True)
