@@ -166,7 +166,7 @@ def _preparing(verb: Verb) -> None:
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
     add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
     add("--lowercase", **FLAG)
-    add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
+    add("--text", metavar="COLUMN", help="the column, for formats that have columns (default: text)")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     text = "torch.profiler over a few steps: where time and memory go, and what to try next"
     add = verb("profile", profile, text).add_argument
@@ -490,9 +490,12 @@ def fetch(args) -> Iterable[str]:
 
 def tokenizer(args) -> Iterable[str]:
     from gradus.data.corpus import Corpus
+    from gradus.data.readers import kind_of
     from gradus.data.tokenizers import train_bpe
 
-    texts = (piece for file in args.files for piece in Corpus.open(file, args.text))
+    if args.text and all(kind_of(file) == "txt" for file in args.files):
+        raise UserError(f"--text {args.text}: a column of a table, and {args.files[0]} is plain text. Leave it out.")
+    texts = (piece for file in args.files for piece in Corpus.open(file, args.text or "text"))
     made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     to = Path(args.to)
     with errors.writing(to, "the tokenizer was not written. Free some space, or give another --to."):

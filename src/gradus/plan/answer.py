@@ -449,14 +449,16 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
         raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
     if request.on is None:
         raise UserError("--search: on which hardware? Give --on, e.g. --on 64xH100 (gradus hardware lists them).")
+    said = said_keys(request.overrides)
+    if chosen := sorted(said & SPLITS):
+        raise UserError(f"--search: it chooses layout.{chosen[0]}. Leave that out; without --search it is used.")
     recipe, task, cluster, *_ = asked(request, notes := [])
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
         steps = None
         notes.append(str(e))
-    said = said_keys(request.overrides)
-    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS)
+    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said)
     found.said = said
     return [*found.lines(), *note_lines(notes)], found.rows()
 
