@@ -19,7 +19,7 @@ from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
-from gradus.plan.figures import figure, known_figure
+from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
@@ -40,9 +40,10 @@ class Request:
     tokens: float | None = None  # to train on, in place of the recipe's steps
     days: float | None = None  # a deadline
     json_file: str | None = None  # Hugging Face's TrainingArguments
+    price: float | None = None  # of a device-hour
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "days"):
+        for name in ("tokens", "days", "price"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"--{name}={value:g}: must be a positive number.")
@@ -232,8 +233,8 @@ def tokens_a_step(recipe: Recipe) -> float:
 def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """The hardware asked for, and whether the number of devices was said."""
     if request.on is None:
-        if request.days:
-            raise UserError("--days: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
+        if name := "days" if request.days else "price" if request.price else "":
+            raise UserError(f"--{name}: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -381,6 +382,7 @@ def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+            given[AT_PEAK] = sum(op.flops * op.count / peak(device, op.dtype) for op in ops) * m
     elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
         given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
@@ -409,9 +411,11 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
+        if request.price:
+            raise UserError(f"--price: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
-    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
+    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, price=request.price)
     return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
@@ -456,7 +460,7 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
         steps = None
         notes.append(str(e))
     said = said_keys(request.overrides)
-    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS)
+    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS, paid=request.price)
     found.said = said
     return [*found.lines(), *note_lines(notes)], found.rows()
 
