@@ -138,6 +138,21 @@ def test_a_cost_is_of_the_time_at_one_price_and_of_the_extremes_behind_all(close
         assert cli.run(["plan", "gpt2-small", "--price", "2.1", *words]) == 2 and said in capsys.readouterr().err
 
 
+def test_what_looks_odd_is_a_note(closed):
+    def notes(name: str, on: str) -> str:
+        return "\n".join(answer.answer(Request(name, (), on)).notes)
+
+    assert "a device would hold the whole state, 1.99 GB" in notes("gpt2-small", "8xA100") and "whole state" not in notes("gpt3-175b", "1024xA100")
+    assert re.search(r"the loader must deliver [\d,]+ images/s", notes("vit-l16", "8xA100")) and "loader" not in notes("gpt2-small", "8xA100")
+
+
+def test_an_interval_says_what_it_is_of():
+    device = hardware.find("H100")
+    assert "681 published runs of other software; Gradus's own step has not run on a GPU" in show.brackets(device)
+    calibrated = show.brackets(dataclasses.replace(device, kind="cpu", measured={}))
+    assert "681 published runs of other software on GPUs; operations: measured here" in calibrated and "has not run" not in calibrated
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -116,6 +116,12 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, planned, task, cluster, n, notes)
+    state = 16 * next(row.value for row in rows if row.name == "parameters/total")
+    if layout and layout.param_dtype and state < cluster.device.capacity / 2:
+        notes.append(
+            f"a device would hold the whole state, {size(state)}: it is sharded since layout.param_dtype computes norms and residuals in "
+            f"{layout.param_dtype} too, which replicas (layout.precision) keep in fp32, and so take longer (--search)"
+        )
     keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
     made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
@@ -290,6 +296,9 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
             notes.append(f"measured with --threads {threads}, not with layout.threads={asked}: gradus calibrate --threads {asked}")
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
+        if recipe.data.kind == "images" and target == "cuda":
+            rate = work.samples / time.total
+            notes.append(f"reading and decoding images is not planned: the loader must deliver {rate:,.0f} images/s (gradus check measures it)")
         rows += _budget_rows(request, recipe, task, time, cluster, notes)
     return rows, fits
 

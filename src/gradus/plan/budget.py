@@ -85,12 +85,12 @@ def budget(
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
     if price is None:
         return []
-    rows, unit = [], SIGNS.get(price.currency, price.currency)
+    rows, unit, dated = [], SIGNS.get(price.currency, price.currency), {"date": price.date} if price.date else {}
     source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
     for name, rates in (("cost", (price.expected,) * 3), ("cost_extremes", (price.low, price.expected, price.high))):
         for case, each, rate in zip(CASES, hours, rates) if name == "cost" or price.low < price.high else ():
             given = {"device-hours": each, f"{price.currency} per device-hour": rate}
-            rows.append(known_figure(f"budget/{name}", each * rate, given, unit=unit, source=source, case=case, date=price.date))
+            rows.append(known_figure(f"budget/{name}", each * rate, given, unit=unit, source=source, case=case, **dated))
     return rows
 
 

@@ -387,7 +387,7 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
             "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
         )
     if getattr(p.recipe.model, "n_experts", None):
-        notes.append("every expert is planned with as many tokens as the others: a router's choice is uneven, and steps then take longer")
+        notes.append("experts are planned with equal shares of the tokens, in products as fast as dense ones: a router's uneven choice takes longer")
     replicas = sizes(layout, p.n)["replicate"]
     if (axes := [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]) and replicas > 1 and layout.shard == 1 and p.state:
         only = ", with layout.schedule=1f1b," * (layout.pipeline > 1 and layout.schedule in ("interleaved", "zero_bubble"))
