@@ -159,8 +159,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "rows_only", "said"), [
-    (io.StringIO, False, r"(planning llama: 0 s, \d+ parts of models traced\n){2,}"), (io.StringIO, True, ""),
-    (Terminal, True, r"(\r\x1b\[Kplanning llama: 0 s, \d+ parts of models traced){2,}\r\x1b\[K"),
+    (io.StringIO, False, r"(planning llama: 0 s, parts of models traced: \d+\n){2,}"), (io.StringIO, True, ""),
+    (Terminal, True, r"(\r\x1b\[Kplanning llama: 0 s, parts of models traced: \d+){2,}\r\x1b\[K"),
 ])  # fmt: skip
 def test_a_plan_that_takes_long_says_so(monkeypatch, capsys, stream, rows_only, said):
     monkeypatch.setattr(show, "SILENCE", 0.02)

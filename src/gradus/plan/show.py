@@ -193,7 +193,7 @@ def _how_much(answer: Answer) -> list[str]:
         found.append(f"{_interval(cost)} at {price} per device-hour{f' (quoted: {quoted})' * bool(quoted)}")
     elif hours:
         device = answer.cluster.device.name
-        found.append(f"no price of {device} is known (your prices: gradus hardware {device})")
+        found.append(f"no price of {device} is known (--price; your prices: gradus hardware {device})")
     if hours:
         found.append(value_text(hours["expected"]))
     if energy:
@@ -302,7 +302,7 @@ def progress(name: str, rows_only: bool) -> Iterator[None]:
         wait = SILENCE
         while not ended.wait(wait):
             wait = AGAIN[live]
-            text = f"planning {name}: {time.monotonic() - began:.0f} s, {len(engine._kept)} parts of models traced"
+            text = f"planning {name}: {time.monotonic() - began:.0f} s, parts of models traced: {len(engine._kept)}"
             print(f"{start}{text[: WIDTH - 1]}", end=end, file=sys.stderr, flush=True)
         if live and wait != SILENCE:
             print(start, end="", file=sys.stderr, flush=True)
