@@ -159,7 +159,7 @@ class Space:
 
     def _numbers(self, sharded: bool) -> dict[str, Any]:
         """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in half instead of
-        cast: the same numbers, without copies that autocast keeps."""
+        cast: without copies that autocast keeps, and norms and residuals are computed in half too."""
         own = self.recipe.layout
         if self.said & {"precision", "param_dtype"} and not sharded:
             return {"precision": own.precision, "param_dtype": None}
