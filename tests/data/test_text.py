@@ -180,6 +180,13 @@ def test_hugging_face_data_sets(tmp_path):
         assert find_split(path, "test", required=False) is None
         assert "no split 'test'; there are: train, validation" in error(find_split, path, "test")
         assert "no split 'dev2'" in error(find_split, path, "valid", "dev2")
+
+
+def test_a_split_that_is_no_file_is_not_taken_for_none(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na,0\n")
+    (tmp_path / "valid.csv").mkdir()
+    assert find_split(tmp_path, "train") == tmp_path / "train.csv"
+    assert "valid.csv: not a file, so no valid split" in error(find_split, tmp_path, "valid", None, required=False)
     assert list(read_rows(tmp_path / "one")) == ROWS[:2]
     assert "no column 'txt'; it has: text, label" in error(read_rows, tmp_path / "one", ["txt"])
     assert kept.identity(f"hf:{tmp_path / 'both'}#train") != kept.identity(f"hf:{tmp_path / 'both'}#validation")

@@ -19,7 +19,7 @@ from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
-from gradus.plan.figures import figure, known_figure
+from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
@@ -40,9 +40,10 @@ class Request:
     tokens: float | None = None  # to train on, in place of the recipe's steps
     days: float | None = None  # a deadline
     json_file: str | None = None  # Hugging Face's TrainingArguments
+    price: float | None = None  # of a device-hour
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "days"):
+        for name in ("tokens", "days", "price"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"--{name}={value:g}: must be a positive number.")
@@ -115,6 +116,12 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, planned, task, cluster, n, notes)
+    state = 16 * next(row.value for row in rows if row.name == "parameters/total")
+    if layout and layout.param_dtype and state < cluster.device.capacity / 2:
+        notes.append(
+            f"a device would hold the whole state, {size(state)}: it is sharded since layout.param_dtype computes norms and residuals in "
+            f"{layout.param_dtype} too, which replicas (layout.precision) keep in fp32, and so take longer (--search)"
+        )
     keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
     made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
@@ -232,8 +239,8 @@ def tokens_a_step(recipe: Recipe) -> float:
 def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """The hardware asked for, and whether the number of devices was said."""
     if request.on is None:
-        if request.days:
-            raise UserError("--days: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
+        if name := "days" if request.days else "price" if request.price else "":
+            raise UserError(f"--{name}: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -289,6 +296,9 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
             notes.append(f"measured with --threads {threads}, not with layout.threads={asked}: gradus calibrate --threads {asked}")
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
+        if recipe.data.kind == "images" and target == "cuda":
+            rate = work.samples / time.total
+            notes.append(f"reading and decoding images is not planned: the loader must deliver {rate:,.0f} images/s (gradus check measures it)")
         rows += _budget_rows(request, recipe, task, time, cluster, notes)
     return rows, fits
 
@@ -381,6 +391,7 @@ def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+            given[AT_PEAK] = sum(op.flops * op.count / peak(device, op.dtype) for op in ops) * m
     elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
         given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
@@ -409,9 +420,11 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
+        if request.price:
+            raise UserError(f"--price: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
-    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
+    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, price=request.price)
     return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
@@ -458,7 +471,7 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said)
+    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said, paid=request.price)
     found.said = said
     return [*found.lines(), *note_lines(notes)], found.rows()
 
