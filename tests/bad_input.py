@@ -377,6 +377,7 @@ def main() -> int:
     p.add_argument("--only", nargs="+", default=[], help="those with one of these in their name")
     p.add_argument("--world", type=Path, help="a folder where the world is kept for the next time")
     args = p.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # names have what no encoding has
     prepare()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
         began, folder = time.monotonic(), args.world or Path(name)

@@ -288,6 +288,12 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
     fine: list[Rule] = [same]
     if not top.startswith(CHECKED):
         fine.append(said(path.name, top))
+        if place.endswith("config.json") and "best-step" in place:
+            fine.append(lambda o: "the checkpoint that it took is named" if "checkpoints/step-" in o.shown else None)
+        if name == "a folder" and use.startswith("new"):
+            fine.append("the run says what is no file")
+        if (top, name) == ("mine.yaml", "{}"):
+            fine.append("no devices of one's own")
         own = path.name in ("recipe.yaml", "summary.json", "environment.json", "metrics.jsonl", "plan.jsonl",
                             "proof.jsonl")
         if why and (own or "checkpoints" not in place) and (why != "other weights" or top in NO_DIGESTS):
@@ -338,7 +344,7 @@ def rows(*labels: Any) -> str:
 
 
 TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be accepted)
-    "label-3e9.csv": (rows(0, 3_000_000_000), None), "label-huge.csv": (rows(0, "9" * 5000), None),
+    "label-3e9.csv": (rows(0, 3_000_000_000), "two classes, by their names"), "label-huge.csv": (rows(0, "9" * 5000), None),
     "label-negative.csv": (rows(-1, 1), "names"), "label-float.csv": (rows(0.5, 1.5), "names"),
     "label-score.csv": ("text,label\n" + "".join(f"film {i},{i / 7:.3f}\n" for i in range(60)), None),
     "label-empty.csv": (rows("pos", "", "neg"), None), "label-0-2.csv": (rows(0, 2), "names"),
@@ -395,7 +401,7 @@ PARQUETS: dict[str, tuple[dict[str, Any], str | None]] = {  # columns
     "bytes": ({"text": [b"x", b"y"] * 25, "label": [0, 1] * 25}, None),
     "dotted": ({"a.b": ["a", "b"] * 20, "label": ["x", "y"] * 20}, "names"),
     "structs": ({"text": [{"a": 1}] * 9, "label": [0] * 9}, None),
-    "big": ({"text": ["a", "b"] * 9, "label": [0, 2**62] * 9}, None), "empty": ({"text": [], "label": []}, None),
+    "big": ({"text": ["a", "b"] * 9, "label": [0, 2**62] * 9}, "two classes, by their names"), "empty": ({"text": [], "label": []}, None),
 }  # fmt: skip
 PLAIN: dict[str, tuple[bytes, str | None]] = {
     "empty.txt": (b"", None), "nul.txt": (b"\0" * 5000, WRITES), "latin.txt": (b"\xe9" * 500, None),
@@ -604,6 +610,8 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
                             "GRADUS_GRID"]): f"given/{file}"} if kind == "hardware" or use == "hardware" else {}
         if name in FOR_NEW and not (use.startswith("new") and "--label" not in use):
             why = "columns that the recipe names"
+        if use == "hardware" and kind == "hardware" and "GRADUS_HARDWARE" not in env:
+            why = "prices and grids are not read here"
         if name == "short.txt" and use.startswith("fetch"):
             why = "copied as it is: the run refuses it"
         yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}",
@@ -720,8 +728,9 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
         extra = ["--modules"] if option == "--rank" else ["--temperature=1"] if option in ("--top-k",
             "--top-p") else extra
         more = [] if option in (o.partition(" ")[0] for o in [REQUIRED.get(start[0], "")]) else more
-        why = GOOD_OPTIONS.get((option, value)) or (named if action.type is None else path_fits(option,
-            value) if option in FREE else "a column that no text file has" if option == "--text" else None)
+        why = GOOD_OPTIONS.get((option, value)) or (
+            path_fits(option, value) if option in FREE else named if action.type is None else None) or (
+            named if action.type is None else None)
         yield Case(f"option/{' '.join(start[:2])} {option}={value[:14]}", [*start, *more, *extra, f"{option}={value}"],
                    fine=[why] if why else [])
 

@@ -244,6 +244,8 @@ def test_tokenizer_train(capsys, tmp_path):
     t = tokenizer_files.load(tmp_path / "bpe")
     assert t.decode(t.encode("the cat sat")) == "the cat sat" and len(t.encode("the cat")) < 7
     assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
+    assert main(["tokenizer", "train", str(tmp_path / "text.txt"), "--vocab-size", "280", "--text", "body", "--to", str(tmp_path / "again")]) == 2
+    assert "--text body: a column of a table, and " in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 def test_a_full_disk_leaves_nothing_of_a_tokenizer(capsys, monkeypatch, tmp_path):

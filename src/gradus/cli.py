@@ -109,6 +109,7 @@ def _planning(verb: Verb) -> None:
     add("--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
         help="tokens to train on, instead of the recipe's steps, e.g. 300e9")
     add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
+    add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="per device-hour, instead of the quotes")
     add("--all", **FLAG, help="tables of every component, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
@@ -166,7 +167,7 @@ def _preparing(verb: Verb) -> None:
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
     add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
     add("--lowercase", **FLAG)
-    add("--text", default="text", metavar="COLUMN", help="the column, for formats that have columns")
+    add("--text", metavar="COLUMN", help="the column, for formats that have columns (default: text)")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     text = "torch.profiler over a few steps: where time and memory go, and what to try next"
     add = verb("profile", profile, text).add_argument
@@ -390,12 +391,17 @@ def plan(args) -> int | Iterable[str]:
     _only_with(args, mode)
     if mode == "accuracy":
         return room("plan.show").printed(room("plan.published").lines(None if args.accuracy is True else args.accuracy))
-    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file)
+    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file, args.price)
     if mode == "web":
         port = 8000 if args.port is None else args.port
         return room("plan.web").serve(request if args.recipe else None, host=args.host or "127.0.0.1", port=port)
     if args.recipe is None:
         raise UserError("gradus plan: no recipe or preset given. gradus recipes and gradus models list them.")
+    with room("plan.show").progress(args.recipe, args.json):
+        return _planned(args, mode, request)
+
+
+def _planned(args, mode: str, request) -> Iterable[str]:
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, printed, screen
 
@@ -424,7 +430,7 @@ def plan(args) -> int | Iterable[str]:
 OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
-    "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
+    "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"}, "price": {"plan", "explain", "search"},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 
@@ -490,9 +496,12 @@ def fetch(args) -> Iterable[str]:
 
 def tokenizer(args) -> Iterable[str]:
     from gradus.data.corpus import Corpus
+    from gradus.data.readers import kind_of
     from gradus.data.tokenizers import train_bpe
 
-    texts = (piece for file in args.files for piece in Corpus.open(file, args.text))
+    if args.text and all(kind_of(file) == "txt" for file in args.files):
+        raise UserError(f"--text {args.text}: a column of a table, and {args.files[0]} is plain text. Leave it out.")
+    texts = (piece for file in args.files for piece in Corpus.open(file, args.text or "text"))
     made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     to = Path(args.to)
     with errors.writing(to, "the tokenizer was not written. Free some space, or give another --to."):

@@ -746,3 +746,10 @@ def test_of_a_labelled_text_so_many_characters_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "FIELD", 8)
     path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 50, "label": 0}) + "\n" + json.dumps({"text": "abc", "label": 1}) + "\n")
     assert LabelledDataset(path, ByteTokenizer(), 20).lengths.tolist() == [8, 3]
+
+
+def test_a_split_that_is_no_file_is_not_taken_for_none(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na,0\n")
+    (tmp_path / "valid.csv").mkdir()
+    assert find_split(tmp_path, "train") == tmp_path / "train.csv"
+    assert "valid.csv: not a file, so no valid split" in error(find_split, tmp_path, "valid", None, required=False)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradus import models
+from gradus.parallel import gloo
 from gradus.parallel.apply import apply
 from gradus.parallel.fake import fake_world
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.shard import ends
+from gradus.parallel.traffic import Traffic
 from gradus.recipe.schema import BertConfig, GPTConfig, Layout, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
 
 SIZE = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32}
 TEXT = {**SIZE, "vocab_size": 50, "seq_len": 8}
@@ -56,3 +66,31 @@ def test_an_end_is_whole_only_while_it_is_used():
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     assert whole["blocks.1.attention.to_q.weight"] and whole["norm.weight"]
     assert not whole["token_embedding.weight"] and not whole["head.weight"]
+
+
+def gathers_and_scatters(world) -> None:
+    """Oracle: gloo's own collectives, which these replace; the same is counted as sent."""
+    n, group = world.size, dist.group.WORLD
+    gather, scatter = gloo.AllGather(), gloo.ReduceScatter()
+    for size, dtype in ((5, torch.float32), (3000, torch.float32), (7, torch.bfloat16), (1, torch.float32)):
+        own = torch.arange(size).to(dtype) + world.rank
+        whole, expected = torch.empty(n * size, dtype=dtype), torch.empty(n * size, dtype=dtype)
+        with Traffic() as ours:
+            gather(whole, own, group)
+        with Traffic() as theirs:
+            dist.all_gather_into_tensor(expected, own)
+        assert torch.equal(whole, expected) and ours.found == theirs.found
+        whole += world.rank
+        total, expected = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        before = whole.clone()
+        with Traffic() as ours:
+            scatter(total, whole, group, dist.ReduceOp.SUM)
+        with Traffic() as theirs:
+            dist.reduce_scatter_tensor(expected, whole.clone())
+        assert torch.equal(whole, before) and ours.found == theirs.found
+        torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_gathers_and_scatters_are_gloos(n):
+    run(n, gathers_and_scatters)

@@ -73,6 +73,8 @@ def test_a_search_prices_the_whole_run():
     lines, rows = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
     text = "\n".join(lines)
     assert "in total" in text
+    paid = next(row for row in search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9, price=100.0))[1] if row.name == "search/money")
+    assert paid.conditions["how"]["inputs"]["USD per device-hour"] == pytest.approx(100)
     fastest = next(row for row in rows if row.name == "search/money" and "fastest" in (row.conditions["best"] or ()))
     seconds = next(row.value for row in rows if row.name == "search/step" and row.conditions["rank"] == fastest.conditions["rank"])
     given = fastest.conditions["how"]["inputs"]
@@ -110,6 +112,8 @@ def test_a_vits_plan_needs_neither_data_nor_a_vocabulary():
     assert made.fits and made.value("budget/time", case="expected") and any("could not be opened" in note for note in made.notes)
     epochs = answer(Request("cifar10-vit-small", SMALL_VIT, "A100"))
     assert epochs.value("time/step") and epochs.value("budget/time") is None and any("how long in total" in note for note in epochs.notes)
+    with pytest.raises(UserError, match=r"^--price: without its data .* Set train\.steps=N"):
+        answer(Request("cifar10-vit-small", SMALL_VIT, "A100", price=2.1))
     unknown = answer(Request("cifar10-vit-small", (*SMALL_VIT, "model.n_classes=null")))
     assert unknown.recipe.model.n_classes == 1000 and any("ImageNet's 1,000" in note for note in unknown.notes)
 
@@ -165,6 +169,7 @@ def test_optimal_sizes_are_of_decoders():
         (["llama2-7b", "--serve", "--search"], "different questions"),
         (["--accuracy", "--json"], "--json has no effect"),
         (["llama2-7b", "--search", "--days", "3", "--on", "H100"], "--days has no effect"),
+        (["llama2-7b", "--search", "--on", "H100", "layout.shard=3"], "--search: it chooses layout.shard"),
         (["llama2-7b", "--on", "8x"], "of which device"),
         (["llama2-7b", "--on", "TPU-v4"], "TPUs"),
         (["llama2-7b", "--days", "3"], "of which kind"),

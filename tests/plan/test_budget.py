@@ -33,7 +33,7 @@ PRICE = Price(1.0, 2.0, 4.0, "EUR", "2026-01-01", "a contract")
 
 
 def test_every_sum_by_hand(monkeypatch):
-    monkeypatch.setattr(hardware, "price", lambda device: PRICE)
+    monkeypatch.setattr(hardware, "price", lambda device, paid: PRICE)
     monkeypatch.setattr(hardware, "pue", lambda: (1.0, 1.1, 1.5, "a meter"))
     france = hardware.grid("FR")
     monkeypatch.setattr(hardware, "grid", lambda name: france)
@@ -44,7 +44,8 @@ def test_every_sum_by_hand(monkeypatch):
     hours = (9_000 * 16 / 3600, 12_500 * 16 / 3600, 24_000 * 16 / 3600)
     assert cases(rows, "budget/device_hours") == pytest.approx(hours)
     assert cases(rows, "budget/devices") == tuple(math.ceil(h / 0.24) for h in hours)
-    assert cases(rows, "budget/cost") == pytest.approx((hours[0], 2 * hours[1], 4 * hours[2]))
+    assert cases(rows, "budget/cost") == pytest.approx(tuple(2 * h for h in hours))
+    assert cases(rows, "budget/cost_extremes") == pytest.approx((hours[0], 2 * hours[1], 4 * hours[2]))
     watts = (76.0, 92.0, 100.0)
     assert cases(rows, "energy/step") == pytest.approx((76 * 9 * 16, 92 * 10 * 16, 100 * 12 * 16))
     devices = tuple(w * h * 3600 for w, h in zip(watts, hours))
@@ -56,7 +57,7 @@ def test_every_sum_by_hand(monkeypatch):
     assert cases(rows, "budget/co2") == pytest.approx(tuple(e / 3.6e6 * 0.056 for e in facility))
     units = {r.name: r.unit for r in rows}
     assert units == {
-        "budget/time": "s", "budget/device_hours": "h", "budget/devices": "devices", "budget/cost": "€", "energy/step": "J",
+        "budget/time": "s", "budget/device_hours": "h", "budget/devices": "devices", "budget/cost": "€", "budget/cost_extremes": "€", "energy/step": "J",
         "budget/energy_device": "J", "budget/energy_node": "J", "budget/energy": "J", "budget/co2": "kg",
     }  # fmt: skip
 
@@ -76,7 +77,7 @@ def test_what_is_not_known_has_no_row():
     assert "budget/cost" not in names and "budget/co2" in names
     unpowered = dataclasses.replace(hardware.find("A100"), power=None)
     names = {r.name for r in budget(cluster=Cluster(unpowered, 1), steps=10, seconds_per_step=1.0)}
-    assert names == {"budget/time", "budget/device_hours", "budget/cost"}
+    assert names == {"budget/time", "budget/device_hours", "budget/cost", "budget/cost_extremes"}
 
 
 def test_goodput_of_one_node_and_of_many():

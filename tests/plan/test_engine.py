@@ -436,6 +436,31 @@ def plain() -> Case:
     return case_of("gpt", ("fp32", "none", "cpu"), 1, 2, 2, None, "adamw", {})
 
 
+def test_what_a_layout_does_not_split_is_a_note():
+    def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
+        r = recipe("gpt", samples=4, layers=4, d=32, seq=16, vocab=64, **layout)
+        model = r.model.model_copy(update={"n_experts": experts})
+        return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model})), n).notes
+
+    (state,) = notes(4, tensor=2)
+    assert "all 2 replicas keep the same optimizer state" in state and "ZeRO-1" in state and "layout.tensor. layout.shard=2 splits it" in state
+    assert "layout.shard=2, with layout.schedule=1f1b, splits it" in notes(4, pipeline=2, schedule="interleaved", micro_batch=1)[0]
+    assert not notes(2, tensor=2) and not notes(4, tensor=2, shard=2) and not notes(2) and not notes(4, "sgd", tensor=2)
+    assert "equal shares of the tokens" in notes(1, experts=4)[0]
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize(("checkpointing", "split", "whole"), [("full", 4, 0), ("selective", 20, 4), ("none", 32, 8)])
+def test_what_a_block_keeps_is_as_the_page_says(tensor, checkpointing, split, whole):
+    """docs/plan.md, beside Korthikanti et al.'s formula: bytes by seq · batch · d_model, `split` of them over layout.tensor, and `whole`."""
+    r = recipe("gpt", samples=2, layers=3, d=512, seq=128, precision="bf16", checkpointing=checkpointing, tensor=tensor)
+    r = making.complete(r.model_copy(update={"model": r.model.model_copy(update={"dropout": 0.0})}))
+    (process,) = engine.planned(r, tensor, "cuda")
+    pieces = process.stages[0].profile.later["forward"]
+    kept = sum(piece.stretch.net[profiles.INDEX["activations"]] for piece in pieces if piece.unit == "blocks.1")
+    assert kept / (2 * 128 * 512) == pytest.approx(split / tensor + whole, rel=0.005)
+
+
 def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
     first = numbers(plain)
     assert list(kept.glob("*.json"))

@@ -6,8 +6,10 @@ Over the grid of presets and devices the traced parts stand in closed form: what
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import shlex
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from gradus import cli, hardware, models
 from gradus.plan import answer, show
 from gradus.plan.answer import Request
 from gradus.plan.engine import NAMES, Memory
-from gradus.plan.figures import figure
+from gradus.plan.figures import AT_PEAK, figure
 from gradus.plan.work import Op, Work
 from gradus.recipe.axes import needed
 from gradus.recipe.presets import PRESETS
@@ -82,11 +84,14 @@ def on_one_screen(name: str) -> dict[str, list[str]]:
         lines = held(list(show.screen(made)))
         text = re.sub(r"\s+", " ", " ".join(lines))
         assert all(word in text for word in made.headline[1].split()[:8])
+        dtype = made.recipe.layout.param_dtype
+        assert not dtype or (f"param_dtype {dtype}" in made.headline[0] and f"layout.param_dtype={dtype}" in made.layout_keys)
         if made.fits is False:
             assert "NO FIT" in text and "it fits as it is" in text and "how much" not in text and "$" not in text
         elif request.on:
-            assert "-bound, " in text and "how long" in text and "% of a step" in text
-            assert ("(price $" in text) == (key not in ("no price", "this")), text
+            assert "limited by " in text and "how long" in text and "% of a step" in text
+            assert bool(re.search(r" at \$[\d.]+ per device-hour[; ]", text)) == (key not in ("no price", "this")), text
+            assert "80 % interval, from 681 published runs of other software; Gradus's own step has not run on a GPU" in text
         found[key] = lines
     return found
 
@@ -100,6 +105,74 @@ def test_the_first_screen_fits_a_terminal(closed, name):
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in FAMILIES][::3])
 def test_the_first_screen_of_every_preset_fits_a_terminal(closed, name):
     assert len(on_one_screen(name)) == len(REQUESTS)
+
+
+@pytest.mark.parametrize(("parts", "said"), [
+    ({"matmul": (3.0, 2.4), "memory": (1.0, None)}, "limited by matrix products at 80% of the peak, 60% of a step"),
+    ({"matmul": (3.0, 0.06), "memory": (1.0, None)}, "limited by matrix products too thin: 2% of the peak, 60% of a step"),
+    ({"attention": (3.0, 0.6)}, "limited by fused attention at 20% of the peak, 60% of a step"),
+    ({"launch": (3.5, None), "matmul": (1.0, 0.1)}, "limited by kernel launches, 70% of a step"),
+    ({"bubble": (2.0, None)}, "limited by pipeline bubble, 40% of a step"),
+    ({"comm/shard": (2.5, None), "matmul": (2.4, 2.0)}, "limited by FSDP's gathers and sums, 50% of a step"),
+    ({"comm/context": (2.5, None)}, "limited by communication along context, 50% of a step"),
+])  # fmt: skip
+def test_what_limits_a_step_is_the_part_that_takes_most(parts, said):
+    rows = [figure(f"time/{name}", seconds, "s", inputs={AT_PEAK: ideal, "calls": 3}, of="step") for name, (seconds, ideal) in parts.items()]
+    assert show._limit(rows, 5.0) == said
+
+
+def test_a_cost_is_of_the_time_at_one_price_and_of_the_extremes_behind_all(closed, capsys):
+    request = dataclasses.replace(REQUESTS["one"], recipe="gpt2-small")
+    made = answer.answer(request)
+    first, everything = (re.sub(r"\s+", " ", " ".join(show.screen(made, more))) for more in (False, True))
+    low, high = (made.value("budget/cost", case=case) / made.value("budget/time", case=case) for case in ("low", "high"))
+    assert low == pytest.approx(high) and "cost_extremes $" not in first and "cost_extremes $" in everything
+    extremes = show._interval(show._cases(made.rows, "budget/cost_extremes"))
+    assert extremes in everything and extremes not in first
+    own = answer.answer(dataclasses.replace(request, price=2.1))
+    assert own.value("budget/cost", case="high") == pytest.approx(2.1 * own.value("budget/device_hours", case="high"))
+    assert own.value("budget/cost_extremes") is None and " at $2.10 per device-hour; " in own.headline[-1]
+    unknown = answer.answer(dataclasses.replace(REQUESTS["no price"], recipe="gpt2-small", price=2.1))
+    assert unknown.value("budget/cost", case="expected") and "no price" not in unknown.headline[-1]
+    for words, said in (([], "--price: devices of which kind"), (["--devices"], "--price has no effect with --devices"), (["--on", "H100", "--price", "0"], "positive")):
+        assert cli.run(["plan", "gpt2-small", "--price", "2.1", *words]) == 2 and said in capsys.readouterr().err
+
+
+def test_what_looks_odd_is_a_note(closed):
+    def notes(name: str, on: str) -> str:
+        return "\n".join(answer.answer(Request(name, (), on)).notes)
+
+    assert "a device would hold the whole state, 1.99 GB" in notes("gpt2-small", "8xA100") and "whole state" not in notes("gpt3-175b", "1024xA100")
+    assert re.search(r"the loader must deliver [\d,]+ images/s", notes("vit-l16", "8xA100")) and "loader" not in notes("gpt2-small", "8xA100")
+
+
+def test_an_interval_says_what_it_is_of():
+    device = hardware.find("H100")
+    assert "681 published runs of other software; Gradus's own step has not run on a GPU" in show.brackets(device)
+    calibrated = show.brackets(dataclasses.replace(device, kind="cpu", measured={}))
+    assert "681 published runs of other software on GPUs; operations: measured here" in calibrated and "has not run" not in calibrated
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "rows_only", "said"), [
+    (io.StringIO, False, r"(planning llama: 0 s, parts of models traced: \d+\n){2,}"), (io.StringIO, True, ""),
+    (Terminal, True, r"(\r\x1b\[Kplanning llama: 0 s, parts of models traced: \d+){2,}\r\x1b\[K"),
+])  # fmt: skip
+def test_a_plan_that_takes_long_says_so(monkeypatch, capsys, stream, rows_only, said):
+    monkeypatch.setattr(show, "SILENCE", 0.02)
+    monkeypatch.setattr(show, "AGAIN", {True: 0.03, False: 0.03})
+    monkeypatch.setattr("sys.stderr", stream := stream())
+    monkeypatch.setenv("TERM", "xterm")
+    with show.progress("llama", rows_only):
+        time.sleep(0.2)
+    assert re.fullmatch(said, stream.getvalue()) and not capsys.readouterr().out
+    with show.progress("llama", rows_only):
+        written = stream.getvalue()
+    assert stream.getvalue() == written, "a quick one says nothing"
 
 
 def test_a_broken_layout_line_is_still_one_command(closed):
@@ -141,7 +214,7 @@ def test_components_stand_behind_all(capsys):
     first = held(capsys.readouterr().out.splitlines())
     text = re.sub(r"\s+", " ", " ".join(first))
     assert [line.split("  ")[0] for line in first if re.match(r"(fits|how|deadline|layout) ", line)] == ["fits", "how long", "deadline", "how much", "layout"]
-    assert re.search(r"MFU \d+%; \w+-bound, \d+% of a step", text) and "(price $" in text and re.search(r"fits .* GB per device \(\d+%; \w+ \d+%, \w+ \d+%\)", text)
+    assert re.search(r"MFU \d+%; limited by [^,]+, \d+% of a step", text) and " per device-hour (quoted: $" in text and re.search(r"fits .* GB per device \(\d+%; \w+ \d+%, \w+ \d+%\)", text)
     assert "memory\n" not in "\n".join(first) and "activations  " not in "\n".join(first)
     assert cli.run([*words, "--all"]) == 0
     everything = capsys.readouterr().out

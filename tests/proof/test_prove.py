@@ -130,6 +130,9 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "plan.jsonl").write_text("")
     assert main(["prove", str(tmp_path)]) == 2
     assert "no proof.jsonl" in capsys.readouterr().err
+    (tmp_path / "proof.jsonl").write_text('{"a":' * 500)  # one line, cut short
+    assert main(["prove", str(tmp_path)]) == 2
+    assert "proof.jsonl has no whole row" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def unchanged(folder: Path) -> bool:
     try:
         made = json.loads(limits.regular(folder / MADE).read_text())
         return bool(made) and made == {name: _mark(folder / name) for name in made}
-    except (OSError, ValueError, TypeError, UserError):
+    except (OSError, ValueError, TypeError, RecursionError, UserError):
         return False
 
 

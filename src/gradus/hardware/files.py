@@ -293,18 +293,20 @@ def _quotes(file: Path, own: Path | None, *stamps: int | None) -> dict[str, list
     return answer
 
 
-def price(device: Device | str, path: str | Path | None = None) -> Price | None:
-    """What a device costs an hour: the lowest quote, the median of their middles, the highest. None where nothing is
-    known.
+def price(device: Device | str, path: str | Path | None = None, paid: float | None = None) -> Price | None:
+    """What a device costs an hour: the lowest quote, the median of their middles, the highest; or what is `paid`, in
+    the currency of the quotes. None where nothing is known.
 
     Quotes in dollars are converted when the user's file says `currency` and `rate` (what one dollar costs in it); its
     own prices are in its currency already.
     """
     device = find(device) if isinstance(device, str) else device
     found = quotes(device.name, path)
-    if not found:
+    if not found and paid is None:
         return None
     t = read(kinds.Prices, _files("prices", path)[-1])
+    if paid is not None:
+        return Price(paid, paid, paid, t.currency, "", "--price")
     rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
     low, expected, high = ([r * getattr(q, k) for r, q in zip(rates, found)] for k in ("low", "expected", "high"))
     sources = "; ".join(f"{one.source} ({one.date})" for one in found)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradus.layers import Block
 from gradus.layers.moe import Experts
+from gradus.parallel import gloo
 from gradus.parallel.replicate import as_one
 from gradus.recipe.schema import Layout
 
@@ -56,10 +57,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
     for end in ends(model) if layout.pipeline == 1 else ():
         fully_shard(end, **options)
     fully_shard(model, **options)
+    gather, scatter = gloo.AllGather(), gloo.ReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if dist.get_backend() == "gloo":
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(scatter)
 
 
 def ends(model: nn.Module) -> list[nn.Module]:

@@ -3,7 +3,9 @@ for it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +59,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: dict[str, Counted] = {}
+        self.parts = False  # what is called now is a part of a collective that has been counted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -64,7 +67,7 @@ class Traffic(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         namespace, name = schema(function).name.split("::")
         kind = collective(name) if namespace in ("c10d", "_c10d_functional") else None
-        if kind is not None:
+        if kind is not None and not self.parts:
             self.count(kind, payload_of(kind, args, out), dist.get_world_size(group_among(args, kwargs or {})))
         return out
 
@@ -74,6 +77,19 @@ class Traffic(TorchDispatchMode):
         counted.calls += 1
         counted.payload += payload
         counted.sent += _SENT[kind](n) * payload
+
+    @classmethod
+    @contextlib.contextmanager
+    def as_one(cls, kind: str, payload: int, n: int) -> Iterator[None]:
+        """The calls within are one such collective among n processes."""
+        if (now := cls.now) is not None:
+            now.count(kind, payload, n)
+            now.parts = True
+        try:
+            yield
+        finally:
+            if now is not None:
+                now.parts = False
 
     def __enter__(self):
         Traffic.now = self

@@ -19,7 +19,7 @@ from gradus.hardware import Cluster
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
-from gradus.plan.figures import figure, known_figure
+from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
@@ -40,9 +40,10 @@ class Request:
     tokens: float | None = None  # to train on, in place of the recipe's steps
     days: float | None = None  # a deadline
     json_file: str | None = None  # Hugging Face's TrainingArguments
+    price: float | None = None  # of a device-hour
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "days"):
+        for name in ("tokens", "days", "price"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"--{name}={value:g}: must be a positive number.")
@@ -115,6 +116,12 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, planned, task, cluster, n, notes)
+    state = 16 * next(row.value for row in rows if row.name == "parameters/total")
+    if layout and layout.param_dtype and state < cluster.device.capacity / 2:
+        notes.append(
+            f"a device would hold the whole state, {size(state)}: it is sharded since layout.param_dtype computes norms and residuals in "
+            f"{layout.param_dtype} too, which replicas (layout.precision) keep in fp32, and so take longer (--search)"
+        )
     keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
     made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
@@ -232,8 +239,8 @@ def tokens_a_step(recipe: Recipe) -> float:
 def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """The hardware asked for, and whether the number of devices was said."""
     if request.on is None:
-        if request.days:
-            raise UserError("--days: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
+        if name := "days" if request.days else "price" if request.price else "":
+            raise UserError(f"--{name}: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -291,6 +298,9 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
             notes.append("this machine was measured coarsely, before its first run: expect errors of 15 % and more; gradus calibrate measures it in full")
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
+        if recipe.data.kind == "images" and target == "cuda":
+            rate = work.samples / time.total
+            notes.append(f"reading and decoding images is not planned: the loader must deliver {rate:,.0f} images/s (gradus check measures it)")
         rows += _budget_rows(request, recipe, task, time, cluster, notes)
     return rows, fits
 
@@ -383,6 +393,7 @@ def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
             given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+            given[AT_PEAK] = sum(op.flops * op.count / peak(device, op.dtype) for op in ops) * m
     elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
         given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
@@ -411,9 +422,11 @@ def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster,
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
+        if request.price:
+            raise UserError(f"--price: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
-    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts)
+    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, price=request.price)
     return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
 
 
@@ -451,14 +464,16 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
         raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
     if request.on is None:
         raise UserError("--search: on which hardware? Give --on, e.g. --on 64xH100 (gradus hardware lists them).")
+    said = said_keys(request.overrides)
+    if chosen := sorted(said & SPLITS):
+        raise UserError(f"--search: it chooses layout.{chosen[0]}. Leave that out; without --search it is used.")
     recipe, task, cluster, *_ = asked(request, notes := [])
     try:
         steps = total_steps(recipe, task)
     except UserError as e:
         steps = None
         notes.append(str(e))
-    said = said_keys(request.overrides)
-    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said - SPLITS)
+    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said, paid=request.price)
     found.said = said
     return [*found.lines(), *note_lines(notes)], found.rows()
 

@@ -57,11 +57,12 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
 
 def budget(
     *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None, parts: dict[str, float] | None = None,
+    price: float | None = None,
 ) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
 
     seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the
-    part of the time in which the device computes. CO2 is of the world's mean grid. What is not known has no row: cost without a price,
+    part of the time in which the device computes. price: of a device-hour, in place of the quotes. CO2 is of the world's mean grid. What is not known has no row: cost without a price,
     energy and CO2 without the device's power.
     """
     n, (good, good_source) = cluster.n, goodput(cluster)
@@ -78,17 +79,18 @@ def budget(
         if days is not None:
             needed = math.ceil(hours[i] / (days * 24))
             rows.append(known_figure("budget/devices", needed, {"device-hours": hours[i], "days": days}, case=case))
-    return rows + _cost(hours, hardware.price(cluster.device)) + _energy(cluster, step, hours, busy_share(parts))
+    return rows + _cost(hours, hardware.price(cluster.device, paid=price)) + _energy(cluster, step, hours, busy_share(parts))
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
     if price is None:
         return []
-    rows, unit = [], SIGNS.get(price.currency, price.currency)
+    rows, unit, dated = [], SIGNS.get(price.currency, price.currency), {"date": price.date} if price.date else {}
     source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
-    for case, each, rate in zip(CASES, hours, (price.low, price.expected, price.high)):
-        given = {"device-hours": each, f"{price.currency} per device-hour": rate}
-        rows.append(known_figure("budget/cost", each * rate, given, unit=unit, source=source, case=case, date=price.date))
+    for name, rates in (("cost", (price.expected,) * 3), ("cost_extremes", (price.low, price.expected, price.high))):
+        for case, each, rate in zip(CASES, hours, rates) if name == "cost" or price.low < price.high else ():
+            given = {"device-hours": each, f"{price.currency} per device-hour": rate}
+            rows.append(known_figure(f"budget/{name}", each * rate, given, unit=unit, source=source, case=case, **dated))
     return rows
 
 

@@ -386,6 +386,15 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
             f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "
             "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
         )
+    if getattr(p.recipe.model, "n_experts", None):
+        notes.append("experts are planned with equal shares of the tokens, in products as fast as dense ones: a router's uneven choice takes longer")
+    replicas = sizes(layout, p.n)["replicate"]
+    if (axes := [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]) and replicas > 1 and layout.shard == 1 and p.state:
+        only = ", with layout.schedule=1f1b," * (layout.pipeline > 1 and layout.schedule in ("interleaved", "zero_bubble"))
+        notes.append(
+            f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 (layout.shard_optimizer) is not "
+            f"combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
+        )
     reserved, framework = alive.bytes, 0
     if p.target == "cuda":
         reserved = max(alive.reserved, alive.bytes)

@@ -9,6 +9,7 @@ import yaml
 
 from gradus.rows import Row
 
+AT_PEAK = "seconds at the peak"  # an input of the time of products
 TEXTS = yaml.safe_load((importlib.resources.files("gradus.plan") / "figures.yaml").read_text(encoding="utf-8"))
 
 

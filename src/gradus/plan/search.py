@@ -159,7 +159,7 @@ class Space:
 
     def _numbers(self, sharded: bool) -> dict[str, Any]:
         """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in half instead of
-        cast: the same numbers, without copies that autocast keeps."""
+        cast: without copies that autocast keeps, and norms and residuals are computed in half too."""
         own = self.recipe.layout
         if self.said & {"precision", "param_dtype"} and not sharded:
             return {"precision": own.precision, "param_dtype": None}
@@ -445,7 +445,7 @@ class Found:
         header, body = ["", "devices", "step", "memory", "layout: why it is slower"], []
         for i, c in enumerate(self.table, 1):
             more = [c.layout.schedule] if c.layout.pipeline > 1 else []
-            more += [c.layout.param_dtype + " shards"] if c.layout.param_dtype else []
+            more += [f"param_dtype {c.layout.param_dtype}"] if c.layout.param_dtype else []
             more += ["zero-1"] if c.layout.shard_optimizer else []
             more += [f"micro-batch {c.layout.micro_batch}"] if c.layout.micro_batch else []
             more += [f"checkpointing {c.layout.checkpointing}"] if c.layout.checkpointing != "none" else []
@@ -465,7 +465,7 @@ class Found:
                 out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
             if c.money is not None:
                 given = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": c.money / c.n / c.seconds * 3600}
-                source = "the price file (gradus hardware NAME), the usual goodput (plan/budget.py)"
+                source = "--price, else the price file (gradus hardware NAME); the usual goodput (plan/budget.py)"
                 unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
                 text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
                 conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
@@ -481,12 +481,14 @@ def _time(seconds: float) -> str:
 
 
 def search(
-    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None, said: Collection[str] = ()
-) -> Found:
+    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None, said: Collection[str] = (),
+    paid: float | None = None,
+) -> Found:  # fmt: skip
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of the kind, the best of
-    each. task: with its data opened. said: keys of the recipe's layout that stay. Raises UserError where no layout is allowed at all.
+    each. task: with its data opened. said: keys of the recipe's layout that stay. paid: for a device-hour, in place of the quotes. Raises
+    UserError where no layout is allowed at all.
     """
     space = Space(recipe, cluster, task, said)
     good, large = ranked(space, top)
@@ -501,7 +503,7 @@ def search(
         large += miss[:1] if not best else []
         if not best:
             break  # fewer devices hold less still
-    cost = price(cluster.device)
+    cost = price(cluster.device, paid=paid)
     for c in good:
         c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
         c.run = steps * c.seconds / usual_goodput(Cluster(cluster.device, c.n)) if steps else None

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
+import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +17,14 @@ from gradus.errors import UserError, colour, did_you_mean
 from gradus.hardware.tables import WIDTH, fold
 from gradus.parallel.mesh import sizes
 from gradus.plan.budget import DAY, SIGNS
-from gradus.plan.figures import TEXTS
+from gradus.plan.figures import AT_PEAK, TEXTS
 from gradus.plan.keys import computed_in
+from gradus.plan.roofline import fitted
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
 
 if TYPE_CHECKING:
+    from gradus.hardware import Device
     from gradus.plan.answer import Answer, Request
 
 
@@ -97,7 +104,8 @@ def headline(answer: Answer, request: Request) -> list[str]:
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     axes = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
     checkpointing = f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")
-    how = ", ".join(filter(None, (axes, computed_in(r.layout), checkpointing)))
+    numbers = f"param_dtype {r.layout.param_dtype}" if r.layout.shard > 1 and r.layout.param_dtype else computed_in(r.layout)
+    how = ", ".join(filter(None, (axes, numbers, checkpointing)))
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
     main = sorted((k for k in parts if k not in ("allocated", "reserved", "device", "capacity")), key=lambda k: -parts[k])
@@ -138,25 +146,29 @@ def _how_long(answer: Answer) -> list[str]:
     images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
     each = "images" if images else "tokens" if tokens else "samples"
     speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s"
-    driver = (f"MFU {mfu:.0%}; " if mfu else "") + _bound(answer.rows, step.value)
+    driver = (f"MFU {mfu:.0%}; " if mfu else "") + _limit(answer.rows, step.value)
     cases = _cases(answer.rows, "budget/time")
     whole = f"{_interval(cases)} for {answer.value('budget/steps'):,.0f} steps; " if cases else ""
     text, low, high = (duration(seconds) for seconds in (step.value, step.conditions["low"], step.conditions["high"]))
     return [f"how long  {whole}{text}{_between(text, low, high)} per step, {speed} ({driver})"]
 
 
-BOUND = {  # parts of a step → what it then is bound by
-    "compute": ("matmul", "attention"), "memory": ("memory", "optimizer"), "host": ("launch", "host", "data"), "pipeline": ("bubble",),
+LIMITS = {  # parts of a step → what limits it where they take most; others are communication along an axis of the layout
+    "matmul": "matrix products", "attention": "fused attention", "memory": "memory-bound operations", "launch": "kernel launches",
+    "bubble": "pipeline bubble", "optimizer": "the optimizer's step", "data": "copies of the batch", "host": "waiting for the host or the slowest node",
+    "comm/shard": "FSDP's gathers and sums", "comm/replicate": "sums of gradients",
 }  # fmt: skip
+THIN = 0.4  # of the peak: large products reach twice as much
 
 
-def _bound(rows: list[Row], step: float) -> str:
-    """'compute-bound, 57% of a step': what most of its time goes to."""
-    parts = {row.name.removeprefix("time/"): row.value for row in rows if row.conditions.get("of") == "step"}
-    spent = {kind: sum(parts.get(name, 0.0) for name in names) for kind, names in BOUND.items()}
-    spent["communication"] = sum(seconds for name, seconds in parts.items() if name.startswith("comm/"))
-    most = max(spent, key=lambda kind: spent[kind])
-    return f"{most}-bound, {spent[most] / step:.0%} of a step"
+def _limit(rows: list[Row], step: float) -> str:
+    """'limited by matrix products at 66% of the peak, 57% of a step': the part that takes most; of products also what they reach."""
+    most = max((row for row in rows if row.conditions.get("of") == "step"), key=lambda row: row.value)
+    part = most.name.removeprefix("time/")
+    text = LIMITS.get(part, f"communication along {part.removeprefix('comm/')}")
+    if ideal := most.conditions["how"]["inputs"].get(AT_PEAK):
+        text += f"{' too thin:' if part == 'matmul' and ideal < THIN * most.value else ' at'} {ideal / most.value:.0%} of the peak"
+    return f"limited by {text}, {most.value / step:.0%} of a step"
 
 
 def _deadline(answer: Answer, request: Request) -> list[str]:
@@ -173,15 +185,15 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
 
 
 def _how_much(answer: Answer) -> list[str]:
-    """Each total with what was put in for it, from low to high: '$3 [$1 .. $15] (price $0.9 to $5 an hour)'."""
-    cost, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in ("cost", "device_hours", "energy", "co2"))
+    """Each total with what was put in for it, from low to high: '$3 [$2 .. $5] at $2 per device-hour (quoted: $0.9 to $5)'."""
+    cost, listed, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in ("cost", "cost_extremes", "device_hours", "energy", "co2"))
     found = []
     if cost:
-        currency = cost["low"].unit
-        found.append(f"{_interval(cost)} (price {_put_in(cost, ' per device-hour', lambda v: money(v, currency))} per hour)")
+        price, quoted = (_put_in(cases, " per device-hour", lambda v: money(v, cost["low"].unit)) if cases else "" for cases in (cost, listed))
+        found.append(f"{_interval(cost)} at {price} per device-hour{f' (quoted: {quoted})' * bool(quoted)}")
     elif hours:
         device = answer.cluster.device.name
-        found.append(f"no price of {device} is known (your prices: gradus hardware {device})")
+        found.append(f"no price of {device} is known (--price; your prices: gradus hardware {device})")
     if hours:
         found.append(value_text(hours["expected"]))
     if energy:
@@ -197,23 +209,26 @@ def _put_in(cases: dict[str, Row], key: str, text: Callable[[float], str] = lamb
 
 
 HEIGHT = 24  # lines of a terminal that holds the first screen
-BRACKETS = "[low .. high]: 4 of 5 published runs lay there; totals add prices, power, grid"
 MORE = "--all for components, --explain NAME for a figure"
-LEGEND = (
-    "[low .. high]: a step: where four of five published runs lay, their model left out of the fit; "
-    "totals: also time lost, prices, power, grid",
-    "--explain NAME: the explanation of a figure, e.g. --explain memory/activations, budget/time",
-)
+LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/activations, budget/time"
+
+
+def brackets(device: Device) -> str:
+    """What the intervals are of: see `step.interval`."""
+    table = fitted()["without its source"]
+    n = table["steps (all)"][table["columns"].index("n")]
+    own = "; Gradus's own step has not run on a GPU" if device.measured is None else " on GPUs; operations: measured here"
+    return f"[low .. high]: 80 % interval, from {n} published runs of other software{own}. Totals add lost time, power, grid"
 
 
 def screen(answer: Answer, everything: bool = False) -> list[str]:
     """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
-    timed = any(row.name == "time/step" for row in answer.rows)
+    timed = [brackets(answer.cluster.device)] if any(row.name == "time/step" for row in answer.rows) else []
     if not everything:
-        return first_screen(head, answer.notes, [BRACKETS, MORE] if timed and answer.fits is not False else [MORE])
+        return first_screen(head, answer.notes, [*(text for line in timed for text in fold(line, 2)), MORE])
     lines = [text for line in head for text in fold(line, 10)]
-    return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *LEGEND] if timed else [])]
+    return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *timed, LEGEND] if timed else [])]
 
 
 VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not fit\b|[\d.]+ \w+ too much"}
@@ -267,6 +282,40 @@ def _aside(row: Row) -> str:
 
 
 ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | TEXTS["about"]
+
+
+# ---------------------------------------------------------------- while it takes long
+
+SILENCE, AGAIN = 2.0, {True: 1.0, False: 30.0}  # s until the first line, then until the next, on a terminal and elsewhere
+
+
+@contextlib.contextmanager
+def progress(name: str, rows_only: bool) -> Iterator[None]:
+    """A plan that takes long says so on standard error: a terminal's line is drawn again and removed at the end, elsewhere a line follows now
+    and then. rows_only: on a terminal alone."""
+    from gradus.plan import engine
+
+    ended, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    start, end = ("\r\x1b[K", "") if live else ("", "\n")
+
+    def tell() -> None:
+        wait = SILENCE
+        while not ended.wait(wait):
+            wait = AGAIN[live]
+            text = f"planning {name}: {time.monotonic() - began:.0f} s, parts of models traced: {len(engine._kept)}"
+            print(f"{start}{text[: WIDTH - 1]}", end=end, file=sys.stderr, flush=True)
+        if live and wait != SILENCE:
+            print(start, end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if live or not rows_only:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.ident:
+            thread.join()
 
 
 # ---------------------------------------------------------------- --explain

@@ -228,4 +228,7 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it is not finished")):
         if not (folder / name).exists():
             raise UserError(f"{folder}: no {name}: {what}. Train it again, or finish it with --resume.")
-    return read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
+    predicted, measured = read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
+    if not measured:
+        raise UserError(f"{folder}: proof.jsonl has no whole row. Train it again.")
+    return predicted, measured
