@@ -277,7 +277,8 @@ def _machine(verb: Verb) -> None:
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
     add = verb("calibrate", lambda a: room("proof.calibrate").run(a), text, "").add_argument
-    add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help="about (default 180; below 30: coarsely)")
+    text = "about (default 180; below 30: coarsely)"
+    add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help=text)
     add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE", help="hardware file (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
 
