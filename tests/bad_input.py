@@ -96,7 +96,7 @@ def answer(outcome: Outcome) -> str:
 
 
 TIMED = (  # lines that depend on the machine's speed
-    r"train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d"
+    r"train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d|ms, batch|.*--force: it is slower"
     r"|  (weights|gradients|optimizer|activations|tensors|process|step)\b"
 )
 

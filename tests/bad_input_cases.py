@@ -300,9 +300,15 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append(why)
         if top in NO_DIGESTS and name in ("a bit", "cut", "noise") and path.suffix in (".safetensors", ".json", ".txt"):
             fine.append("other weights or tokens: a layout without digests")
-        if top in DATA and name in ("cut", "zeros", "doubled", "a bit", "noise",
+        if top in DATA and name in ("empty", "cut", "zeros", "doubled", "a bit", "noise",
                                     *TEXTS) and path.suffix not in (".parquet",):
             fine.append("other data")
+        if name == "empty" and top == "notes.md":
+            fine.append("no notes")
+        if use.startswith("report") and "tokenizer" in place:
+            fine.append("no report reads a tokenizer")
+        if (top == "images" or use.startswith("new")) and name == "gone":
+            fine.append("a picture or a split less")
     env = {"GRADUS_HARDWARE": "mine.yaml"} if top == "mine.yaml" else {}
     stem = re.sub(r"[0-9a-f]{30,}", "*", place)
     return Case(f"world/{stem}/{name}/{use}", shlex.split(use), before=before, fine=fine, env=env)
@@ -356,7 +362,7 @@ TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be
     "ragged.csv": ("text,label\n" + ROWS + "a,b,c\n", None), "short.csv": ("text,label\n" + ROWS + "a\n", None),
     "quote.csv": ('text,label\n"a,0\n' + ROWS, None), "nul.csv": ("text,label\na\0b,pos\n" + ROWS, WRITES),
     "empty.csv": ("", None), "header.csv": ("text,label\n", None),
-    "one-row.csv": ("text,label\na,pos\n", None), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"),
+    "one-row.csv": ("text,label\na,pos\n", "one row of one class, as the recipe says"), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"),
     "latin.csv": (("text,label\ncaf\xe9,pos\n" + ROWS).encode("latin-1"), None),
     "utf16.csv": (("text,label\n" + ROWS).encode("utf-16"), None),
     "bom.csv": (b"\xef\xbb\xbf" + ("text,label\n" + ROWS).encode(), "a byte order mark is no text"),
@@ -548,7 +554,7 @@ def study_files() -> dict[str, tuple[bytes, str | None]]:
         "source nan": (none + "source: {a: .nan}\n" + one, None),
         "source_devices": (none + "source_devices: zzz\n" + one, None),
         "devices huge": (none + "source_devices: 99999999xH100\n" + one, None),
-        "columns": (none + "columns: [zzz]\n" + one, None),
+        "columns": (none + "columns: [zzz]\n" + one, "a note says that nothing has that name"),
         "about HTML": (none + "about: <script>\nnote: '<img>'\n" + one, "a text, escaped"),
         "tag": ("recipe: !!python/object/apply:os.system ['true']\n" + one, None), "tab": ("a:\n\tb: 1", None),
         "deep": ("a: " + "[" * 5000 + "]" * 5000, None),
@@ -642,7 +648,7 @@ def write_given(kind: str, file: str, name: str, data: bytes) -> None:
 def fits(field: FieldInfo, value: str) -> str | None:
     """Whether a value suits a key of a recipe, as its kind is printed: the number, name or null that it may be."""
     annotation = str(field)
-    number = float(value) if re.fullmatch(r"[0-9]+(\.[0-9]+)?(e-?[0-9]+)?", value) and len(value) < 25 else math.nan
+    number = float(value) if re.fullmatch(r"[0-9][0-9_]*(\.[0-9]+)?(e-?[0-9]+)?", value) and len(value) < 25 else math.nan
     if value in ("", "null") and not field.is_required():
         return "unset: the default"
     if value in ("true", "1", "0") and "bool" in annotation:
@@ -1081,7 +1087,7 @@ CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → 
                                                     "api.train('gpt.yaml', zzz={})": {},
     "api.plan({})": {}, "api.plan('gpt2-small', {})": {}, "api.plan('gpt2-small', on={})": {"None": "no hardware"},
     "api.plan('gpt2-small', on='H100', tokens={})": {"5": "tokens", "None": "the recipe's", "1.5": "tokens"},
-    "api.plan('gpt2-small', on='H100', days={})": {"5": "days", "1.5": "days", "None": "no deadline"},
+    "api.plan('gpt2-small', on='H100', days={})": {**dict.fromkeys(("5", "1.5", "10**30"), "days"), "None": "no deadline"},
     "api.plan('gpt2-small').value({})": dict.fromkeys(("''", "'nowhere'", "'x\\0'"), "a figure that there is none of"),
     "api.load({})": {}, "api.load('run-bert', {})": {}, "api.load('run-bert')({})": {},
     "api.load('run-bert')(input_ids={})": {}, "api.predict({}, 'a')": {},

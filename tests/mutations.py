@@ -40,6 +40,8 @@ LIST = (
     # ---- layouts
     M("parallel/replicate.py", "self.scale = float(dist.get_world_size(group))", "self.scale = 1.0",
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "ddp"),
+    M("parallel/gloo.py", "output_tensor += part", "output_tensor -= part",
+      "parallel/test_shard.py::test_gathers_and_scatters_are_gloos", "shard"),
     M("parallel/shard.py", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "shard"),
     M("parallel/shard.py", "and sum(m.weight is other.weight for other in found) == 1]", "]",

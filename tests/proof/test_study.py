@@ -165,6 +165,7 @@ def grid(axes: int, names: int) -> str:
     ("text", "said"),
     [
         ("[]", "expected keys"),
+        (r'{"\ud800": 1}', "keys: input should be a valid string"),
         ("recipe: copy-task", "give configurations or grid."),
         ("recipe: copy-task\nconfiguration: {}", "configuration: unknown key. Did you mean configurations?"),
         ("recipe: copy-task\nconfigurations: {a: {sett: []}}", "configurations.a.sett: unknown key. Did you mean set?"),

@@ -77,6 +77,8 @@ def predict(args: Any) -> Iterator[str]:
     place = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
     if args.features and (place.engine, place.precision or "fp32") != ("torch", "fp32"):
         raise UserError("--features: only with --engine torch in fp32. Leave out --engine and --precision.")
+    if args.grid and not args.grid.lower().endswith(".png"):
+        raise UserError(f"--grid {args.grid}: the picture is a PNG. Give a name that ends with .png.")
     if args.grid and (place.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
     if args.features:

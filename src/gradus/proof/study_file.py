@@ -131,11 +131,12 @@ def told_names(settings: Sequence[Settings]) -> Iterator[tuple[str, str]]:
 
 def _wrong(error: Any) -> str:
     """One of pydantic's errors in a line."""
-    place, key = ".".join(map(str, error["loc"])), str(error["loc"][-1])
+    where = error["loc"] or ("keys",)  # a key that is no text has no place
+    place, key = ".".join(map(str, where)), str(where[-1])
     if error["type"] == "extra_forbidden":
-        known = StudyFile.model_fields if len(error["loc"]) == 1 else Settings.model_fields
+        known = StudyFile.model_fields if len(where) == 1 else Settings.model_fields
         return f"{place}: unknown key." + (did_you_mean(key, known) or f" Known: {', '.join(known)}.")
-    field = StudyFile.model_fields.get(str(error["loc"][0]))
+    field = StudyFile.model_fields.get(str(where[0]))
     return f"{place}: {error['msg'][:1].lower()}{error['msg'][1:]}" + (f" ({field.description})" if field else "")
 
 
