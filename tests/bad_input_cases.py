@@ -305,8 +305,8 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append("other data")
         if name == "empty" and top == "notes.md":
             fine.append("no notes")
-        if use.startswith("report") and "tokenizer" in place:
-            fine.append("no report reads a tokenizer")
+        if use.startswith("report") and "checkpoints" in place:
+            fine.append("no report reads a checkpoint")
         if (top == "images" or use.startswith("new")) and name == "gone":
             fine.append("a picture or a split less")
     env = {"GRADUS_HARDWARE": "mine.yaml"} if top == "mine.yaml" else {}
@@ -371,7 +371,7 @@ TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be
     "semicolons.csv": (("text,label\n" + ROWS).replace(",", ";"), "read as pandas does"),
     "tabs.csv": (("text,label\n" + ROWS).replace(",", "\t"), "read as pandas does"),
     "twice.csv": ("text,text,label\n" + ROWS.replace(",", ",b,"), None), "no-name.csv": (",label\n" + ROWS, None),
-    "header-yaml.csv": ('"{a: [&x","!!python/object:os.system"\n' + ROWS, None),
+    "header-yaml.csv": ('"{a: [&x","!!python/object:os.system"\n' + ROWS, "names, which new quotes"),
     "header-hash.csv": ('"text # no","label: x"\n' + ROWS, "names, which new quotes"),
     "wide.csv": (",".join(f"c{i}" for i in range(30_000)) + "\n" + (",".join("x" * 30_000) + "\n") * 3, None),
     "long-word.csv": ("text,label\n" + ROWS + "x" * 800_000 + ",pos\n", "one long word, read in a linear time"),
@@ -823,7 +823,7 @@ predict run-vit images/valid/cat/0.png --grid g.txt
 predict run-copy 'a b'
 predict run-copy -- '-1 2'
 predict run-copy '0 1'
-predict run-copy '٣ ٢'
+predict run-copy '٣ ٢' | digits of another script
 predict run-pairs '' | an empty text
 predict run-pairs '   ' | an empty text
 predict bert-int8 x --engine onnx
@@ -1077,7 +1077,7 @@ EXPRESSIONS = ["5", "None", "''", "b'x'", "[]", "{}", "object()", "float('nan')"
 CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → the values that are none, and why
     "api.train({})": {}, "api.train('gpt.yaml', {})": {},
     "api.train('gpt.yaml', 'log.dir=o', train={})": {"{}": "no settings"},
-    "api.train('gpt.yaml', 'log.dir=o', train={{'steps': {}}})": {"True": "1", "None": "unset"},
+    "api.train('gpt.yaml', 'log.dir=o', train={{'steps': {}}})": {"5": "steps", "True": "1", "None": "unset"},
     "api.train('gpt.yaml', 'log.dir=o', hooks={})": {"[]": "no hooks", "{}": "no hooks", "''": "no hooks"},
     "api.train('gpt.yaml', 'log.dir=o', optimizer={{'betas': {}}})": {},
     "api.train('gpt.yaml', 'log.dir=o', optimizer={{'lr': {}}})": {"5": "a rate", "1.5": "a rate", "True": "1"},

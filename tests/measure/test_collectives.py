@@ -170,6 +170,7 @@ def test_what_cannot_be(monkeypatch, capsys, tmp_path):
         return said
 
     assert "Did you mean gloo?" in told("--backend", "glo")
+    assert "''" in told("--sizes", "")
     assert "at least 2 processes" in told("--processes", "1")
     assert "1KiB;2KiB" in told("--sizes", "1KiB;2KiB")
     assert "No such file" in told("--to", str(tmp_path / "none" / "rows.jsonl"))

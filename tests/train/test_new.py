@@ -298,6 +298,7 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, cap
         ("x.yaml", "loose"): "Put them into a folder per class",
         ("x.yaml", "empty"): "no file for the train split",
         ("x.yaml", "r.csv", "r.xlsx"): "NAME.en and NAME.de",
+        ("x.yaml", "r.csv", "--init", ""): "--init: nothing is named",
         ("x.yaml", "r.csv", "--init", "gpt"): "a gpt, and texts with a label are for bert",
         ("x.yaml", "r.csv", "--init", "exported"): "exported: no weights: neither model.safetensors",
         ("x\ny.yaml", "r.csv"): "a line break",

@@ -300,7 +300,7 @@ def collectives(args) -> int:
     """The verb: measure, print a table, keep the rows."""
     if args.backend not in BACKENDS:
         raise UserError(f"--backend {args.backend}: no such backend.{did_you_mean(args.backend, BACKENDS)}")
-    sizes = parse_sizes(args.sizes) if args.sizes else SIZES
+    sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
     if args.to:
         open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
     with ended_with_this():

@@ -44,6 +44,8 @@ def new(
     one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
     that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
     """
+    if init == "":
+        raise UserError("--init: nothing is named. Give a folder or hf:NAME, or leave it out.")
     target = _target(file)
     found = look(paths, text_column, label)
     config = _weights(init, found) if init else None
