@@ -8,6 +8,7 @@ import io
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -62,10 +63,10 @@ def test_figures_agree_with_each_other(strong):
     _, _, found = strong
     for n in (1, 2):
         rates = found["samples_per_s", n]["samples"]
-        assert len(rates) == 2 and value(found, "samples_per_s", n) == min(rates), "of two rounds, the slower"
-        assert value(found, "samples_per_s", n) == pytest.approx(8 / value(found, "time/step", n))
+        assert len(rates) == 2 and value(found, "samples_per_s", n) == statistics.median(rates)
+        assert statistics.median(8 / seconds for seconds in found["time/step", n]["samples"]) == pytest.approx(statistics.median(rates))
         parts = {name: value(found, f"time/step/{name}", n) for name in timing.PARTS}
-        assert sum(parts.values()) == pytest.approx(value(found, "time/step", n))
+        assert any(sum(parts.values()) == pytest.approx(seconds) for seconds in found["time/step", n]["samples"]), "the parts are of one round"
         assert 0 < parts["computing"] < value(found, "time/step", n) and parts["data"] > 0
         assert 5e7 < value(found, "memory/process", n) < 5e9
     ratio = value(found, "samples_per_s", 2) / value(found, "samples_per_s", 1)
