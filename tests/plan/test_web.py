@@ -395,6 +395,9 @@ def test_the_planner_answers_every_request_as_the_page_reads_it(real_server, pat
         said = "--search: on which hardware?" if path == "api/search" else "--optimal: the published fits are for"
         assert status == 400 and found["error"].startswith(said)  # a line of text: all that `errors` reads
         return
+    if path == "api/search" and any(key.startswith("layout.") for key in settings):
+        assert status == 400 and found["error"].startswith("--search: it chooses layout.")
+        return
     if path == "api/serve" and case == "vit":
         assert status == 400 and "n_heads=3 is not a multiple of 4" in found["error"]
         return
