@@ -735,8 +735,7 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
             "--top-p") else extra
         more = [] if option in (o.partition(" ")[0] for o in [REQUIRED.get(start[0], "")]) else more
         why = GOOD_OPTIONS.get((option, value)) or (
-            path_fits(option, value) if option in FREE else named if action.type is None else None) or (
-            named if action.type is None else None)
+            path_fits(option, value) if option in FREE else None) or (named if action.type is None else None)
         yield Case(f"option/{' '.join(start[:2])} {option}={value[:14]}", [*start, *more, *extra, f"{option}={value}"],
                    fine=[why] if why else [])
 

@@ -40,13 +40,14 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     matching = named_after([f for f in files if suffix(f) in KINDS], split)
     if len(matching) > 1:
         raise _several(path, split, [f.name for f in matching])
-    others = [f for f in path.iterdir() if suffix(f) in KINDS and not f.is_file()]
-    if not matching and (odd := named_after(others, split)):
+    if matching:
+        return matching[0]
+    if odd := named_after([f for f in path.iterdir() if suffix(f) in KINDS and not f.is_file()], split):
         raise UserError(f"{odd[0]}: not a file, so no {split} split. Remove it, or set data.{split}=NAME.")
-    if not matching and required:
+    if required:
         there, names = ", ".join(f.name for f in files[:20]) or "no files", ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
-    return matching[0] if matching else None
+    return None
 
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:

@@ -87,7 +87,8 @@ def device_of(device: torch.device, threads: int) -> Device | None:
         return hardware.by_driver(torch.cuda.get_device_name(device))
     for name in ("this", coarse_name(threads)):
         with contextlib.suppress(UserError):
-            found, measured = hardware.find(name), hardware.find(name).measured or {}
+            found = hardware.find(name)
+            measured = found.measured or {}
             if measured.get("threads", threads) == threads and (found.name == name or "coarse" not in measured):
                 return found
     return None

@@ -67,8 +67,8 @@ def _write(folder: Path, made: dict[str, bytes]) -> None:
 
 def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
     """A section for the runs of each recipe and for each study, then the notes, then how it was done."""
-    name_machines([(run, run.environment) for run in found] + [(study, study.machine) for study in studied])
-    places = [(run.name, run.environment) for run in found] + [(study.name, study.machine) for study in studied]
+    measured = [*((run, run.environment) for run in found), *((study, study.machine) for study in studied)]
+    name_machines(measured)
     yield Heading(1, title)
     groups = runs.by_recipe(found)
     several = len(groups) + len(studied) > 1
@@ -87,7 +87,7 @@ def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Stud
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)
     yield Heading(2, "Appendix: machine, recipe, code", new_page=True)
-    yield from machines(places)
+    yield from machines([(each.name, facts) for each, facts in measured])
     for run in found:
         yield from appendix(run)
     for study in studied:
