@@ -290,10 +290,12 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
         fine.append(said(path.name, top))
         if place.endswith("config.json") and "best-step" in place:
             fine.append(lambda o: "the checkpoint that it took is named" if "checkpoints/step-" in o.shown else None)
-        if name == "a folder" and use.startswith("new"):
-            fine.append("the run says what is no file")
-        if (top, name) == ("mine.yaml", "{}"):
+        if top == "mine.yaml" and name in ("{}", "null", "empty"):
             fine.append("no devices of one's own")
+        if top == "mine.yaml" and ".source=" in name:
+            fine.append("a source in any words")
+        if top == "study.yaml" and name.endswith(("=None", "configurations.one={}", "configurations.two={}")):
+            fine.append("a key that is not set, or a configuration that changes nothing")
         own = path.name in ("recipe.yaml", "summary.json", "environment.json", "metrics.jsonl", "plan.jsonl",
                             "proof.jsonl")
         if why and (own or "checkpoints" not in place) and (why != "other weights" or top in NO_DIGESTS):
@@ -305,9 +307,11 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append("other data")
         if name == "empty" and top == "notes.md":
             fine.append("no notes")
+        if use.startswith("report") and place.endswith("metrics.jsonl") and name == "doubled":
+            fine.append("its lines are drawn twice")
         if use.startswith("report") and "checkpoints" in place:
             fine.append("no report reads a checkpoint")
-        if (top == "images" or use.startswith("new")) and name == "gone":
+        if name == "gone" and (top == "images" or use.startswith("new") or (top in DATA and "valid." in place)):
             fine.append("a picture or a split less")
     env = {"GRADUS_HARDWARE": "mine.yaml"} if top == "mine.yaml" else {}
     stem = re.sub(r"[0-9a-f]{30,}", "*", place)
@@ -362,7 +366,7 @@ TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be
     "ragged.csv": ("text,label\n" + ROWS + "a,b,c\n", None), "short.csv": ("text,label\n" + ROWS + "a\n", None),
     "quote.csv": ('text,label\n"a,0\n' + ROWS, None), "nul.csv": ("text,label\na\0b,pos\n" + ROWS, WRITES),
     "empty.csv": ("", None), "header.csv": ("text,label\n", None),
-    "one-row.csv": ("text,label\na,pos\n", "one row of one class, as the recipe says"), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"),
+    "one-row.csv": ("text,label\na,pos\n", None), "two-rows.csv": ("text,label\na,pos\nb,neg\n", "two rows"),
     "latin.csv": (("text,label\ncaf\xe9,pos\n" + ROWS).encode("latin-1"), None),
     "utf16.csv": (("text,label\n" + ROWS).encode("utf-16"), None),
     "bom.csv": (b"\xef\xbb\xbf" + ("text,label\n" + ROWS).encode(), "a byte order mark is no text"),
@@ -618,6 +622,10 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
             why = "columns that the recipe names"
         if use == "hardware" and kind == "hardware" and "GRADUS_HARDWARE" not in env:
             why = "prices and grids are not read here"
+        if use.endswith("--devices") and "GRADUS_GRID" in env:
+            why = "no grid is read here"
+        if use == "hardware" and name.startswith(("empty.", "null.")):
+            why = "no devices of one's own"
         if name == "short.txt" and use.startswith("fetch"):
             why = "copied as it is: the run refuses it"
         yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}",
@@ -1080,7 +1088,7 @@ CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → 
     "api.train('gpt.yaml', 'log.dir=o', hooks={})": {"[]": "no hooks", "{}": "no hooks", "''": "no hooks"},
     "api.train('gpt.yaml', 'log.dir=o', optimizer={{'betas': {}}})": {},
     "api.train('gpt.yaml', 'log.dir=o', optimizer={{'lr': {}}})": {"5": "a rate", "1.5": "a rate", "True": "1"},
-    "api.train('gpt.yaml', 'log.dir=o', name={})": {"'x\\0'": "a name", "'nowhere'": "a name", "5": "a name",
+    "api.train('gpt.yaml', 'log.dir=o', name={})": {"'x\\0'": "a name", "'nowhere'": "a name", "5": "a name", "True": "a name",
                                                     "None": "unset", "''": "a name"},
                                                     "api.train('run-gpt', resume={})": {},
                                                     "api.train('gpt.yaml', zzz={})": {},

@@ -28,7 +28,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}. See {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """argparse's own, with the nearest choice in place of all of them."""
+        """argparse's own, with the nearest choice in place of all of them; and no empty path."""
+        if value == "" and action.option_strings and re.match("DIR|FILE|FOLDER|PATH", str(action.metavar)):
+            raise UserError(f"{self.prog}: {action.option_strings[0]}=: an empty path. Name one, or leave it out.")
         if action.choices is None or value in action.choices:
             return
         if action.dest == "verb":

@@ -750,6 +750,15 @@ def test_of_a_labelled_text_so_many_characters_are_read(tmp_path, monkeypatch):
 
 def test_a_split_that_is_no_file_is_not_taken_for_none(tmp_path):
     (tmp_path / "train.csv").write_text("text,label\na,0\n")
+    (tmp_path / "more").mkdir()
+    assert find_split(tmp_path, "train") == tmp_path / "train.csv" and find_split(tmp_path, "valid", required=False) is None
     (tmp_path / "valid.csv").mkdir()
-    assert find_split(tmp_path, "train") == tmp_path / "train.csv"
-    assert "valid.csv: not a file, so no valid split" in error(find_split, tmp_path, "valid", None, required=False)
+    assert "valid.csv: not a file" in error(find_split, tmp_path, "valid", None, required=False)
+    pairs = tmp_path / "more"
+    for name in ("train.de", "train.en", "valid.de"):
+        (pairs / name).write_text("a\n")
+    os.symlink("gone", pairs / "valid.en")
+    assert "valid.en: not a file, or a link to none" in error(find_pairs, pairs, "train")
+    (pairs / "valid.en").unlink()
+    (pairs / "valid.en").mkdir()
+    assert "valid.en: not a file" in error(find_pairs, pairs, "train")

@@ -44,12 +44,12 @@ ADVICE = ["--on 1024xA100-PCIe-40GB layout.precision=fp32 layout.micro_batch=1 l
 def closed(monkeypatch, tmp_path):
     """What is traced, by rules of thumb; and a calibrated machine."""
 
-    def plan_memory(recipe, n=1, *, target="cpu", device=None, task=None):
+    def plan_memory(recipe, n=1, *, target="cpu", task=None, before=None):
         each = 4 * models.count(recipe.model)["total"] // needed(recipe.layout)
         parts = dict.fromkeys(NAMES, 0) | {"weights": each, "gradients": each, "optimizer": 2 * each, "activations": 10**9}
         held = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
         total = sum(parts.values())
-        return Memory(parts, total, int(total * 1.03), 10**9, None, 0, "backward", held, 10**9, [])
+        return Memory(parts, total, int(total * 1.03), 10**9, 0, "backward", held, 10**9, [])
 
     def traced_work(recipe, n=1, *, target="cuda", task=None, micro_batches=None):
         samples = recipe.batch.samples or 1

@@ -158,7 +158,7 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     needs = {k: need(case, k) for k in (7, 8, 12)}
     assert needs[7] < needs[8] < needs[12]
     monkeypatch.setattr(room, "capacity", lambda device: needs[8] - 1)
-    monkeypatch.setattr(room, "resident", lambda: case.room.resident)
+    monkeypatch.setattr(machine, "resident", lambda: case.room.resident)
     folder = tmp_path / "run"
     arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
     assert main(arguments) == 2

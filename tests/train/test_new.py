@@ -298,7 +298,7 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, cap
         ("x.yaml", "loose"): "Put them into a folder per class",
         ("x.yaml", "empty"): "no file for the train split",
         ("x.yaml", "r.csv", "r.xlsx"): "NAME.en and NAME.de",
-        ("x.yaml", "r.csv", "--init", ""): "--init: nothing is named",
+        ("x.yaml", "r.csv", "--init", ""): "--init=: an empty path",
         ("x.yaml", "r.csv", "--init", "gpt"): "a gpt, and texts with a label are for bert",
         ("x.yaml", "r.csv", "--init", "exported"): "exported: no weights: neither model.safetensors",
         ("x\ny.yaml", "r.csv"): "a line break",
@@ -387,6 +387,12 @@ def test_names_of_the_recipe_order_the_classes_and_may_name_what_has_no_rows(tmp
     assert [task.classes[i] for i in task.splits["train"].dataset.labels[:3]] == ["bad", "good", "fair"]
     with pytest.raises(UserError, match=r"task\.classes=bad, bad, x: 3 names; the data has 3 classes: .* Name each once"):
         open_session(recipe_of(tmp_path, path, task={"classes": ["bad", "bad", "x"]}))
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    path = table(tmp_path / "train.csv", reviews(60, ("good",)), ("id", "text", "label"))
+    with pytest.raises(UserError, match=r"train\.csv: every sample is of one class \(good\), so there is nothing to learn\. Name another label"):
+        open_session(recipe_of(tmp_path, path))
 
 
 def test_class_folders_have_the_order_of_the_recipes_names(tmp_path):

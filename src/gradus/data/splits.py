@@ -42,8 +42,6 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
         raise _several(path, split, [f.name for f in matching])
     if matching:
         return matching[0]
-    if odd := named_after([f for f in path.iterdir() if suffix(f) in KINDS and not f.is_file()], split):
-        raise UserError(f"{odd[0]}: not a file, so no {split} split. Remove it, or set data.{split}=NAME.")
     if required:
         there, names = ", ".join(f.name for f in files[:20]) or "no files", ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
@@ -64,8 +62,13 @@ def _several(path: Path, split: str, names: list[str]) -> UserError:
     return UserError(f"{path}: several files for the {split} split: {', '.join(names)}. Set data.{split}=NAME.")
 
 
-def visible_files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.startswith("."))
+def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
+    """Raises UserError for what is called like a file of data (or as names) and is none: a folder, a dead link."""
+    visible = sorted(f for f in folder.iterdir() if not f.name.startswith("."))
+    for f in visible:
+        if not f.is_file() and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
+            raise UserError(f"{f}: not a file, or a link to none. Remove it, or take another folder (data.path).")
+    return [f for f in visible if f.is_file()]
 
 
 def named_after(files: list[Path], split: str) -> list[Path]:
@@ -89,7 +92,7 @@ def find_pairs(
     if not is_hub(path) and folder.is_dir():
         sides: dict[str, dict[str, Path]] = {source: {}, target: {}}
         side = re.compile(rf"(.+)\.({re.escape(source)}|{re.escape(target)})(\.txt)?(\.gz|\.xz)?")
-        for file in visible_files(folder):
+        for file in visible_files(folder, side):
             if match := side.fullmatch(file.name):
                 sides[match[2]][match[1]] = file
         names = sorted(set(sides[source]) | set(sides[target]))

@@ -134,6 +134,11 @@ class Cluster:
     device: Device
     n: int
 
+    @property
+    def capacity(self) -> float:
+        """Bytes for one of the n processes: of a host's memory its share."""
+        return self.device.capacity / (min(self.n, self.device.node) if self.device.kind == "cpu" else 1)
+
     def link_of(self, group: int, stride: int) -> tuple[int, int]:
         """How a group of `group` ranks, `stride` apart, lies on the nodes: (ranks a node, nodes)."""
         within = max(1, min(group, self.device.node // stride)) if stride < self.device.node else 1

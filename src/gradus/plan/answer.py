@@ -78,7 +78,7 @@ def pinned(request: Request, made: Answer) -> Request:
 def answer(request: Request) -> Answer:
     """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
     notes: list[str] = []
-    recipe, task, cluster, counted, choose = asked(request, notes)
+    recipe, task, cluster, counted, choose, data = asked(request, notes)
     said, layout = said_keys(request.overrides), None
     find = bool(cluster and request.days and not counted)  # the number of devices
     if find:
@@ -91,22 +91,23 @@ def answer(request: Request) -> Answer:
         from gradus.plan.search import best_layout
 
         layout = best_layout(recipe, cluster, task, said)
-    made = _on(request, recipe, task, cluster, layout, notes)
+    made = _on(request, recipe, task, cluster, layout, notes, data)
     if find:
         made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
     return made
 
 
 def asked(request: Request, notes: list[str]):
-    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout). Raises UserError."""
-    recipe, task, bare = open_recipe(request, notes)
+    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout, bytes of the opened
+    data). Raises UserError."""
+    recipe, task, bare, data = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     if cluster:
         recipe = _numbers(request, recipe, cluster, bool(bare), notes)
-    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS
+    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS, data
 
 
-def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str]) -> Answer:
+def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str], data: int) -> Answer:
     """layout: the plan's own choice; None: the recipe's."""
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
@@ -115,7 +116,7 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
     else:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
-    rows, fits = _rows(request, planned, task, cluster, n, notes)
+    rows, fits = _rows(request, planned, task, cluster, n, notes, data)
     state = 16 * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
         notes.append(
@@ -149,7 +150,8 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
 
 
 def open_recipe(request: Request, notes: list[str]):
-    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model)."""
+    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model, bytes of the
+    data in this process)."""
     from gradus.plan import hf
     from gradus.train import resolve
 
@@ -168,14 +170,14 @@ def open_recipe(request: Request, notes: list[str]):
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
                 recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
                 notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, to keep the total")
-        return recipe, None, bare
+        return recipe, None, bare, 0
     if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
         raise UserError(f"{name}: no such recipe or preset.{did_you_mean(name, known)} gradus recipes and gradus models list them.")
     recipe, more = resolve.load(name, list(request.overrides), given)
     notes += more
-    recipe, task = _open(recipe, notes)
-    return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
+    recipe, task, data = _open(recipe, notes)
+    return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None, data
 
 
 def _named(name: str) -> str:
@@ -192,14 +194,17 @@ def _samples_as_long(overrides) -> list[str]:
 
 
 def _open(recipe: Recipe, notes: list[str]):
-    """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
-    mistake in it is told."""
-    from gradus.plan import batches
+    """The recipe completed by its data, its task, and the bytes that these take. Where the data are not at hand, what the recipe says itself
+    has to do; any other mistake in it is told."""
+    from gradus.plan import batches, engine
+    from gradus.train import machine
     from gradus.train.session import open_session
 
     _offline_without_a_network()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
     alone = recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})})
+    engine.alone()
+    start = machine.resident()
     try:
         session = open_session(alone)
     except (DataError, OSError) as e:
@@ -210,8 +215,8 @@ def _open(recipe: Recipe, notes: list[str]):
         if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
-        return recipe, None
-    return session.recipe.model_copy(update={"layout": recipe.layout}), session.task
+        return recipe, None, 0
+    return session.recipe.model_copy(update={"layout": recipe.layout}), session.task, max(0, machine.resident() - start)
 
 
 def _offline_without_a_network() -> None:
@@ -277,17 +282,20 @@ def total_steps(recipe: Recipe, task=None) -> int:
 # ---------------------------------------------------------------- the answer
 
 
-def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
+def _rows(
+    request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str], data: int
+) -> tuple[list[Row], bool | None]:
     """(every row, whether it fits)."""
     from gradus.plan import counts, engine
 
     device = cluster.device if cluster else None
     target = "cuda" if device and device.kind == "gpu" else "cpu"
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
-    memory = engine.plan_memory(recipe, n, target=target, device=device, task=task)
+    before = engine.alone() + data
+    memory = engine.plan_memory(recipe, n, target=target, task=task, before=before)
     notes += [note for note in memory.notes if note not in notes]
-    rows += _memory_rows(recipe, memory, device)
-    fits = memory.device_total <= device.capacity if device else None
+    rows += _memory_rows(recipe, memory, cluster, before if target == "cpu" else None)
+    fits = memory.device_total <= cluster.capacity if cluster else None
     work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
     if cluster and fits is not False:  # of what does not fit there is no time, no price
@@ -323,7 +331,10 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
     return out
 
 
-def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
+def _memory_rows(recipe: Recipe, memory, cluster: Cluster | None, before: int | None) -> list[Row]:
+    """before: as `engine.outside`; None on a GPU."""
+    from gradus.plan import engine
+
     layout, at = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "the defaults"}
     common |= {"samples per step": recipe.batch.samples} if recipe.batch.samples else {"tokens per step": recipe.batch.tokens}
@@ -335,22 +346,23 @@ def _memory_rows(recipe: Recipe, memory, device) -> list[Row]:
     for name, text in COMPONENTS.items():
         given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
         rows.append(known_figure(f"memory/{name}", parts[name], given, formula=f"Σ bytes alive at the peak: {text}", **at))
-    given, source = {}, "not measured on a CPU, and left out"
-    if memory.framework:
-        from gradus.plan.engine import COMMUNICATOR, CONTEXT, WORKSPACE
-
-        given = {"context and kernels": CONTEXT, "cuBLAS workspace": WORKSPACE, "per communicator": COMMUNICATOR}
-        given["communicators"] = round((memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR)
-        source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"
+    if before is None:
+        given = {"context and kernels": engine.CONTEXT, "cuBLAS workspace": engine.WORKSPACE, "per communicator": engine.COMMUNICATOR}
+        given["communicators"] = round((memory.framework - engine.CONTEXT - engine.WORKSPACE) / engine.COMMUNICATOR)
+        framework = {"inputs": given, "source": "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"}
+    else:
+        framework = {"inputs": engine.of_outside(memory.allocated, before), "formula": engine.OUTSIDE.removeprefix("allocated + ")}
+        framework |= {"source": "this process before the model is built; fitted to the runs of docs/plan.md"}
     rows += [
         known_figure("memory/allocated", memory.allocated, parts, **at),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
-        known_figure("memory/framework", memory.framework, given, source=source),
+        known_figure("memory/framework", memory.framework, **framework),
         known_figure("memory/device", memory.device_total, {"reserved": memory.reserved, "framework": memory.framework}),
     ]
-    if device:
-        given = {"memory": device.memory, "usable": device.usable}
-        rows.append(known_figure("memory/capacity", device.capacity, given, source=device.source))
+    if cluster:
+        device = cluster.device
+        given = {"memory": device.memory, "usable": device.usable, "devices that share it": round(device.capacity / cluster.capacity)}
+        rows.append(known_figure("memory/capacity", cluster.capacity, given, source=device.source))
     return rows
 
 
@@ -451,7 +463,7 @@ def devices(request: Request, everything: bool = False) -> tuple[list[str], list
 
     if request.on or request.days:
         raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
-    recipe, task, _ = open_recipe(request, notes := [])
+    recipe, task, *_ = open_recipe(request, notes := [])
     lines, rows = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
     return [*lines, *note_lines(notes)], rows
 
@@ -502,7 +514,7 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.on or request.days:
         raise UserError("--optimal is about a model's size alone: --on and --days have no effect. Leave them out.")
-    recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
+    recipe, *_ = open_recipe(dataclasses.replace(request, tokens=None), [])
     if recipe.model.family not in ("gpt", "llama"):
         of_what = "decoders that continue text (gpt, llama)"
         raise UserError(f"--optimal: the published fits are for {of_what}, not of family {recipe.model.family}.")

@@ -67,7 +67,7 @@ def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] |
     @functools.cache
     def traced(numbers: str, target: str) -> tuple[int, Work]:
         one = alone(recipe, numbers)
-        memory = plan_memory(one, 1, target=target, device=None, task=task)
+        memory = plan_memory(one, 1, target=target, task=task)
         return memory.reserved + memory.framework, traced_work(one, 1, target=target, task=task)
 
     found = []

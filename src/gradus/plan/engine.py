@@ -22,7 +22,6 @@ import torch
 
 from gradus import __version__, files, limits, models
 from gradus.errors import UserError
-from gradus.hardware import Device
 from gradus.parallel import check
 from gradus.parallel import pipeline as pipelines
 from gradus.plan import batches as making
@@ -34,10 +33,14 @@ from gradus.plan.work import Op, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
+from gradus.train import machine
 
 # What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL about 0.5 GB a
 # communicator, 1 GB and more seen).
 CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
+# What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and where it keeps what
+# it frees (train.machine) a part of the tensors. Fitted to the runs that docs/plan.md names.
+LIBRARIES, FREED = 0.1e9, 0.4
 
 
 @dataclasses.dataclass
@@ -47,8 +50,7 @@ class Memory:
     components: dict[str, int]  # as work.COMPONENTS, at the peak; they sum to `allocated`
     allocated: int  # the peak of live tensors
     reserved: int  # what the caching allocator has taken for them
-    framework: int  # CUDA context, libraries' workspaces, communicators; 0 on a CPU, whose processes were not measured
-    capacity: float | None  # what a program can have of the device
+    framework: int  # of a GPU: CUDA context, libraries' workspaces, communicators; of a CPU: `outside`
     rank: int
     at: str  # what was going on at the peak
     held: dict[str, int]  # weights, gradients and optimizer state that the rank holds, live at the peak or not
@@ -362,13 +364,34 @@ def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) ->
     return _planned[key][0]
 
 
-def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", device: Device | None = None, task: Task | None = None) -> Memory:
+def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, before: int | None = None) -> Memory:
     """The memory of one optimizer step of the rank that needs most. Raises UserError for what does not fit together."""
-    return memory_of(planned(recipe, n, target, task), device)
+    return memory_of(planned(recipe, n, target, task), before)
 
 
-def memory_of(found: list[Process], device: Device | None = None) -> Memory:
-    """Of the process that needs most.
+@functools.cache
+def alone() -> int:
+    """Bytes of this process when it was first asked for, so that what earlier plans have left does not count."""
+    return machine.resident()
+
+
+OUTSIDE = "allocated + before the model + libraries + kept of what is freed × allocated"
+
+
+def of_outside(tensors: int, before: int) -> dict[str, float]:
+    """What stands in OUTSIDE, by its names: bytes of a training process on a CPU. before: what it has before the model is built."""
+    libraries, freed = (LIBRARIES, FREED) if machine.has_glibc() else (0, 0)
+    return {"allocated": tensors, "before the model": before, "libraries": libraries, "kept of what is freed": freed}
+
+
+def outside(tensors: int, before: int) -> int:
+    """Bytes that a training process on a CPU takes besides its tensors."""
+    given = of_outside(tensors, before)
+    return round(before + given["libraries"] + given["kept of what is freed"] * tensors)
+
+
+def memory_of(found: list[Process], before: int | None = None) -> Memory:
+    """Of the process that needs most. before: bytes that a process on a CPU has before the model is built (None: what this one had).
 
     reserved: each pool of PyTorch's caching allocator at its own peak, as if free blocks of a pool were always used again; what
     fragmentation adds is not in it. On a CPU it is what is allocated.
@@ -395,14 +418,15 @@ def memory_of(found: list[Process], device: Device | None = None) -> Memory:
             f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 (layout.shard_optimizer) is not "
             f"combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
         )
-    reserved, framework = alive.bytes, 0
+    reserved, framework = sum(components.values()), 0
     if p.target == "cuda":
         reserved = max(alive.reserved, alive.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
+    else:
+        framework = outside(reserved, alone() if before is None else before)
     rank = p.rank * (p.n // layout.pipeline)
     return Memory(
-        components, sum(components.values()), reserved, framework, device.capacity if device else None, rank, alive.at, p.held,
-        parameters(p.recipe), notes,
+        components, sum(components.values()), reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes,
     )  # fmt: skip
 
 

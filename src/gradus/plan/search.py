@@ -123,7 +123,7 @@ class Space:
         self.said = like.said if like else frozenset(said)
         self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
         self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
-        self.limit = HEADROOM * cluster.device.capacity
+        self.limit = HEADROOM * cluster.capacity
         default = Layout()
         self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT - self.said})
         self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
@@ -204,7 +204,7 @@ class Space:
     def least_devices(self) -> float:
         """Fewer cannot hold the weights, their gradients and the optimizer's state."""
         one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
-        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.momenta) / self.cluster.device.capacity
+        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.momenta) / self.cluster.capacity
 
     def of(self, layout: Layout) -> engine.Given:
         """The micro-batches of a process."""
@@ -279,7 +279,7 @@ class Space:
         """The first that fits; of the recipe's own, whether it does or not."""
         if chosen:
             for share in (HEADROOM, 1.0):
-                self.limit = share * self.cluster.device.capacity
+                self.limit = share * self.cluster.capacity
                 if found := next(self.walk(), None):
                     return found
             return None
@@ -301,8 +301,8 @@ class Space:
     def price(self, layout: Layout) -> Candidate:
         """By the engine. Raises UserError for what cannot be traced."""
         made = engine.planned(self._with(layout), self.n, self.target, self.task)
-        memory = engine.memory_of(made, self.cluster.device)
-        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.device.capacity)
+        memory = engine.memory_of(made)
+        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity)
         if c.fits:
             c.time = step_time(engine.work_of(made), self.cluster)
         return c
@@ -311,7 +311,7 @@ class Space:
 def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
     """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order; those that the engine
     finds too large come between. Where nothing leaves the head room, what fits. enough: whether one of so many seconds, roughly, is too late."""
-    capacity = space.cluster.device.capacity
+    capacity = space.cluster.capacity
     for limit in (HEADROOM * capacity, capacity):
         space.limit, taken = limit, set()
         for found in space.walk():
@@ -599,7 +599,7 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.device.capacity and (c := space.price(layout)).fits:
+        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.capacity and (c := space.price(layout)).fits:
             return c
     try:
         good, _ = ranked(space)

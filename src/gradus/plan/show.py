@@ -108,15 +108,18 @@ def headline(answer: Answer, request: Request) -> list[str]:
     how = ", ".join(filter(None, (axes, numbers, checkpointing)))
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
-    main = sorted((k for k in parts if k not in ("allocated", "reserved", "device", "capacity")), key=lambda k: -parts[k])
-    most = ", ".join(f"{k} {parts[k] / parts['device']:.0%}" for k in main[:2] if parts[k])
+    on_cpu = not answer.cluster or answer.cluster.device.kind == "cpu"
+    tensors, each = parts["allocated"], "process" if on_cpu else "device"
+    apart = ("allocated", "reserved", "device", "capacity", *(["framework"] if on_cpu else []))
+    main = sorted((k for k in parts if k not in apart), key=lambda k: -parts[k])
+    most = ", ".join(f"{k} {parts[k] / (tensors if on_cpu else parts['device']):.0%}" for k in main[:2] if parts[k])
     if answer.fits is None:
-        lines.append(f"memory    {size(parts['device'])} per device at the peak ({most})")
+        lines.append(f"memory    tensors {size(tensors)} per device at the peak ({most}); as a process on a CPU {size(parts['device'])}")
     else:
-        share = parts["device"] / parts["capacity"]
+        share, most = parts["device"] / parts["capacity"], f"tensors {size(tensors)}: {most}" if on_cpu else most
         over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
         verdict = "fits" if answer.fits else "NO FIT"
-        lines.append(f"{verdict:9} {size(parts['device'])} of {size(parts['capacity'])} per device ({share:.0%}{over}; {most})")
+        lines.append(f"{verdict:9} {size(parts['device'])} of {size(parts['capacity'])} per {each} ({share:.0%}{over}; {most})")
     if answer.fits is False:
         nothing = "no layout of this model fits on up to 1,024 times as many of these devices: use shorter samples, or a smaller model"
         return lines + [f"try       {line}" for line in answer.advice or [nothing]]

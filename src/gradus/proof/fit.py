@@ -16,14 +16,16 @@ from gradus.parallel import check
 from gradus.parallel.mesh import needed
 from gradus.parallel.world import World
 from gradus.plan import batches
+from gradus.plan.engine import Memory
 from gradus.plan.show import size
 from gradus.proof import results
 from gradus.proof.measured import memory_of_step
 from gradus.proof.pairs import Pair, signed
-from gradus.proof.room import Room, changed, fix_of, largest_micro_batch, resident, room_of, share_of, with_micro_batch
+from gradus.proof.room import Room, changed, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
 from gradus.proof.study import Configuration, Study, run, steady
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.train import machine
 from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer
 from gradus.train.session import open_for, open_session
@@ -89,7 +91,7 @@ def measured_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
     need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before the profiler that counts its tensors.
     """
     session = open_session(recipe, None, here)
-    before = resident()
+    before = machine.resident()
     trainer = Trainer(session, session.lay_out(), Path(folder))
     micro_batches = batches.micro_batches(session.recipe, here.size, task=session.task)
     for _ in range(2):
@@ -112,10 +114,10 @@ def run_apart(n: int, function: Callable, recipe: Recipe, folder: str, *more: An
 # ---------------------------------------------------------------- rows and lines
 
 
-def measures(need: float, told: dict[str, float] | None, room: Room) -> list[Pair]:
+def measures(memory: Memory, told: dict[str, float] | None, room: Room) -> list[Pair]:
     """What of memory was planned, and measured: on a CPU the step's tensors and the process, of a GPU all that it shows."""
-    whole = Pair("device" if room.target == "cuda" else "process", "bytes", need, told and told["need"])
-    return [whole] if room.target == "cuda" else [Pair("tensors", "bytes", need - room.resident, told and told["allocated"]), whole]
+    whole = Pair("device" if room.target == "cuda" else "process", "bytes", room.total(memory), told and told["need"])
+    return [whole] if room.target == "cuda" else [Pair("tensors", "bytes", memory.allocated, told and told["allocated"]), whole]
 
 
 def said(found: Sequence[Pair]) -> str:
@@ -137,7 +139,11 @@ def adder(rows: list[Row], recipe: Recipe, room: Room, **conditions: Any) -> Cal
 
 def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row], list[str]]:
     share = share_of(recipe, room.n, room.task)
-    need = functools.cache(lambda k: room.need(with_micro_batch(recipe, k, room.n, share)))
+    memory = functools.cache(lambda k: room.memory(with_micro_batch(recipe, k, room.n, share)))
+
+    def need(k: int) -> int:
+        return room.total(memory(k))
+
     most = share if recipe.batch.samples is None else min(MOST, max(share, len(room.task.splits["train"]) // room.n))
     found = largest_micro_batch(recipe, room, share, need)
     if found == share and most > share:
@@ -149,15 +155,15 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     add = adder(rows, recipe, room, budget=room.budget)
     if found is None:
         add("predicted", "micro_batch", 0, "samples")
-        takes = f"{said(measures(need(1), None, room))} of {size(room.budget)}"
+        takes = f"{said(measures(memory(1), None, room))} of {size(room.budget)}"
         return rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
-    traces, chosen, needs = need.cache_info().currsize, with_micro_batch(recipe, found, room.n, share), need(found)
+    traces, chosen, needs = memory.cache_info().currsize, with_micro_batch(recipe, found, room.n, share), need(found)
     add("predicted", "micro_batch", found, "samples", traces=traces)
-    add("predicted", "need", needs, "bytes", micro_batch=found)
+    add("predicted", "need", needs, "bytes", micro_batch=found, peak=memory(found).allocated)
     keys = f"batch.samples={chosen.batch.samples} " * (found > share) + f"layout.micro_batch={found}"
     beyond = f" (more than its {share})" if found > share else " (its whole batch)" * (found == share)
     spare = f"{size(room.budget - needs)} ({1 - needs / room.budget:.1%}) to spare"
-    lines = [f"{keys}{beyond}: {said(measures(needs, None, room))} of {size(room.budget)} by the plan, {spare}; {traces} traces"]
+    lines = [f"{keys}{beyond}: {said(measures(memory(found), None, room))} of {size(room.budget)} by the plan, {spare}; {traces} traces"]
     if found == most:
         lines.append("larger ones were not tried: this is all the data" if most > share else "larger ones were not tried: this is the recipe's whole batch")
     if needs > own:
@@ -168,6 +174,6 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
         return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
     add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
     verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("did not fit: use a smaller one", "too much")
-    takes = f"{said(measures(needs, told, room))}, {size(abs(room.budget - told['need']))} {left}"
+    takes = f"{said(measures(memory(found), told, room))}, {size(abs(room.budget - told['need']))} {left}"
     return rows, [*lines, f"{verdict} by one step: {takes}" if left == "to spare" else f"{verdict}: one step took {takes}"]
 

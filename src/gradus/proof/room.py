@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
 from gradus.parallel.mesh import DATA, sizes
-from gradus.plan.engine import Memory, plan_memory, traced_work
+from gradus.plan.engine import Memory, outside, plan_memory, traced_work
 from gradus.plan.show import size
 from gradus.plan.step import step_time
 from gradus.recipe.schema import Recipe
@@ -26,8 +24,6 @@ from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.session import Session
 
-# Of a process on a CPU that keeps what it frees (train.machine): fitted to the runs that docs/plan.md names.
-LIBRARIES, HEAP = 100_000_000, 1.4
 TRACES = 12  # of a search along the line; then by halves
 
 
@@ -43,25 +39,16 @@ class Room:
 
     def memory(self, recipe: Recipe) -> Memory:
         """The plan of the largest batch, of the rank that needs most."""
-        return plan_memory(recipe, self.n, target=self.target, device=self.device, task=self.task)
+        with uninterrupted():
+            return plan_memory(recipe, self.n, target=self.target, task=self.task, before=self.resident)
 
     def total(self, memory: Memory) -> int:
-        """All that a process takes: on a CPU its tensors and what it had before; on a GPU with context and the allocator's rounding."""
-        return memory.device_total if self.target == "cuda" else memory.allocated + self.resident
-
-    def process(self, allocated: int) -> tuple[int, str, dict[str, int]]:
-        """(bytes that a process on a CPU is expected to take for so many of tensors, the formula, its inputs). What does not fit is
-        decided by `total`, which is the least."""
-        given = {"allocated": allocated, "before": self.resident}
-        if not machine.has_glibc():
-            return allocated + self.resident, "tensors + this process before the model", given
-        formula = f"before + {LIBRARIES / 1e9:g} GB of libraries + {HEAP:g} · tensors, which lie in a heap that keeps what is freed"
-        return self.resident + LIBRARIES + round(HEAP * allocated), formula, given
+        """All that a process takes of the device, of a CPU of its host."""
+        return memory.device_total if self.target == "cuda" else memory.allocated + outside(memory.allocated, self.resident)
 
     def need(self, recipe: Recipe) -> int:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
-        with uninterrupted():
-            return self.total(self.memory(recipe))
+        return self.total(self.memory(recipe))
 
     def step_time(self, recipe: Recipe) -> float | None:
         """Seconds of a step; None where the device is not known."""
@@ -77,7 +64,7 @@ def room_of(session: Session, local: int | None = None) -> Room:
     local = local or world.local_size
     budget = capacity(session.device) // (local if kind == "cpu" else 1)
     threads = session.recipe.layout.threads or max(1, torch.get_num_threads() * world.local_size // local)
-    return Room(budget, world.size, local, kind, device_of(session.device, threads), resident(), session.task)
+    return Room(budget, world.size, local, kind, device_of(session.device, threads), machine.resident(), session.task)
 
 
 def device_of(device: torch.device, threads: int) -> Device | None:
@@ -105,13 +92,6 @@ def capacity(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     memory, limit = machine.memory_bytes()
     return limit or memory or 0
-
-
-def resident() -> int:
-    """Bytes of this process in memory now. 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 @contextlib.contextmanager

@@ -40,10 +40,10 @@ from gradus.plan.step import step_time
 from gradus.proof import runs, timing
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
-from gradus.proof.room import resident
 from gradus.proof.timing import Timed, Window, load_steps, peak_of_one_more, time_it, train_steps, whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, RowFile, read_rows
+from gradus.train import machine
 from gradus.train.log import LOCK, locked
 from gradus.train.precision import pick_device
 from gradus.train.session import open_for, open_session
@@ -74,7 +74,7 @@ class Foreign:
         n, device = self.cluster.n, self.cluster.device
         check.validate(self.recipe, n)
         target = "cpu" if device.kind == "cpu" else "cuda"
-        memory = plan_memory(self.recipe, n, target=target, device=device)
+        memory = plan_memory(self.recipe, n, target=target)
         time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
         found: Values = {"time/step": (time.total, "s"), "memory/allocated": (memory.allocated, "bytes"), "memory/device": (memory.device_total, "bytes")}
         if self.recipe.batch.samples:
@@ -395,7 +395,7 @@ def resident_bytes(recipe: Recipe, here: World) -> int:
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.ones(32, 32)).sum().backward()
     optimizer.step()
-    return resident()
+    return machine.resident()
 
 
 def unit_of(name: str) -> str:

@@ -258,7 +258,7 @@ def _fill(layers: Layers, configure: Configure | None) -> tuple[bool, list[Probl
             unlike = any(not same(brings.get(k), value) for k, value in published.items())
         else:
             unlike = key in brings and not same(theirs, ours) and not (theirs is None and key.endswith("vocab_size"))
-        if layers.said[path].layer < at or (unlike and config is not None):
+        if layers.who(path).layer < at or (unlike and config is not None):
             has = "its own configuration" if key == "preset" else said(theirs)
             text = f"cannot take effect: {by}={init} has {has}. Leave it out."
             found.append(Problem(path, text, (by,), void=True))

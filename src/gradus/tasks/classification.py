@@ -24,9 +24,15 @@ class Classification(Task):
     classes: list[str]
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """Give the model as many outputs as the data has classes. Raises UserError where the recipe has another number,
-        or repeats or reorders their names."""
+        """Give the model as many outputs as the data has classes. Raises UserError for one class, and where the recipe
+        has another number, or repeats or reorders their names."""
         n, named = len(self.classes), self.recipe.task.classes
+        if n == 1:
+            path, only = self.recipe.data.path, self.classes[0]
+            another = "Put images of another class into a folder beside it"
+            if self.recipe.data.kind != "images":
+                another = "Name another label column (data.label; of gradus new --label or --no-label)"
+            raise UserError(f"{path}: every sample is of one class ({only}), so there is nothing to learn. {another}.")
         shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
         if named is not None and named != self.classes:  # names in place of the data's
             if set(named) == set(self.classes) or len(set(named)) != n or len(named) != n:

@@ -44,8 +44,6 @@ def new(
     one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
     that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
     """
-    if init == "":
-        raise UserError("--init: nothing is named. Give a folder or hf:NAME, or leave it out.")
     target = _target(file)
     found = look(paths, text_column, label)
     config = _weights(init, found) if init else None
@@ -55,7 +53,6 @@ def new(
     sections = _draft(found, init, config)
     facts = Facts(tasks.open_task(_recipe(target, sections)), found)
     yield from map(printable, facts.lines())
-    facts.need_two_classes()
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
     derived = derive(session)
@@ -144,15 +141,6 @@ class Facts:
         else:
             low, middle, high = np.percentile(self.lengths(), [0, 50, 100]).astype(int)
             yield f"lengths    {low} to {high} tokens, median {middle}"
-
-    def need_two_classes(self) -> None:
-        """Raises UserError for a classification of one class."""
-        if len(classes := getattr(self.task, "classes", ())) != 1:
-            return
-        only = f"{self.found.data['path']}: every sample is of one class ({classes[0]}), so there is nothing to learn"
-        if self.found.kind == "images":
-            raise UserError(f"{only}. Put images of another class into a folder beside it.")
-        raise UserError(f"{only}. Name another label (--label COLUMN), or learn the text alone (--no-label).")
 
     @property
     def one_size(self) -> bool:
