@@ -1215,7 +1215,7 @@ OVERRIDES = ["model.n_layers=99999999999", "model.d_model=1e18", "layout.threads
 
 def page_cases(pick: random.Random, n: int) -> Iterator[Case]:
     good: dict[str, Any] = {"recipe": "gpt2-small", "on": "A100", "tokens": 1e9, "days": None, "overrides": []}
-    allowed = {"tokens": lambda v: not isinstance(v, str) and v and v > 0, "days": lambda v: v is None or v,
+    allowed = {"tokens": lambda v: v is None or (not isinstance(v, str) and v and v > 0), "days": lambda v: v is None or v,
                "on": lambda v: v in (None, ""), "overrides": lambda v: v == [] or v is None, "recipe": lambda v: False}
     every = [Case(f"page/{name}", run=page(data, receiving=2.0)) for name, data in RAW.items()]
     for key, value, path in itertools.product(good, VALUES, ("/api/plan", "/api/search")):

@@ -192,8 +192,7 @@ class FastTokenizer(Tokenizer):
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with files.aside(folder / "tokenizer.json") as path:
-            self.rust.save(str(path))
+        files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))
         said = {k: v for k, v in self.config.items() if v is not None}
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
 

@@ -226,6 +226,14 @@ def device_entry(device: Device) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def writable(path: str | Path | None = None) -> Path:
+    """The user's hardware file. Raises UserError where something else stands there."""
+    file = Path(path) if path is not None else user_file("hardware")
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: not a file, so no hardware file. Give another name.")
+    return file
+
+
 def add_device(device: Device, path: str | Path | None = None) -> Path:
     """Write a device into the user's file, over one of the same name, and take its aliases from the others there.
     Returns the file.
@@ -235,7 +243,7 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     """
     import yaml
 
-    file = Path(path) if path is not None else user_file("hardware")
+    file = writable(path)
     found = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
     known = found.setdefault("devices", {})
     for other in known.values():

@@ -302,6 +302,8 @@ def collectives(args) -> int:
         raise UserError(f"--backend {args.backend}: no such backend.{did_you_mean(args.backend, BACKENDS)}")
     sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
     if args.to:
+        if Path(args.to).exists() and not Path(args.to).is_file():
+            raise UserError(f"--to={args.to}: not a file. Give another name.")
         open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
     with ended_with_this():
         if args.backend == "mpi" and worlds.find().launcher == "none":

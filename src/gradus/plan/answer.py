@@ -152,6 +152,7 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
 def open_recipe(request: Request, notes: list[str]):
     """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model, bytes of the
     data in this process)."""
+    from gradus import models
     from gradus.plan import hf
     from gradus.train import resolve
 
@@ -165,6 +166,8 @@ def open_recipe(request: Request, notes: list[str]):
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
         words = [*request.overrides, *_samples_as_long(request.overrides)]
         recipe = given.read(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
+        if recipe.model.init and not bare.startswith("hf:"):
+            models.config_of(recipe.model.init)  # or there is nothing to start from
         if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole

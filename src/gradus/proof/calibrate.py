@@ -525,6 +525,7 @@ def run(args: Any) -> list[str]:
     least = LEAST if on.type == "cpu" else FINE
     if args.seconds < least:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least {least}.")
+    hardware.writable(args.to)  # before the work
     if args.threads:
         torch.set_num_threads(args.threads)
     device = calibrate(args.seconds, on, functools.partial(print, flush=True))
