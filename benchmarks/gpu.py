@@ -64,7 +64,7 @@ def recipe_of(name: str, checkpointing: str, device: str, tiny: bool) -> schema.
 
 def predicted(recipe: schema.Recipe, device: torch.device) -> dict[str, tuple[float, str]]:
     known = device_of(device, torch.get_num_threads())
-    memory = plan_memory(recipe, 1, target=device.type, device=known)
+    memory = plan_memory(recipe, 1, target=device.type)
     found = {"memory": (memory.allocated, "bytes"), "memory/reserved": (memory.reserved, "bytes")}
     if known:
         found["step"] = step_time(traced_work(recipe, 1, target=device.type), Cluster(known, 1)).total, "s"

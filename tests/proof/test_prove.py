@@ -94,7 +94,7 @@ def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(tmp_path)
     tensors = next(r["value"] for r in rows if r["name"] == "memory/allocated" and not r.get("step"))
     process = next(r for r in rows if r["name"] == "memory/process")
     assert f"plan: tensors {show.size(tensors)}, process {show.size(process['value'])} of " in out
-    before = process["how"]["inputs"]["before"]
+    before = process["how"]["inputs"]["before the model"]
     assert process["value"] == (before + 100_000_000 + round(1.4 * tensors) if machine.has_glibc() else before + tensors) and "memory/device" not in {r["name"] for r in rows}
     live = re.findall(r"^step \d+/12 .* process (\d+\.\d\d) GB", out, re.M)
     assert len(live) == 3 and not re.search(r"(?<!process )\b\d+\.\d\d GB  ETA", out), out
