@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gradus.errors import UserError
+
 OLD = 86_400.0  # s without a change, after which the process of another machine that wrote there has ended
 
 
@@ -111,6 +113,13 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def writable(path: Path) -> Path:
+    """The path. Raises UserError where something stands there that is no file: a folder, a pipe, a device."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a file. Give another name.")
+    return path
 
 
 def write_text(target: Path, text: str) -> None:

@@ -114,7 +114,7 @@ def test_every_row_is_the_plan_of_its_keys(session):
     """`--on DEVICE` and the row's keys: the same memory, step and money."""
     sizes = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=64", "data.n_train=1000", "data.n_valid=50", "batch.samples=40"]
     asked = Request("copy-task", (*sizes, "layout.device=cpu", "layout.checkpointing=full", "train.epochs=1", "train.steps=null"))
-    recipe, task, *_ = open_recipe(asked, [])
+    recipe, task, _ = open_recipe(asked, [])
     found = rank_devices(recipe, task, names=["A100"])
     assert {one["precision"] for one in found} == {"fp32", "tf32", "bf16", "fp16"}
     for one in found[:2]:

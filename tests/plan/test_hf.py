@@ -156,7 +156,7 @@ def test_a_folder_is_planned_by_its_config_and_said_not_to_be_trained_where_it_i
     for name, trained in (("opt", False), ("llama", True)):
         (tmp_path / name).mkdir()
         folder = written(tmp_path / name, *THEIRS[name]).removeprefix("hf:")
-        recipe, _, bare, _ = open_recipe(Request(folder), notes := [])
+        recipe, _, bare = open_recipe(Request(folder), notes := [])
         assert bare == f"hf:{folder}" and recipe.model == read_hf(folder).config
         assert any(f"model_type={name} can be planned, not trained: " in note for note in notes) is not trained
 

@@ -87,7 +87,7 @@ def holds(found: Found, request: Request) -> int:
     """How many rows of a search paste back: to the recipe with that layout, on that many devices, with nothing left to choose."""
     for c in found.table:
         words = found.words(c)
-        recipe, _, on, counted, chosen, _ = asked(pasted(request, words), [])
+        recipe, _, on, counted, chosen = asked(pasted(request, words), [])
         assert recipe.layout == c.layout and (on.n, counted or c.n == found.cluster.n, chosen and c.n > 1) == (c.n, True, False), words
         assert any(words in line for line in found.lines()) and all(" --on" not in f" {w}" or c.n != found.cluster.n for w in [words])
     assert {row.conditions["layout"] for row in found.rows()} == {found.keys(c) for c in found.table}
@@ -116,7 +116,7 @@ def check_pair(preset: str, on: str, layout: Layout | None = None) -> None:
     own, task, hardware, *_ = asked(request, [])
     layout = layout or best_layout(own, hardware, task)
     words = layout_keys(layout, own.layout, said_keys(request.overrides))
-    again, _, there, _, chosen, _ = asked(pasted(request, words), [])
+    again, _, there, _, chosen = asked(pasted(request, words), [])
     assert again == own.model_copy(update={"layout": layout}), words
     assert there == cluster(on) and not chosen
     assert len(words) < 400 and words.count("layout.layout") == 0

@@ -44,7 +44,7 @@ ADVICE = ["--on 1024xA100-PCIe-40GB layout.precision=fp32 layout.micro_batch=1 l
 def closed(monkeypatch, tmp_path):
     """What is traced, by rules of thumb; and a calibrated machine."""
 
-    def plan_memory(recipe, n=1, *, target="cpu", task=None, before=None):
+    def plan_memory(recipe, n=1, *, target="cpu", task=None, resident=None):
         each = 4 * models.count(recipe.model)["total"] // needed(recipe.layout)
         parts = dict.fromkeys(NAMES, 0) | {"weights": each, "gradients": each, "optimizer": 2 * each, "activations": 10**9}
         held = {name: parts[name] for name in ("weights", "gradients", "optimizer")}

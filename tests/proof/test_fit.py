@@ -84,16 +84,15 @@ def test_fit_is_confirmed_by_one_step_in_another_process(capsys, monkeypatch, ro
     assert measured["value"] > measured["resident"], "of the process, with what it had before"
 
 
-def test_fit_tells_tensors_and_process_planned_and_measured(monkeypatch):
-    monkeypatch.setattr(machine, "has_glibc", lambda: True)
+def test_fit_tells_tensors_and_process_planned_and_measured():
     told = {"allocated": 100e6, "need": 400e6}
     on_cpu = Room(10**10, 1, 1, "cpu", None, 200_000_000, None)
-    memory = Memory({}, 50_000_000, 60_000_000, 230_000_000, 0, "", {}, 0, [])
+    memory = Memory({}, 50_000_000, 50_000_000, 320_000_000, 0, "", {}, 0, [])
     assert said(measures(memory, None, on_cpu)) == "tensors 50 MB, process 370 MB"
     assert said(measures(memory, told, on_cpu)) == "tensors 100 MB (planned -50.0%), process 400 MB (planned -7.5%)"
     assert [(m.name, m.predicted, m.measured) for m in measures(memory, told, on_cpu)] == [("tensors", 50e6, 100e6), ("process", 370e6, 400e6)]
     assert [(m.measured, m.error) for m in measures(memory, None, on_cpu)] == [(None, None)] * 2, "what was not measured is absent"
-    on_gpu = dataclasses.replace(on_cpu, target="cuda")
+    on_gpu, memory = dataclasses.replace(on_cpu, target="cuda"), Memory({}, 50_000_000, 60_000_000, 230_000_000, 0, "", {}, 0, [])
     assert said(measures(memory, told, on_gpu)) == "device 400 MB (planned -27.5%)"
 
 

@@ -64,11 +64,13 @@ def _several(path: Path, split: str, names: list[str]) -> UserError:
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
     """Raises UserError for what is called like a file of data (or as names) and is none: a folder, a dead link."""
-    visible = sorted(f for f in folder.iterdir() if not f.name.startswith("."))
-    for f in visible:
-        if not f.is_file() and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
+    files, others = [], []
+    for f in sorted(f for f in folder.iterdir() if not f.name.startswith(".")):
+        (files if f.is_file() else others).append(f)
+    for f in others:
+        if suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name)):
             raise UserError(f"{f}: not a file, or a link to none. Remove it, or take another folder (data.path).")
-    return [f for f in visible if f.is_file()]
+    return files
 
 
 def named_after(files: list[Path], split: str) -> list[Path]:

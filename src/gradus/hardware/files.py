@@ -226,14 +226,6 @@ def device_entry(device: Device) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def writable(path: str | Path | None = None) -> Path:
-    """The user's hardware file. Raises UserError where something else stands there."""
-    file = Path(path) if path is not None else user_file("hardware")
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file}: not a file, so no hardware file. Give another name.")
-    return file
-
-
 def add_device(device: Device, path: str | Path | None = None) -> Path:
     """Write a device into the user's file, over one of the same name, and take its aliases from the others there.
     Returns the file.
@@ -243,7 +235,7 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     """
     import yaml
 
-    file = writable(path)
+    file = files.writable(Path(path) if path is not None else user_file("hardware"))
     found = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
     known = found.setdefault("devices", {})
     for other in known.values():

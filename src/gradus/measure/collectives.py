@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, need
 from gradus.hardware.tables import table as columns
 from gradus.hardware.units import quantity
@@ -302,9 +302,7 @@ def collectives(args) -> int:
         raise UserError(f"--backend {args.backend}: no such backend.{did_you_mean(args.backend, BACKENDS)}")
     sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
     if args.to:
-        if Path(args.to).exists() and not Path(args.to).is_file():
-            raise UserError(f"--to={args.to}: not a file. Give another name.")
-        open(args.to, "a", encoding="utf-8").close()  # before the work: may it be written?
+        open(files.writable(Path(args.to)), "a", encoding="utf-8").close()  # before the work: may it be written?
     with ended_with_this():
         if args.backend == "mpi" and worlds.find().launcher == "none":
             n, to = args.processes or 2, ["--to", args.to] if args.to else []

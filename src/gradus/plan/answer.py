@@ -78,7 +78,7 @@ def pinned(request: Request, made: Answer) -> Request:
 def answer(request: Request) -> Answer:
     """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
     notes: list[str] = []
-    recipe, task, cluster, counted, choose, data = asked(request, notes)
+    recipe, task, cluster, counted, choose = asked(request, notes)
     said, layout = said_keys(request.overrides), None
     find = bool(cluster and request.days and not counted)  # the number of devices
     if find:
@@ -91,23 +91,22 @@ def answer(request: Request) -> Answer:
         from gradus.plan.search import best_layout
 
         layout = best_layout(recipe, cluster, task, said)
-    made = _on(request, recipe, task, cluster, layout, notes, data)
+    made = _on(request, recipe, task, cluster, layout, notes)
     if find:
         made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
     return made
 
 
 def asked(request: Request, notes: list[str]):
-    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout, bytes of the opened
-    data). Raises UserError."""
-    recipe, task, bare, data = open_recipe(request, notes)
+    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout). Raises UserError."""
+    recipe, task, bare = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     if cluster:
         recipe = _numbers(request, recipe, cluster, bool(bare), notes)
-    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS, data
+    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS
 
 
-def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str], data: int) -> Answer:
+def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str]) -> Answer:
     """layout: the plan's own choice; None: the recipe's."""
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
@@ -116,7 +115,7 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
     else:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
-    rows, fits = _rows(request, planned, task, cluster, n, notes, data)
+    rows, fits = _rows(request, planned, task, cluster, n, notes)
     state = 16 * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
         notes.append(
@@ -150,9 +149,7 @@ def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
 
 
 def open_recipe(request: Request, notes: list[str]):
-    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model, bytes of the
-    data in this process)."""
-    from gradus import models
+    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model)."""
     from gradus.plan import hf
     from gradus.train import resolve
 
@@ -167,20 +164,22 @@ def open_recipe(request: Request, notes: list[str]):
         words = [*request.overrides, *_samples_as_long(request.overrides)]
         recipe = given.read(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
         if recipe.model.init and not bare.startswith("hf:"):
+            from gradus import models
+
             models.config_of(recipe.model.init)  # or there is nothing to start from
         if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
             now, then = tokens_a_step(recipe), tokens_a_step(base)
             if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
                 recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
                 notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, to keep the total")
-        return recipe, None, bare, 0
+        return recipe, None, bare
     if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
         known = [*recipes.names(), *PRESETS, *ALIASES]
         raise UserError(f"{name}: no such recipe or preset.{did_you_mean(name, known)} gradus recipes and gradus models list them.")
     recipe, more = resolve.load(name, list(request.overrides), given)
     notes += more
-    recipe, task, data = _open(recipe, notes)
-    return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None, data
+    recipe, task = _open(recipe, notes)
+    return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
 
 
 def _named(name: str) -> str:
@@ -197,8 +196,8 @@ def _samples_as_long(overrides) -> list[str]:
 
 
 def _open(recipe: Recipe, notes: list[str]):
-    """The recipe completed by its data, its task, and the bytes that these take. Where the data are not at hand, what the recipe says itself
-    has to do; any other mistake in it is told."""
+    """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
+    mistake in it is told."""
     from gradus.plan import batches, engine
     from gradus.train import machine
     from gradus.train.session import open_session
@@ -206,7 +205,7 @@ def _open(recipe: Recipe, notes: list[str]):
     _offline_without_a_network()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
     alone = recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})})
-    engine.alone()
+    engine.alone()  # without the data
     start = machine.resident()
     try:
         session = open_session(alone)
@@ -218,8 +217,9 @@ def _open(recipe: Recipe, notes: list[str]):
         if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
-        return recipe, None, 0
-    return session.recipe.model_copy(update={"layout": recipe.layout}), session.task, max(0, machine.resident() - start)
+        return recipe, None
+    session.task.opened = max(0, machine.resident() - start)
+    return session.recipe.model_copy(update={"layout": recipe.layout}), session.task
 
 
 def _offline_without_a_network() -> None:
@@ -285,19 +285,16 @@ def total_steps(recipe: Recipe, task=None) -> int:
 # ---------------------------------------------------------------- the answer
 
 
-def _rows(
-    request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str], data: int
-) -> tuple[list[Row], bool | None]:
+def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
     """(every row, whether it fits)."""
     from gradus.plan import counts, engine
 
     device = cluster.device if cluster else None
     target = "cuda" if device and device.kind == "gpu" else "cpu"
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
-    before = engine.alone() + data
-    memory = engine.plan_memory(recipe, n, target=target, task=task, before=before)
+    memory = engine.plan_memory(recipe, n, target=target, task=task)
     notes += [note for note in memory.notes if note not in notes]
-    rows += _memory_rows(recipe, memory, cluster, before if target == "cpu" else None)
+    rows += _memory_rows(recipe, memory, cluster, engine.before(task) if target == "cpu" else None)
     fits = memory.device_total <= cluster.capacity if cluster else None
     work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
@@ -354,7 +351,7 @@ def _memory_rows(recipe: Recipe, memory, cluster: Cluster | None, before: int | 
         given["communicators"] = round((memory.framework - engine.CONTEXT - engine.WORKSPACE) / engine.COMMUNICATOR)
         framework = {"inputs": given, "source": "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"}
     else:
-        framework = {"inputs": engine.of_outside(memory.allocated, before), "formula": engine.OUTSIDE.removeprefix("allocated + ")}
+        framework = {"inputs": engine.of_outside(memory.allocated, before), "formula": engine.OUTSIDE}
         framework |= {"source": "this process before the model is built; fitted to the runs of docs/plan.md"}
     rows += [
         known_figure("memory/allocated", memory.allocated, parts, **at),
@@ -466,7 +463,7 @@ def devices(request: Request, everything: bool = False) -> tuple[list[str], list
 
     if request.on or request.days:
         raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
-    recipe, task, *_ = open_recipe(request, notes := [])
+    recipe, task, _ = open_recipe(request, notes := [])
     lines, rows = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
     return [*lines, *note_lines(notes)], rows
 
@@ -517,7 +514,7 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
 
     if request.on or request.days:
         raise UserError("--optimal is about a model's size alone: --on and --days have no effect. Leave them out.")
-    recipe, *_ = open_recipe(dataclasses.replace(request, tokens=None), [])
+    recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
     if recipe.model.family not in ("gpt", "llama"):
         of_what = "decoders that continue text (gpt, llama)"
         raise UserError(f"--optimal: the published fits are for {of_what}, not of family {recipe.model.family}.")

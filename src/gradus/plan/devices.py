@@ -68,7 +68,7 @@ def rank_devices(recipe: Recipe, task: Task | None = None, *, names: list[str] |
     def traced(numbers: str, target: str) -> tuple[int, Work]:
         one = alone(recipe, numbers)
         memory = plan_memory(one, 1, target=target, task=task)
-        return memory.reserved + memory.framework, traced_work(one, 1, target=target, task=task)
+        return memory.device_total, traced_work(one, 1, target=target, task=task)
 
     found = []
     for device in [hardware.find(name) for name in names] if names else hardware.devices().values():

@@ -364,9 +364,10 @@ def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) ->
     return _planned[key][0]
 
 
-def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, before: int | None = None) -> Memory:
-    """The memory of one optimizer step of the rank that needs most. Raises UserError for what does not fit together."""
-    return memory_of(planned(recipe, n, target, task), before)
+def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, resident: int | None = None) -> Memory:
+    """The memory of one optimizer step of the rank that needs most; resident: as `memory_of`. Raises UserError for what does not fit together."""
+    resident = before(task) if resident is None else resident  # before the trace
+    return memory_of(planned(recipe, n, target, task), resident)
 
 
 @functools.cache
@@ -375,23 +376,28 @@ def alone() -> int:
     return machine.resident()
 
 
-OUTSIDE = "allocated + before the model + libraries + kept of what is freed × allocated"
+def before(task: Task | None) -> int:
+    """Bytes that a process on a CPU has before the model is built, as far as this one tells: its own, and the data that were opened."""
+    return alone() + (task.opened if task else 0)
 
 
-def of_outside(tensors: int, before: int) -> dict[str, float]:
-    """What stands in OUTSIDE, by its names: bytes of a training process on a CPU. before: what it has before the model is built."""
+OUTSIDE = "before the model + libraries + kept of what is freed × allocated"
+
+
+def of_outside(tensors: int, resident: int) -> dict[str, float]:
+    """What stands in OUTSIDE, by its names: bytes of a training process on a CPU. resident: what it has before the model is built."""
     libraries, freed = (LIBRARIES, FREED) if machine.has_glibc() else (0, 0)
-    return {"allocated": tensors, "before the model": before, "libraries": libraries, "kept of what is freed": freed}
+    return {"allocated": tensors, "before the model": resident, "libraries": libraries, "kept of what is freed": freed}
 
 
-def outside(tensors: int, before: int) -> int:
+def outside(tensors: int, resident: int) -> int:
     """Bytes that a training process on a CPU takes besides its tensors."""
-    given = of_outside(tensors, before)
-    return round(before + given["libraries"] + given["kept of what is freed"] * tensors)
+    given = of_outside(tensors, resident)
+    return round(resident + given["libraries"] + given["kept of what is freed"] * tensors)
 
 
-def memory_of(found: list[Process], before: int | None = None) -> Memory:
-    """Of the process that needs most. before: bytes that a process on a CPU has before the model is built (None: what this one had).
+def memory_of(found: list[Process], resident: int | None = None) -> Memory:
+    """Of the process that needs most. resident: bytes that a process on a CPU has before the model is built (None: `before`).
 
     reserved: each pool of PyTorch's caching allocator at its own peak, as if free blocks of a pool were always used again; what
     fragmentation adds is not in it. On a CPU it is what is allocated.
@@ -418,16 +424,14 @@ def memory_of(found: list[Process], before: int | None = None) -> Memory:
             f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 (layout.shard_optimizer) is not "
             f"combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
         )
-    reserved, framework = sum(components.values()), 0
+    allocated = reserved = sum(components.values())
     if p.target == "cuda":
         reserved = max(alive.reserved, alive.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
     else:
-        framework = outside(reserved, alone() if before is None else before)
+        framework = outside(allocated, before(p.task) if resident is None else resident)
     rank = p.rank * (p.n // layout.pipeline)
-    return Memory(
-        components, sum(components.values()), reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes,
-    )  # fmt: skip
+    return Memory(components, allocated, reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes)
 
 
 def parameters(recipe: Recipe) -> int:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradus import hardware, limits, models, torch_private
+from gradus import files, hardware, limits, models, torch_private
 from gradus.errors import UserError
 from gradus.hardware import Device, Link
+from gradus.hardware.files import user_file
 from gradus.measure import collectives
 from gradus.parallel import status
 from gradus.parallel import world as worlds
@@ -525,7 +527,7 @@ def run(args: Any) -> list[str]:
     least = LEAST if on.type == "cpu" else FINE
     if args.seconds < least:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least {least}.")
-    hardware.writable(args.to)  # before the work
+    files.writable(Path(args.to or user_file("hardware")))  # before the work
     if args.threads:
         torch.set_num_threads(args.threads)
     device = calibrate(args.seconds, on, functools.partial(print, flush=True))

@@ -116,7 +116,7 @@ def run_apart(n: int, function: Callable, recipe: Recipe, folder: str, *more: An
 
 def measures(memory: Memory, told: dict[str, float] | None, room: Room) -> list[Pair]:
     """What of memory was planned, and measured: on a CPU the step's tensors and the process, of a GPU all that it shows."""
-    whole = Pair("device" if room.target == "cuda" else "process", "bytes", room.total(memory), told and told["need"])
+    whole = Pair("device" if room.target == "cuda" else "process", "bytes", memory.device_total, told and told["need"])
     return [whole] if room.target == "cuda" else [Pair("tensors", "bytes", memory.allocated, told and told["allocated"]), whole]
 
 
@@ -142,7 +142,7 @@ def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row
     memory = functools.cache(lambda k: room.memory(with_micro_batch(recipe, k, room.n, share)))
 
     def need(k: int) -> int:
-        return room.total(memory(k))
+        return memory(k).device_total
 
     most = share if recipe.batch.samples is None else min(MOST, max(share, len(room.task.splits["train"]) // room.n))
     found = largest_micro_batch(recipe, room, share, need)

@@ -85,7 +85,7 @@ def predict(case: Case) -> Predicted:
     step = foresee(case) if case.micro_batches else None
     same = step and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches)
     memory = step[0] if same else room.memory(r)
-    need, components, rank = room.total(memory), memory.components, memory.rank
+    need, components, rank = memory.device_total, memory.components, memory.rank
     of = {"of": "largest batch", "batch": batches.described(largest) + (f", rank {rank}" if rank else "")}
     rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
@@ -94,7 +94,8 @@ def predict(case: Case) -> Predicted:
         rows.append(figure("memory/device", need, "bytes", "reserved + framework", **of))
         most, sharing = f"reserved {size(memory.reserved)}, device {size(need)}", 1
     else:
-        rows.append(figure("memory/process", need, "bytes", engine.OUTSIDE, engine.of_outside(memory.allocated, room.resident), **of))
+        given = engine.of_outside(memory.allocated, room.resident)
+        rows.append(figure("memory/process", need, "bytes", f"allocated + {engine.OUTSIDE}", given, **of))
         most, sharing = f"process {size(need)}", room.local
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
     line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
@@ -133,9 +134,9 @@ def foresee(case: Case) -> tuple[Memory, Work]:
     blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
     if blocks * len(given) <= WHOLE:
         t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
-        return Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, []), t.work
+        return Memory(t.memory, t.peak, t.peak, engine.outside(t.peak, room.resident), 0, t.at, t.held, t.parameters, []), t.work
     first = engine.processes(r, room.n, room.target, room.task, given)[0]
-    memory = engine.memory_of([first])
+    memory = engine.memory_of([first], room.resident)
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
 
 

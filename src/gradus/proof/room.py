@@ -16,7 +16,7 @@ from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
 from gradus.parallel.mesh import DATA, sizes
-from gradus.plan.engine import Memory, outside, plan_memory, traced_work
+from gradus.plan.engine import Memory, plan_memory, traced_work
 from gradus.plan.show import size
 from gradus.plan.step import step_time
 from gradus.recipe.schema import Recipe
@@ -40,15 +40,11 @@ class Room:
     def memory(self, recipe: Recipe) -> Memory:
         """The plan of the largest batch, of the rank that needs most."""
         with uninterrupted():
-            return plan_memory(recipe, self.n, target=self.target, task=self.task, before=self.resident)
-
-    def total(self, memory: Memory) -> int:
-        """All that a process takes of the device, of a CPU of its host."""
-        return memory.device_total if self.target == "cuda" else memory.allocated + outside(memory.allocated, self.resident)
+            return plan_memory(recipe, self.n, target=self.target, task=self.task, resident=self.resident)
 
     def need(self, recipe: Recipe) -> int:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs most."""
-        return self.total(self.memory(recipe))
+        return self.memory(recipe).device_total
 
     def step_time(self, recipe: Recipe) -> float | None:
         """Seconds of a step; None where the device is not known."""

@@ -25,6 +25,7 @@ class Task:
     best = "loss"  # the metric whose best checkpoint is kept
     loss_unit = "nats/token"
     decodes = False  # whether `evaluate` generates token by token, for which a process needs the whole model
+    opened = 0  # bytes that its data take in this process, where a plan has opened them
     counts_tokens = True  # speed is reported in tokens (else in samples)
     units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +56,8 @@ class Sampler(Hook):
                 found.append(Row("cpu/utilisation", 100.0 * busy / total, "%", step))
         if self._energy:
             found += self._power(step)
-        with contextlib.suppress(OSError):
-            pages = int((PROC / "self/statm").read_text().split()[1])
-            found.append(Row("memory/resident", pages * os.sysconf("SC_PAGE_SIZE"), "bytes", step))
+        if taken := machine.resident():
+            found.append(Row("memory/resident", taken, "bytes", step))
         return found
 
     def close(self) -> None:
