@@ -18,6 +18,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
+from gradus.measure.workers import uninterrupted
 from gradus.plan import batches, show
 from gradus.proof import predict, prove, room, study
 from gradus.proof.pairs import Pair, pairs, table
@@ -339,11 +340,38 @@ def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
 
 
 def test_an_interrupt_waits_for_the_end_of_a_trace():
-    reached = []
-    with pytest.raises(KeyboardInterrupt), room.uninterrupted():
+    reached, mask = [], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         reached.append(True)
     assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+BEGUN = """
+import os, pathlib, signal, sys
+from multiprocessing import forkserver
+from gradus.measure import workers
+
+def connect(fds, begin=forkserver.connect_to_new_process):
+    ends = begin(fds)
+    os.killpg(0, signal.SIGINT)  # the worker is there and waits for what it shall do
+    return ends
+
+forkserver.connect_to_new_process = connect
+try:
+    workers.start(2, print, log=pathlib.Path(sys.argv[1]))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers are forked from a server there")
+def test_an_interrupt_while_workers_are_started_leaves_no_traceback(tmp_path):
+    command = [sys.executable, "-c", BEGUN, str(tmp_path / "log")]
+    p = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=100)
+    assert (p.returncode, p.stderr) == (130, "")
 
 
 DEEP = ["model.n_layers=12", "layout.micro_batch=1"]  # planned for some seconds

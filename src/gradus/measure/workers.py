@@ -41,7 +41,8 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
         words = (n, worlds.free_port(), files, log, function, args)
         first, others = None, multiprocessing.active_children()
         try:
-            started = mp.start_processes(_work, words, n, join=False, start_method=method)
+            with uninterrupted():  # a worker that was begun would say that its beginning is missing
+                started = mp.start_processes(_work, words, n, join=False, start_method=method)
             while not started.join(grace_period=GRACE):
                 pass
         except mp.ProcessExitedException as e:
@@ -56,6 +57,25 @@ def start(n: int, function: Callable, *args: Any, log: Path) -> list[Any]:
     codes = [process.exitcode for process in started.processes]
     ends = {rank: answers.get(rank, ("died", "")) for rank in range(n) if codes[rank]}
     raise _failure({rank: end for rank, end in ends.items() if end[0] != "done"}, first, codes, log)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of this, and never in a process that is started in it: around a trace, where it
+    may come in a destructor or a hook in which PyTorch drops it or aborts, and around the start of workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what is started here inherits it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

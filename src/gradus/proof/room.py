@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
+from gradus.measure.workers import uninterrupted
 from gradus.parallel.mesh import DATA, sizes
 from gradus.plan.engine import Memory, plan_memory, traced_work
 from gradus.plan.show import size
@@ -88,23 +87,6 @@ def capacity(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     memory, limit = machine.memory_bytes()
     return limit or memory or 0
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Around a trace in this process: Ctrl-C takes effect at its end. In the midst of it, it may come in a destructor or a hook, where
-    PyTorch drops it or aborts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *what: came.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------- what fits
