@@ -350,13 +350,16 @@ def test_an_interrupt_waits_for_the_end_of_a_trace():
 
 
 BEGUN = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from multiprocessing import forkserver
 from gradus.measure import workers
 
-def connect(fds, begin=forkserver.connect_to_new_process):
+def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
     ends = begin(fds)
-    os.killpg(0, signal.SIGINT)  # the worker is there and waits for what it shall do
+    if begun:  # the server is there, as it has started one; the second waits for what it shall do
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+    begun.append(ends)
     return ends
 
 forkserver.connect_to_new_process = connect
