@@ -246,10 +246,12 @@ def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         ours = next((name for name in names if name in known), None)
         if ours and theirs in kwargs:
             value = kwargs.pop(theirs)
-            _check_tensor(module, theirs, ours, value)
+            if value is not None or known[ours].default is not None:
+                _check_tensor(module, theirs, ours, value)
             kwargs[ours] = value.bool() if theirs == "attention_mask" and value is not None else value
     for name, value in (dict(zip(known, args)) | kwargs).items():
-        _check_tensor(module, name, name, value)
+        if value is not None or (name in known and known[name].default is not None):
+            _check_tensor(module, name, name, value)
     return args, kwargs
 
 
@@ -259,7 +261,7 @@ def _check_tensor(module: nn.Module, name: str, ours: str, value: Any) -> None:
     import torch
 
     config, ids = module.config, ours in ("ids", "source", "target")
-    if not any(ours in names for names in THEIRS.values()) or value is None:
+    if not any(ours in names for names in THEIRS.values()):
         return
     if not isinstance(value, torch.Tensor) or (ids and value.dtype not in (torch.long, torch.int)):
         raise _wrong(name, value, "a tensor of ids (torch.long)" if ids else "a tensor")

@@ -149,7 +149,7 @@ plan(5) plan('copy-task', on=5) plan('copy-task', on='H100', tokens='x') plan('c
 plan('copy-task', on='H100').value(5) Run(5) Run(None) Run('/none')
 load(5) load(None) load(bert, 'int8') load(bert, 5) load(load(bert), 'int8')
 load(bert)(input_ids='x') load(bert)(5) load(bert)(ids=torch.zeros(1, 3)) load(bert)(input_ids=torch.full((1, 3), 10**6)) load(gpt)(torch.full((1, 3), -1))
-load(bert)(input_ids=torch.zeros(1, 3, dtype=torch.long), attention_mask=[[1, 1, 1]]) load(bert)(input_ids=torch.zeros(1, 500, dtype=torch.long))
+load(bert)(None) load(bert)(input_ids=torch.zeros(1, 3, dtype=torch.long), attention_mask=[[1, 1, 1]]) load(bert)(input_ids=torch.zeros(1, 500, dtype=torch.long))
 predict(5, 'a') predict(bert, 5) predict(bert, None) predict(bert, [5]) predict(bert, ['a', ['b']]) predict(bert, b'a') predict(bert, [b'a']) predict(bert, {'a': 'b'})
 predict(bert, torch.zeros(2)) predict(bert, picture) predict(bert, 'a', top='x') predict(bert, 'a', top=0) predict(bert, 'a', top=1.5) predict(bert, 'a', top=None) predict(bert, 'a', top=True)
 predict(gpt, 'a')

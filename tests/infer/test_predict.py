@@ -474,6 +474,8 @@ def test_a_dash_reads_the_model_once_and_writes_its_records(classifier, monkeypa
     lines = run(classifier, "-", "--to", tmp_path / "out.jsonl")
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(loads) == 1 and [r["input"] for r in records] == TEXTS and len(lines) == 4
+    with pytest.raises(UserError, match="given alone"):
+        run(classifier, "-", "a film")
 
 
 def by_line(folder, text: str, monkeypatch, capsys) -> tuple[int, list[str], str]:

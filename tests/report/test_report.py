@@ -314,7 +314,7 @@ def test_tables_stand_or_lie_and_wrap():
 
 
 DAMAGED = {
-    "summary.json": ["", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
+    "summary.json": ["", "{}", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
                      '{"train_runtime": -5}', '{"train_runtime": Infinity}', '{"train_samples_per_second": "x"}', '{"processes": 0}', '{"processes": "x"}', '{"proof": [1]}',
                      '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}'],
     "environment.json": ["", "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"command": ["a"]}'],

@@ -85,6 +85,8 @@ def predict(args: Any) -> Iterator[str]:
         yield from features(place, args)
         return
     records: list[Record] = []
+    if "-" in args.inputs and len(args.inputs) > 1:
+        raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
     if args.inputs == ["-"]:  # each line is answered before the next is read
         found = records_by_line(place, args.top)
     else:

@@ -114,8 +114,10 @@ class Run:
     @functools.cached_property
     def summary(self) -> Summary:
         """Before the run's end, what follows from its last rows."""
-        found = read_json(self.folder / "summary.json", Summary, "Delete the file, or train again.")
-        if found:
+        file, instead = self.folder / "summary.json", "Delete the file, or train again."
+        if found := read_json(file, Summary, instead):
+            if found.steps is None:
+                raise UserError(f"{file}: steps is missing, which every run that finished has. {instead}")
             return found
         names = [name for name in self.names if name.startswith(("valid/", "test/"))]
         samples, seconds = self.last("train/samples"), [*self.points("train/loss", "seconds")]
