@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import types
@@ -245,3 +246,34 @@ def test_power_of_the_cpus(tmp_path, monkeypatch):
     clock[0] += 2.0
     assert {r.name: r.value for r in asked.read()}["cpu/power"] == pytest.approx(40.0)
     assert "cpu/power" not in {r.name for r in asked.read()}  # no time has passed
+
+
+# ---------------------------------------------------------------- what is kept for every shape
+
+
+SHAPES = """
+import sys, torch
+from gradus.train import machine
+torch.set_num_threads(1)
+machine.keep_freed_memory()
+layer = torch.nn.Linear(256, 1024).bfloat16()
+for tokens in range(4000, 3000, -int(sys.argv[1])):  # the longest first
+    layer(torch.zeros(tokens, 256, dtype=torch.bfloat16)).float().sum().backward()
+    first = machine.resident() if tokens == 4000 else first
+print(machine.resident() - first)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_kept_for_every_shape_in_bf16_is_bounded():
+    """Against the same process with the caches of PyTorch and oneDNN as they are by default, which keep 1,024 shapes."""
+
+    def growth(**env: str) -> int:
+        command = [sys.executable, "-c", SHAPES, "5"]
+        return int(subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout)
+
+    unbounded = growth(LRU_CACHE_CAPACITY="1024", ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
+    if unbounded < 100e6:
+        pytest.skip(f"200 shapes take {unbounded / 1e6:.0f} MB on this processor")
+    assert growth() < 0.7 * unbounded

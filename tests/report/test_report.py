@@ -317,7 +317,7 @@ DAMAGED = {
     "summary.json": ["", "{}", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
                      '{"train_runtime": -5}', '{"train_runtime": Infinity}', '{"train_samples_per_second": "x"}', '{"processes": 0}', '{"processes": "x"}', '{"proof": [1]}',
                      '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}'],
-    "environment.json": ["", "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"command": ["a"]}'],
+    "environment.json": ["", '{"versions": {"numpy": []}}', "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"command": ["a"]}'],
     "metrics.jsonl": ['{"name": "train/loss", "value": 1, "step": [1]}', '{"name": "train/loss", "value": 1, "step": "x"}', '{"name": 5, "value": 1}\n', "[]\n"],
     "recipe.yaml": ["", "[", "5", "\x00"],
 }  # fmt: skip

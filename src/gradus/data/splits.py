@@ -126,10 +126,10 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        for name in ("lengths", "labels", "classes", "shape", "folder"):
+        for name in ("lengths", "sides", "labels", "classes", "shape", "folder"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
-                setattr(self, name, value[indices] if name in ("lengths", "labels") else value)
+                setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)
 
     def __len__(self) -> int:
         return len(self.indices)

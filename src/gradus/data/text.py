@@ -135,7 +135,8 @@ class DocumentsDataset:
 class PairsDataset:
     """Parallel text: item i is {"source": (n,) int64, "target": (m,) int64}, each of at most max_len tokens.
 
-    `lengths`: (n,) source and target tokens together. Raises UserError where the two sides have not equally many lines.
+    `sides`: (n, 2) tokens of source and target; `lengths`: (n,) of both together. Raises UserError where the two sides
+    have not equally many lines.
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class PairsDataset:
         if len(self.source) != len(self.target):
             both = f"{source.name} has {len(self.source)} lines, {target.name} has {len(self.target)}"
             raise UserError(f"{both}: parallel text needs equally many lines.")
-        self.lengths = sum(np.minimum(side.lengths(), max_len) for side in (self.source, self.target))
+        self.sides = np.stack([np.minimum(side.lengths(), max_len) for side in (self.source, self.target)], axis=1)
+        self.lengths = self.sides.sum(axis=1)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -192,7 +192,7 @@ def _largest(recipe: Recipe, ways: int, task: Task) -> list[Batch]:
     """The step of the first epoch with the largest micro-batch. Where no lengths are known all samples have one."""
     data, micro = task.splits["train"], recipe.layout.micro_batch
     plan = task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens)
-    lengths, order = getattr(data, "lengths", None), plan.epoch(0)
+    lengths, order = getattr(data, "sides", getattr(data, "lengths", None)), plan.epoch(0)
     best, rank = (len(order) - 1 if len(order[-1]) > len(order[0]) else 0), 0
     if lengths is not None:
         lengths, most = np.asarray(lengths), 0

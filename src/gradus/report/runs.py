@@ -61,6 +61,7 @@ class Environment(Content):
     model_config = ConfigDict(extra="allow")
 
     command: str = ""
+    versions: dict[str, str] = {}
 
 
 T = TypeVar("T", bound=Content)

@@ -64,7 +64,7 @@ class Conditions(Content):
     calls: float = 0
     bytes: float | None = None
     cpu_flags: list[str] = []
-    versions: dict[str, Any] = {}
+    versions: dict[str, str] = {}
 
 
 @dataclasses.dataclass
