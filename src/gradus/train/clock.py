@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gradus.train.machine import has_glibc
+from gradus.train.machine import release_freed_memory
 
 KINDS = ("train", "data", "evaluate", "checkpoint")
 
@@ -52,8 +51,7 @@ def begin_run() -> bool:
     if next(_runs) == 0:
         return True
     gc.collect()
-    if has_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
+    release_freed_memory()
     _earlier.clear()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

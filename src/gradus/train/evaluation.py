@@ -17,6 +17,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA
 from gradus.rows import Row
 from gradus.tasks.base import Task
+from gradus.train import machine
 from gradus.train.hooks import Hook
 from gradus.train.metrics import so_far
 from gradus.train.precision import Precision
@@ -62,6 +63,8 @@ class Evaluation(Hook):
         stops = split == "valid"
         with trainer.clock.count("evaluate"), trainer.signals.cutting() if stops else contextlib.nullcontext():
             between = functools.partial(self._cut_together, trainer) if stops and parallel.several else None
+            if trainer.device.type == "cpu":
+                machine.release_freed_memory()
             found = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
         metrics = {f"{split}/{name}": value for name, value in found.items()}
         units = task.units

@@ -80,6 +80,12 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
+def release_freed_memory() -> None:
+    """What this process keeps of freed memory goes back to the system: other shapes follow, which it may not suit."""
+    if has_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
