@@ -57,7 +57,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
     (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
     (r"^gradus report studies/NAME", "gradus report runs/copy"),
-    (r"\b(RUN)\.\.\.", "runs/copy runs/stopped"),
+    (r"\b(RUN)\.\.\.", "runs/copy runs/again"),
     (r"log\.dir=RUN\b", "log.dir=runs/new"),
     (r"\bRUN\b", "runs/copy"),
     (r"hf:FOLDER(_OR_NAME)?\b", "hf:bert"),
@@ -205,6 +205,7 @@ def workplace(tmp_path_factory) -> Path:
         for name in ("copy", "stopped"):
             assert main(["train", *shlex.split(RECIPE), f"log.dir=runs/{name}", "train.checkpoint_every=2"]) == 0
             patch.setattr("gradus.proof.prove.Planner", None)  # one plan is enough
+        shutil.copytree("runs/copy", "runs/again")
         shutil.rmtree("runs/stopped/checkpoints/step-00000004")  # as a kill after step 2 leaves it
         gpt = shlex.split(f"shakespeare-char-gpt {TINY['shakespeare-char-gpt']} data.path=input.txt")
         assert main(["train", *gpt, "log.dir=runs/words"]) == 0
