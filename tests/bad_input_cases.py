@@ -132,7 +132,6 @@ def mutated(tree: Any, pick: random.Random) -> tuple[str, Any, str | None]:
     node.pop(at[-1])
     if how == "renamed":
         node[f"{at[-1]}x"] = old
-    if how == "renamed":
         return f"{name} {how}", tree, "names are free" if at[-2:-1] == ("configurations",) else None
     return f"{name} {how}", tree, "without a key that has a default"
 

@@ -241,17 +241,16 @@ THEIRS = {"input_ids": ("ids", "source"), "attention_mask": ("keep", "source_kee
 
 
 def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    known = inspect.signature(module.forward).parameters
+    known, called = inspect.signature(module.forward).parameters, {}
     for theirs, names in THEIRS.items():
         ours = next((name for name in names if name in known), None)
         if ours and theirs in kwargs:
-            value = kwargs.pop(theirs)
-            if value is not None or known[ours].default is not None:
-                _check_tensor(module, theirs, ours, value)
-            kwargs[ours] = value.bool() if theirs == "attention_mask" and value is not None else value
+            kwargs[ours], called[ours] = kwargs.pop(theirs), theirs
     for name, value in (dict(zip(known, args)) | kwargs).items():
         if value is not None or (name in known and known[name].default is not None):
-            _check_tensor(module, name, name, value)
+            _check_tensor(module, called.get(name, name), name, value)
+        if value is not None and called.get(name) == "attention_mask":
+            kwargs[name] = value.bool()
     return args, kwargs
 
 
