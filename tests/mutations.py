@@ -147,7 +147,7 @@ LIST = (
       "launch/test_slurm.py::test_what_the_script_does"),
     M("cli.py", "return exit_code(e)\n    except MemoryError", "return 2\n    except MemoryError",
       "test_cli.py::test_a_fault_of_the_machine_has_an_exit_code_of_its_own"),
-    M("api.py", 'value.bool() if theirs == "attention_mask" and value is not None else value', "value",
+    M("api.py", "kwargs[name] = value.bool()", "kwargs[name] = value",
       "docs/test_python.py::test_attention_mask_means_what_it_does_in_transformers"),
     M("rows.py", "os.truncate(self.path, min(position, self.path.stat().st_size))", "pass",
       "train/test_resume.py::test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one"),

@@ -116,3 +116,12 @@ def test_mistakes(tmp_path, capsys, monkeypatch, words, told):
     assert main(["launch", "modal", *(["--to", "app.py"] if "--to" not in words else []), *words]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", [["slurm", "--dry-run"], ["modal"]])
+def test_no_writing_waits_for_the_reader_of_a_pipe(tmp_path, capsys, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("app.py")
+    assert main(["launch", *where, "copy-task", "--to", "app.py"]) == 2
+    assert "app.py: not a file. Give another name." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["app.py"]

@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
@@ -45,7 +45,7 @@ def launch(args: Namespace) -> int:
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
         raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
-    file = Path(args.to)
+    file = files.writable(Path(args.to))
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise UserError(f"--to={args.to}: Modal imports it. Give a file name like app.py.")
     text = app(args, gpu, n_gpus)

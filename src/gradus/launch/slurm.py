@@ -17,7 +17,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import FAULT, UserError
 from gradus.launch import one_line, read, train_options, train_words
 
@@ -88,7 +88,7 @@ def launch(args: Namespace) -> int:
             with contextlib.chdir(folder):
                 recipe, run = read(args, tasks)
             text = script(args, recipe.name, run, folder)
-            file = folder / (args.to or f"{run}/job.sbatch")
+            file = files.writable(folder / (args.to or f"{run}/job.sbatch"))
             if own(recipe.log, folder / run):  # Slurm makes no folders for its files
                 break
         for name in (args.output, args.error, args.to):
