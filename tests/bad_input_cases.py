@@ -293,7 +293,7 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append(lambda o: "the checkpoint that it took is named" if "checkpoints/step-" in o.shown else None)
         if top == "mine.yaml" and name in ("{}", "null", "empty"):
             fine.append("no devices of one's own")
-        if top == "mine.yaml" and ".source=" in name:
+        if top in ("mine.yaml", "study.yaml") and ".source=" in name:
             fine.append("a source in any words")
         if top == "study.yaml" and name.endswith(("=None", "configurations.one={}", "configurations.two={}")):
             fine.append("a key that is not set, or a configuration that changes nothing")
@@ -1112,7 +1112,7 @@ CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → 
     "api.generate('run-gpt', {})": {"''": "from the begin token", "[]": "no prompts", "{}": "no prompts",
                                     "'nowhere'": "a prompt"},
                                     "api.generate('run-gpt', 'line', max_new={})": {"5": "tokens"},
-    "api.generate('run-gpt', 'line', max_new=3, temperature={})": {"5": "a temperature", "1.5": "a temperature"},
+    "api.generate('run-gpt', 'line', max_new=3, temperature={})": dict.fromkeys(("5", "1.5", "10**30"), "a temperature"),
     "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_k={})": {"5": "tokens", "None": "all",
         "10**30": "all"},
     "api.generate('run-gpt', 'line', max_new=3, temperature=1, top_p={})": {"None": "all"},

@@ -185,6 +185,9 @@ def run_test(name: str, copy: Path) -> None:
 def main(words: list[str]) -> int:
     import torch.distributed.fsdp  # noqa: F401  (for the forks)
 
+    known = {word for number, m in enumerate(LIST, 1) for word in (str(number), room(m), m.layout) if word}
+    if unknown := set(words) - known:
+        sys.exit(f"{', '.join(sorted(unknown))}: not a number, room or layout of the list: {', '.join(sorted(known))}")
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(REPOSITORY / "src", Path(folder) / "src")

@@ -157,7 +157,7 @@ def test_the_verb_starts_mpirun(tmp_path, capfd):
 
 def test_sizes():
     assert collectives.parse_sizes("1KiB, 2MiB,1kB,7,1KiB") == (7, 1000, 1024, 2 * 2**20)
-    for text, named in (("", "''"), ("1KiB,,2KiB", "''"), ("x", "'x'"), ("-1", "'-1'"), ("0", "at least 1 byte"), ("3XB", "'XB' is not a unit of bytes")):
+    for text, named in (("", "''"), ("1KiB,,2KiB", "''"), ("x", "'x'"), ("-1", "'-1'"), ("١٢", "'١٢'"), ("0", "at least 1 byte"), ("3XB", "'XB' is not a unit of bytes")):
         with pytest.raises(UserError, match=named):
             collectives.parse_sizes(text)
 

@@ -182,6 +182,12 @@ def test_unsupported_features_are_named(fields, said):
         config_from_hf({"model_type": "llama", **fields})
 
 
+def test_heads_without_a_width_of_their_own_divide_the_model():
+    assert LlamaConfig(**TINY | {"n_heads": 3, "d_head": 10}).head_dim == 10
+    with pytest.raises(ValueError, match=f"d_model={TINY['d_model']} is not a multiple of n_heads=1000"):
+        LlamaConfig(**TINY | {"n_heads": 1000})
+
+
 @pytest.mark.parametrize("n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, total", [
     (32, 4096, 32, 32, 11008, 32000, 6_738_415_616), (40, 5120, 40, 40, 13824, 32000, 13_015_864_320),
     (80, 8192, 64, 8, 28672, 32000, 68_976_648_192), (32, 4096, 32, 8, 14336, 128256, 8_030_261_248),

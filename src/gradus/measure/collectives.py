@@ -215,7 +215,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """`1KiB,64KiB,1MB` → bytes. KiB, MiB, GiB are powers of 1024; kB, MB, GB of 1000; a bare number is bytes. Raises
     UserError."""
     try:
-        sizes = {int(w if w.strip().isdecimal() else quantity(w, "bytes")) for w in text.split(",")}
+        sizes = {int(w if w.isascii() and w.strip().isdecimal() else quantity(w, "bytes")) for w in text.split(",")}
     except ValueError as e:
         raise UserError(f"--sizes: {e} Write for example --sizes 1KiB,64KiB,1MiB") from None
     if 0 in sizes:

@@ -99,7 +99,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self):
-        if not hasattr(self, "d_head") and self.d_model % self.n_heads:
+        if getattr(self, "d_head", None) is None and self.d_model % self.n_heads:
             raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}")
         return self
 
