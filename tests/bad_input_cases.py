@@ -132,7 +132,7 @@ def mutated(tree: Any, pick: random.Random) -> tuple[str, Any, str | None]:
     node.pop(at[-1])
     if how == "renamed":
         node[f"{at[-1]}x"] = old
-        return f"{name} {how}", tree, "names are free" if at[-2:-1] == ("configurations",) else None
+        return f"{name} {how}", tree, "names are free" if at[-2:-1] in (("configurations",), ("devices",), ("proof",)) else None
     return f"{name} {how}", tree, "without a key that has a default"
 
 
@@ -621,7 +621,7 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
                             "GRADUS_GRID"]): f"given/{file}"} if kind == "hardware" or use == "hardware" else {}
         if name in FOR_NEW and not (use.startswith("new") and "--label" not in use):
             why = "columns that the recipe names"
-        if use == "hardware" and kind == "hardware" and "GRADUS_HARDWARE" not in env:
+        if use == "hardware" and "GRADUS_HARDWARE" not in env:
             why = "prices and grids are not read here"
         if use.endswith("--devices") and "GRADUS_GRID" in env:
             why = "no grid is read here"

@@ -77,9 +77,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
+            if number == len(lines):
+                break
             row = None
         if isinstance(row, dict) and isinstance(row.get("name"), str) and "value" in row:
             rows.append(row)
-        elif number < len(lines) or row is not None:
+        else:
             raise UserError(f"{path}: line {number} is not a row with a name and a value ({line[:40]!r}). Remove it.")
     return rows

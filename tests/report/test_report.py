@@ -317,8 +317,8 @@ DAMAGED = {
     "summary.json": ["", "{}", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
                      '{"train_runtime": -5}', '{"train_runtime": Infinity}', '{"train_samples_per_second": "x"}', '{"processes": 0}', '{"processes": "x"}', '{"proof": [1]}',
                      '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}'],
-    "environment.json": ["", '{"versions": {"numpy": []}}', "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"command": ["a"]}'],
-    "metrics.jsonl": ['{"name": "train/loss", "value": 1, "step": [1]}', '{"name": "train/loss", "value": 1, "step": "x"}', '{"name": 5, "value": 1}\n', "[]\n"],
+    "environment.json": ["", '{"versions": {"numpy": []}}', "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"cpu": [null]}', '{"memory_bytes": "x"}', '{"command": ["a"]}'],
+    "metrics.jsonl": ["null\n", '{"name": "train/loss", "value": 1, "step": [1]}', '{"name": "train/loss", "value": 1, "step": "x"}', '{"name": 5, "value": 1}\n', "[]\n"],
     "recipe.yaml": ["", "[", "5", "\x00"],
 }  # fmt: skip
 
@@ -336,7 +336,7 @@ def test_a_damaged_file_is_one_line(folders, tmp_path, monkeypatch, file):
 
 def test_what_is_not_a_number_of_a_plot_is_left_out(folders, tmp_path):
     values = [(1, 1e308), (2, -1e308), (3, float("inf")), (4, 10**400), (5, True), (6, 2.0), (7, 1.0)]
-    memory = {"memory_bytes": "x", "gpu": {"memory_bytes": [1]}}
+    memory = {"gpu": {"memory_bytes": [1]}}
     run = variant(folders / "short", tmp_path / "run", rows=rows_of("train/loss", values, unit=5), train_samples_per_second=0, proof={"memory/a": {"predicted": 0, "measured": 1}})
     (run / "environment.json").write_text(json.dumps(memory))
     found = read([str(run)])

@@ -16,14 +16,10 @@ from gradus.proof.pairs import signed
 from gradus.report import plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, plain
 from gradus.report.page import to_html, to_pdf
-from gradus.report.runs import Run, words
+from gradus.report.runs import Machine, Run, words
 from gradus.report.studies import Study
 
 NOTES = 2**20  # bytes of notes at most
-KEPT = (  # of environment.json
-    *("cpu", "cpus_allowed", "cpu_flags", "threads", "gpu", "device", "memory_bytes"),
-    *("os", "python", "versions", "gradus"),
-)
 
 
 def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterator[str]:
@@ -167,7 +163,7 @@ def machines(found: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
     """A table for each machine."""
     names: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, facts in found:
-        keys = [key for key in KEPT if facts.get(key)]
+        keys = [key for key in Machine.model_fields if facts.get(key)]
         body = ((key.removesuffix("_bytes").replace("_", " "), told(key, facts[key])) for key in keys)
         names.setdefault(tuple(body), []).append(name)
     for body, of in names.items():

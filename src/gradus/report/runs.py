@@ -55,13 +55,26 @@ class Summary(Content):
     proof: dict[str, Pair] = {}
 
 
-class Environment(Content):
-    """environment.json; of what is not named here, anything."""
+class Machine(Content):
+    """What a report shows of a machine."""
 
-    model_config = ConfigDict(extra="allow")
+    cpu: str = ""
+    cpus_allowed: int | None = None
+    cpu_flags: list[str] = []
+    threads: int | None = None
+    gpu: str | dict[str, Any] = ""
+    device: str = ""
+    memory_bytes: Amount | None = None
+    os: str = ""
+    python: str = ""
+    versions: dict[str, str] = {}
+    gradus: str = ""
+
+
+class Environment(Machine):
+    """environment.json, as train.run writes it."""
 
     command: str = ""
-    versions: dict[str, str] = {}
 
 
 T = TypeVar("T", bound=Content)

@@ -17,7 +17,7 @@ from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
-from gradus.report.runs import Amount, Content, apart, checked, is_number, read_json
+from gradus.report.runs import Amount, Content, Machine, apart, checked, is_number, read_json
 from gradus.rows import read_rows
 
 WIDE = 120  # characters of a table's line at most
@@ -49,7 +49,7 @@ class About(Content):
     configurations: dict[str, Told] = {}
 
 
-class Conditions(Content):
+class Conditions(Machine):
     """What the report computes with of a row's conditions."""
 
     configuration: str
@@ -63,8 +63,6 @@ class Conditions(Content):
     high: float | None = None
     calls: float = 0
     bytes: float | None = None
-    cpu_flags: list[str] = []
-    versions: dict[str, str] = {}
 
 
 @dataclasses.dataclass
