@@ -386,6 +386,9 @@ def main() -> int:
         print(f"the world is built: {time.monotonic() - began:.0f} s", flush=True)
         cases = [c for c in table(world, args.seed,
                                   args.n) if not args.only or any(word in c.name for word in args.only)]
+        if not cases:
+            print("no input of this seed has such a name: what is drawn depends on the world's files; --world FOLDER keeps them")
+            return 2
         found = run_all(cases, world, say=lambda line: print(line, flush=True))
     wrong = [o for o in found if o.verdict not in ("clear", "accepted")]
     for o in wrong:

@@ -255,7 +255,7 @@ USES: dict[str, list[str]] = {  # of a folder or file
                "new out.yaml --data tables/train.parquet && show out.yaml",
                "new out.yaml --data tables/train.jsonl && show out.yaml"],
     "ground": ["show gpt.yaml tokenizer.kind=file tokenizer.path=ground",
-               "generate run-gpt line --max-new 2 --tokenizer ground"],
+               "train gpt.yaml tokenizer.kind=file tokenizer.path=ground train.steps=1 log.dir=o"],
     "notes.md": ["report run-gpt --to out --notes notes.md"],
 }  # fmt: skip
 SLOW = ("quantize ", "check ", "--search")  # a few of them
@@ -310,6 +310,8 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append("no notes")
         if use.startswith("report") and place.endswith("metrics.jsonl") and name == "doubled":
             fine.append("its lines are drawn twice")
+        if place.endswith(".jsonl") and name in TEXTS and not TEXTS[name].endswith("\n"):
+            fine.append("a last line that a kill cut short")
         if use.startswith("report") and "checkpoints" in place:
             fine.append("no report reads a checkpoint")
         if name == "gone" and (top == "images" or use.startswith("new") or (top in DATA and "valid." in place)):
@@ -373,8 +375,8 @@ TABLES: dict[str, tuple[bytes | str, str | None]] = {  # (content, why it may be
     "bom.csv": (b"\xef\xbb\xbf" + ("text,label\n" + ROWS).encode(), "a byte order mark is no text"),
     "cr.csv": (("text,label\n" + ROWS).replace("\n", "\r"), "lines"),
     "crlf.csv": (("text,label\n" + ROWS).replace("\n", "\r\n"), "lines"),
-    "semicolons.csv": (("text,label\n" + ROWS).replace(",", ";"), "read as pandas does"),
-    "tabs.csv": (("text,label\n" + ROWS).replace(",", "\t"), "read as pandas does"),
+    "semicolons.csv": (("text,label\n" + ROWS).replace(",", ";"), "the separator that its header has"),
+    "tabs.csv": (("text,label\n" + ROWS).replace(",", "\t"), "the separator that its header has"),
     "twice.csv": ("text,text,label\n" + ROWS.replace(",", ",b,"), None), "no-name.csv": (",label\n" + ROWS, None),
     "header-yaml.csv": ('"{a: [&x","!!python/object:os.system"\n' + ROWS, "names, which new quotes"),
     "header-hash.csv": ('"text # no","label: x"\n' + ROWS, "names, which new quotes"),
@@ -698,7 +700,7 @@ POSITIONAL = {
     "evaluate": "run-gpt", "predict": f"run-bert {TEXT}", "generate": "run-gpt line", "scale": "gpt.yaml",
     "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
     "report": "run-gpt", "new": "out.yaml", "ladder": "gpt.yaml", "slurm": "gpt.yaml --dry-run --to j",
-    "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml",
+    "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml --to app.py",
 }  # fmt: skip
 REQUIRED = {"fetch": "--to x", "tokenizer": "--vocab-size 300 --to x", "scale": "--processes 1", "export": "--to x",
             "quantize": "--to x --as static", "generate": "--max-new 2", "report": "--to x", "new": "--data text.txt"}
@@ -734,7 +736,7 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
             "ssh"] else None
         if action is None:
             value = pick.choice(WORDS)
-            argv = [*start, value] if option == "word" else [*start, "--nothing"]
+            argv = [*start, value] if option == "word" else [*start, *more, "--nothing"]
             yield Case(f"option/{' '.join(start[:2])} {option} {short(value)}", argv,
                        fine=list(filter(None, [word_fits(start[0], value)])))
             continue

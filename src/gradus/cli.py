@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -624,7 +625,9 @@ def _os_error(e: Exception, code: int) -> str:
     if disk_full(e) and file:
         then = "free some space; --resume continues a run from its last checkpoint."
         return str(not_written(Path(file), e, then))
-    text = f"{f'{file}: ' if file else ''}{getattr(e, 'strerror', None) or e}"
+    known = {errno.ENOTDIR: "not a folder.", errno.EEXIST: "exists, and is not a folder. Give another name."}
+    why = known.get(getattr(e, "errno", None), getattr(e, "strerror", None) or e)
+    text = f"{f'{file}: ' if file else ''}{why}"
     if code == FAULT:
         text += ": a fault of the machine, not of the recipe. Try again; --resume continues a run."
     return limits.shown(text)

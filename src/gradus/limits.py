@@ -213,7 +213,7 @@ def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> li
     found = [word.strip() for word in text.split(",")]
     for word in found:
         if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
-            what = f"{word[:40] or 'nothing'!r} is not a whole number from {least} to {most:,}"
+            what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from {least} to {most:,}"
             raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
     return list(dict.fromkeys(map(int, found)))
 

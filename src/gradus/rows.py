@@ -71,13 +71,14 @@ class RowFile:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without a last line that a kill cut short. Raises UserError for any other line that is no
     row."""
-    lines = limits.read_text(path, limits.ROWS_FILE).splitlines()
+    text = limits.read_text(path, limits.ROWS_FILE)
+    lines = text.splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines):
+            if number == len(lines) and not text.endswith("\n"):
                 break
             row = None
         if isinstance(row, dict) and isinstance(row.get("name"), str) and "value" in row:

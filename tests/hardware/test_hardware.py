@@ -251,7 +251,7 @@ GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"
         ({"peaks": {"fp33": "1 TFLOP/s"}}, r"devices\.X\.peaks\.fp33: 'fp33': Input should be 'fp32', 'tf32'"),
         ({"peaks": {"fp32": "1 TB/s"}}, r"devices\.X\.peaks\.fp32: '1 TB/s': 'TB/s' is not a unit of operations/s"),
         ({"peaks": {}}, r"devices\.X\.peaks: \{\}: .* at least 1"),
-        ({"peaks": 3}, r"devices\.X\.peaks: 3: Input should be a valid dictionary"),
+        ({"peaks": 3}, r"devices\.X\.peaks: 3: expected keys with values"),
         ({"power": "4 GW"}, r"devices\.X\.power: '4 GW'"),
         ({"node": 0}, r"devices\.X\.node: 0: .* greater than or equal to 1"),
         ({"node": 2.5}, r"devices\.X\.node: 2.5: .* valid integer"),
@@ -277,12 +277,12 @@ def test_a_wrong_entry_is_named(tmp_path, more, says):
     ("text", "says"),
     [
         ("device: {}", "device: unknown key. Did you mean devices?"),
-        ("devices: [1, 2]", "devices: [1, 2]: Input should be a valid dictionary"),
-        ("devices: {X: 3}", "devices.X: 3: Input should be a valid dictionary"),
+        ("devices: [1, 2]", "devices: [1, 2]: expected keys with values"),
+        ("devices: {X: 3}", "devices.X: 3: expected keys with values"),
         ("devices: {3090: {}}", "devices.3090: 3090: Input should be a valid string"),
         ("a: [", "not valid YAML"),
         pytest.param("[" * 90_000, "nested deeper than 64 levels", id="deep"),  # PyYAML's parser in C dies of it
-        ("- 3", "[3]: Input should be a dictionary"),
+        ("- 3", "[3]: expected keys with values"),
         (
             "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "
             "Y: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [z]}}",

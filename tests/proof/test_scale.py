@@ -218,7 +218,7 @@ def test_clocks_tell_computing_from_sleeping():
     ("arguments", "said"),
     [
         (["--processes", "1,x"], "'x' is not a whole number from 1 to"),
-        (["--processes", "1,,2"], "'nothing' is not a whole number from 1 to"),
+        (["--processes", "1,,2"], "an empty entry is not a whole number from 1 to"),
         (["--processes", "0,2"], "'0' is not a whole number from 1 to"),
         (["--processes", "1,3"], "3 processes: copy-task: batch.samples=128 does not divide among 3 processes"),
         (["--processes", "1,2", "layout.shard=2"], "--processes 1: this layout needs a multiple of 2"),

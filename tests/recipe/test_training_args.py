@@ -30,9 +30,9 @@ HANDS_ON = {
 
 def test_arguments_may_stand_in_the_file_as_they_are(tmp_path):
     path = tmp_path / "arguments.json"
-    path.write_text(json.dumps({**HANDS_ON, "save_total_limt": 3}))
+    path.write_text(json.dumps({**HANDS_ON, "zzzz": 3}))
     ours, notes = from_training_args(path)
-    path.write_text(json.dumps({"TrainingArgs": {**HANDS_ON, "save_total_limt": 3}}))
+    path.write_text(json.dumps({"TrainingArgs": {**HANDS_ON, "zzzz": 3}}))
     assert (ours, notes) == from_training_args(path)
     path.write_text(json.dumps({"max_steps": "many"}))
     with pytest.raises(UserError, match=r'arguments\.json: max_steps: expected a whole number, got "many"\.'):
@@ -130,7 +130,6 @@ def test_what_is_mapped(read, arguments, ours):
 @pytest.mark.parametrize(
     ("arguments", "note"),
     [
-        ({"lerning_rate": 1}, "lerning_rate=1: not a name of TrainingArguments. Did you mean learning_rate?"),
         ({"zzzz": [1]}, "zzzz=[1]: it has no counterpart here and is ignored"),
         ({"optim": "adafactor"}, "optim=adafactor: the recipe's stays. There are adamw, adam and sgd (optimizer.name)"),
         ({"optim": "adamw_torch_8bit"},
@@ -152,6 +151,13 @@ def test_what_is_mapped(read, arguments, ours):
 )  # fmt: skip
 def test_what_is_not_mapped_is_named_with_what_to_do(read, arguments, note):
     assert read(**arguments)[1] == [note]
+
+
+def test_a_misspelt_name_is_refused_and_none_of_theirs_is(read):
+    with pytest.raises(UserError, match=r"TrainingArgs\.lerning_rate: not a name of TrainingArguments\. Did you mean learning_rate\?"):
+        read(lerning_rate=1)
+    for field in dataclasses.fields(pytest.importorskip("transformers").TrainingArguments):
+        read(**{field.name: None})
 
 
 def test_a_batch_of_each_device_is_of_all_of_them(read):

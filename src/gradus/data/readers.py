@@ -36,6 +36,8 @@ def expanded(path: str | Path) -> Path:
 
 def near(path: Path) -> str:
     """What was probably meant by a path that is not there, for the end of an error."""
+    if path.is_symlink():
+        return f" It is a link to {os.readlink(path)}, which leads nowhere."
     if path.parent.is_dir():
         return did_you_mean(path.name, os.listdir(path.parent))
     return f" There is no folder {path.parent} either."
@@ -115,7 +117,8 @@ def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
             yield row
     except UnicodeDecodeError as e:
         byte = f"0x{e.object[e.start]:02x}"
-        how = "Convert the file to UTF-8, for example: iconv -f latin1 -t utf-8"
+        coding = "utf-16" if n == 0 and e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+        how = f"Convert the file to UTF-8, for example: iconv -f {coding} -t utf-8"
         raise UserError(f"{path}: not UTF-8 text after {unit} {n} (byte {byte}). {how}") from None
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
         raise UserError(f"{path}: truncated or corrupt after {unit} {n} ({e}). Get the file again.") from None

@@ -193,7 +193,7 @@ class LabelledDataset:
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
-            there = f"{n} classes{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
+            there = f"{n} class{'es' * (n > 1)}{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
             mend = "Correct it, write names for numbers, or list every class in task.classes"
             raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r:.60} is not one of the {there}. {mend}.")
 

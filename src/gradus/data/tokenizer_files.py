@@ -147,7 +147,7 @@ def _numbers_one_could_mean(state: Any) -> None:
             if isinstance(value, dict | list):
                 left.append(value)
             elif isinstance(value, int) and abs(value) > limits.TOKEN_IDS:
-                raise _Damaged(f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, so not a token id")
+                raise _Damaged(f"{key!r}: {value}: more than {limits.TOKEN_IDS:,}, which no number of a tokenizer is")
             elif (key == "precompiled_charsmap" and not _whole_charsmap(value)) or (key == "length" and value == 0):
                 raise _Damaged(f"{key}: {value!r:.60}")
 

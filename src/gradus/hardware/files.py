@@ -64,7 +64,8 @@ def checked(kind: type[T], found: Any, where: str, context: dict[str, Any] | Non
         error = e.errors()[0]
     keys = [str(part) for part in error["loc"] if part != "[key]"]
     own, value = error.get("ctx", {}).get("error"), error["input"]
-    text = "missing." if error["type"] == "missing" else str(own or f"{value!r}: {error['msg']}.")
+    what = "expected keys with values" if error["type"] in ("dataclass_type", "dict_type") else error["msg"]
+    text = "missing." if error["type"] == "missing" else str(own or f"{value!r}: {what}.")
     raise UserError(f"{(where + '.'.join(keys)).rstrip('. :')}: {text}")
 
 

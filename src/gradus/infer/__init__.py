@@ -74,7 +74,7 @@ class Place:
             size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
             if (n := tokenizer.vocab_size) > (size := size or self.config.vocab_size):
                 both = f"{given or self.folder / place}: this tokenizer has {n} tokens and the model {size}"
-                own = "Use the model's own (gradus generate: --tokenizer PATH)."
+                own = "Leave --tokenizer out." if given else "gradus generate takes another: --tokenizer PATH."
                 raise UserError(f"{both}: they do not belong together. {own}")
         self._read = found
         return found

@@ -68,6 +68,7 @@ def launch(args: Namespace) -> int:
         raise UserError(f"--folder={args.folder}: give a folder below the home folder there, without spaces.")
     for line in args.setup:
         one_line("--setup", line)
+    one_line("--python", args.python)
     if args.follow and (args.dry_run or not args.host):
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.log import own

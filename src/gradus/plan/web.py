@@ -75,8 +75,8 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     recipe: Text = Field(description="recipe: expected a short text")
     on: Text | None = Field(None, description="on: expected a short text")
-    tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description="--tokens: must be a positive number")
-    days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number")
+    tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description=f"--tokens: must be a positive number, at most {limits.TOKENS:g}")
+    days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number, at most 1,000,000")
     overrides: list[Text] = Field(
         [], max_length=limits.OVERRIDES, description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts"
     )

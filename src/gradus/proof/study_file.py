@@ -115,6 +115,8 @@ def _combinations(path: Path, axes: dict[str, dict[str, Settings | None]]) -> li
         raise UserError(f"{path}: the grid has {n:,} combinations; at most {limits.GRID:,}. Leave names of an axis out.")
     every = [(cell, [axes[axis][name] for axis, name in zip(axes, cell)]) for cell in itertools.product(*axes.values())]
     kept = [(cell, cells) for cell, cells in every if all(set(cell).intersection(s.only_with) for s in cells if s and s.only_with)]
+    if not n:
+        raise UserError(f"{path}: grid.{next(axis for axis in axes if not axes[axis])}: has no names. Write one, or leave it out.")
     if not kept:
         raise UserError(f"{path}: only_with leaves no configuration.")
     if len(kept) > limits.CONFIGURATIONS:

@@ -148,6 +148,8 @@ def find(name_or_path: str | Path) -> Source:
     name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if name in names():
         return Source(name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    if not name:
+        raise UserError(f"the recipe's name is empty. {GIVE}")
     if path.is_dir():
         name, path = str(path / "recipe.yaml"), path / "recipe.yaml"
         if not path.is_file():
@@ -162,6 +164,8 @@ def find(name_or_path: str | Path) -> Source:
 def _not_there(name: str, path: Path) -> str:
     files, known = [str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES], names()
     models = [*presets.PRESETS, *presets.ALIASES]
+    if "=" in name:
+        return f"{name}: a setting, where the recipe is expected: it comes first. {GIVE}"
     if name in models:
         return (
             f"{name}: the preset of a model, not a recipe: it has no task and no data. "

@@ -147,8 +147,9 @@ class Arguments:
         _layouts(self)
         for name, value in self.left.items():
             near = difflib.get_close_matches(name, self.known - {name}, n=1, cutoff=0.9)
-            misspelt = f"not a name of TrainingArguments. Did you mean {near[0]}?" if near else NOT_TAKEN
-            self.note(name, value, ADVICE.get(name, misspelt))
+            if near and name not in ADVICE:
+                raise self.wrong(name, f": not a name of TrainingArguments. Did you mean {near[0]}?")
+            self.note(name, value, ADVICE.get(name, NOT_TAKEN))
 
     # ---- taking
 
