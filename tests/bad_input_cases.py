@@ -629,7 +629,7 @@ def written_cases(world: Path, pick: random.Random, n: int) -> Iterator[Case]:
             why = "no grid is read here"
         if use == "hardware" and name.startswith(("empty.", "null.")):
             why = "no devices of one's own"
-        if name in ("short.txt", "bomb.txt.gz") and use.startswith("fetch"):
+        if kind == "text" and use.startswith("fetch"):
             why = "copied as it is: the run refuses it"
         yield Case(f"written/{kind}/{name}/{use.partition(' ')[0]} {READ_BY[kind].index(use)}",
                    shlex.split(use.format(shlex.quote(file))), before=before, fine=[why] if why else [], env=env)

@@ -74,7 +74,7 @@ def test_fit_is_confirmed_by_one_step_in_another_process(capsys, monkeypatch, ro
     fixed = machine.resident()  # the traces of other tests have left memory in this process
     monkeypatch.setattr(machine, "resident", lambda: fixed)
     budget = r.need(with_micro_batch(recipe, 64, 1, 64)) - r.resident + fixed + 28_000_000
-    assert main(["fit", *WORDS, "--memory", str(budget), "--json"]) == 0
+    assert main(["fit", *WORDS, "--memory", f"{budget} B", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (found,) = (x for x in rows if x["name"] == "fit/micro_batch")
     predicted, measured = (next(x for x in rows if x["name"] == "fit/need" and x["kind"] == kind) for kind in ("predicted", "measured"))
@@ -160,12 +160,12 @@ def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
     assert fit.run_apart(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
 
 
-@pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500", 500), ("2tb", 2 * 10**12)])
+@pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500 B", 500), ("2TB", 2 * 10**12)])
 def test_sizes(text, expected):
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "8 gigs", "-1GB", "0", "GiB", "nan"])
+@pytest.mark.parametrize("text", ["", "8", "1.5", "8 gigs", "-1GB", "0 GB", "GiB", "nan"])
 def test_sizes_that_are_none(text):
     with pytest.raises(UserError, match="8GiB"):
         parse_size(text)

@@ -41,7 +41,7 @@ def launch(args: Namespace) -> int:
     """Write the app. Raises UserError for a mistake in the options or the recipe."""
     gpu, n_gpus = _gpu(args.gpu)
     for option in ("volume", "secret"):
-        if (name := getattr(args, option)) is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        if (name := getattr(args, option)) is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
         raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")

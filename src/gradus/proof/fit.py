@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from gradus import limits
 from gradus.errors import UserError
+from gradus.hardware.units import quantity
 from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed
@@ -75,11 +75,10 @@ def workers(recipe: Recipe, n: int, wanted: str) -> tuple[Study, Sequence[str]]:
 
 def parse_size(text: str) -> int:
     """`8GiB`, `8GB`, `500 MB` → bytes. Raises UserError."""
-    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].lower() not in units or not 0 < float(found[1]) * units[found[2].lower()] < 1e18:
-        raise UserError(f"--memory {text}: not a size. Write for example 8GiB (2^30 bytes each) or 8GB (10^9).")
-    return int(float(found[1]) * units[found[2].lower()])
+    try:
+        return int(quantity(text, "bytes"))
+    except ValueError as e:
+        raise UserError(f"--memory: {e} Write for example 8GiB (2^30 bytes each) or 8GB (10^9).") from None
 
 
 # ---------------------------------------------------------------- what is measured, in a process of its own
