@@ -732,8 +732,7 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
     for _ in range(n):
         start, option, action = pick.choice(every)
         more = [word for word in shlex.split(REQUIRED.get(start[0], "")) if not word.startswith(option)]
-        named = "launch slurm: names that Slurm knows" if start[:2] == ["launch", "slurm"] or start[:2] == ["launch",
-            "ssh"] else None
+        named = "a name that is known there" if start[0] == "launch" else None
         if action is None:
             value = pick.choice(WORDS)
             argv = [*start, value] if option == "word" else [*start, *more, "--nothing"]

@@ -21,7 +21,7 @@ from PIL import Image
 from gradus.data import images as module
 from gradus.data.augment import Augment, resize
 from gradus.data.image_sources import find_sources
-from gradus.data.images import ArrayImages, LazyImages, channel_stats, open_images, read_image
+from gradus.data.images import ArrayImages, FileImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.loader import Loader, Plan
 from gradus.data.splits import Part
 from gradus.errors import UserError
@@ -107,7 +107,7 @@ def test_parquet_is_decoded_once(tmp_path, monkeypatch, cache):
     again = open_images(ImagesData(path=str(tmp_path)))
     assert content(again["train"]) == content(splits["train"])
     base = again["train"].dataset
-    assert isinstance(base.images.base, np.memmap) and base.folder.parent.parent == cache
+    assert isinstance(base, FileImages) and base.folder.parent.parent == cache
     packed = pickle.dumps(again["train"])
     assert len(packed) < 4000 and content(pickle.loads(packed)) == content(again["train"])  # pixels do not travel to workers
     assert not [f for f in (cache / "images").iterdir() if f.name.startswith(".")]  # nothing half done is left

@@ -255,7 +255,7 @@ SHAPES = """
 import sys, torch
 from gradus.train import machine
 torch.set_num_threads(1)
-machine.keep_freed_memory()
+machine.tune_memory()
 layer = torch.nn.Linear(256, 1024).bfloat16()
 for tokens in range(4000, 3000, -int(sys.argv[1])):  # the longest first
     layer(torch.zeros(tokens, 256, dtype=torch.bfloat16)).float().sum().backward()

@@ -212,7 +212,7 @@ def test_the_peak_of_a_second_run_in_a_process_is_its_own():
     code = """if True:
         import torch
         from gradus.train import clock, machine
-        machine.keep_freed_memory()
+        machine.tune_memory()
         clock.begin_run()
         torch.ones(100_000_000)
         first = clock.peak_memory(torch.device("cpu"))

@@ -217,6 +217,8 @@ def test_what_was_asked_about_can_be_answered(tmp_path):
     assert main(["new", "x.yaml", "--data", "r.csv", "--label", "score", "--no-label"]) == 2
     with pytest.raises(UserError, match=r"--no-label: b.txt has no columns \(running text\)"):
         look(["b.txt"], label=False)
+    with pytest.raises(UserError, match=r"--label : b.txt has no columns"):
+        look(["b.txt"], label="")
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])

@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import io
 import json
+import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,19 +73,12 @@ def _digits() -> dict[str, Any]:
 
 
 class ArrayImages:
-    """Images in one array (n, channels, height, width), in memory or mapped from `folder`/images.npy."""
+    """Images in one array in memory: (n, channels, height, width)."""
 
-    def __init__(
-        self, name: str, images: np.ndarray | None, labels: np.ndarray, classes: list[str], folder: Path | None = None
-    ):
-        self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
-        if images is not None:
-            self.images = images
+    folder = None
 
-    @functools.cached_property
-    def images(self) -> np.ndarray:
-        # a plain view: np.memmap itself is slow to index
-        return np.asarray(np.load(self.folder / "images.npy", mmap_mode="r"))
+    def __init__(self, name: str, images: np.ndarray, labels: np.ndarray, classes: list[str]):
+        self.name, self.images, self.labels, self.classes = name, images, labels, classes
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -95,8 +90,40 @@ class ArrayImages:
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {"image": self.images[i], "label": int(self.labels[i])}
 
+
+class FileImages:
+    """Images of one size in `folder`/images.npy, as ArrayImages. Read, not mapped: the pages of what is mapped count as
+    this process's memory."""
+
+    def __init__(self, name: str, labels: np.ndarray, classes: list[str], folder: Path):
+        self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
+
+    @functools.cached_property
+    def _file(self) -> io.BufferedReader:
+        return open(self.folder / "images.npy", "rb")
+
+    @functools.cached_property
+    def _header(self) -> tuple[tuple[int, int, int], int]:
+        """(the shape of an image, the byte where the first begins)"""
+        with open(self.folder / "images.npy", "rb") as file:
+            np.lib.format.read_magic(file)
+            shape, *_ = np.lib.format.read_array_header_1_0(file)
+            return shape[1:], file.tell()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self._header[0]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        (shape, start), size = self._header, math.prod(self.shape)
+        data = os.pread(self._file.fileno(), size, start + range(len(self))[i] * size)
+        return {"image": np.frombuffer(data, np.uint8).reshape(shape), "label": int(self.labels[i])}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "images" or self.folder is None}  # a worker maps anew
+        return {k: v for k, v in self.__dict__.items() if k != "_file"}  # a worker opens it anew
 
 
 @dataclasses.dataclass
@@ -182,7 +209,7 @@ def _size(shape: Sequence[int]) -> str:
 
 def _open(
     source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
-) -> ArrayImages | LazyImages:
+) -> FileImages | LazyImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
@@ -191,7 +218,7 @@ def _open(
     labels = np.load(folder / "labels.npy")
     classes, labels = _classes(source, labels, classes, names)
     if about["decoded"]:
-        return ArrayImages(source.name, None, labels, classes, folder)
+        return FileImages(source.name, labels, classes, folder)
     if image_size is None:
         if about["other"] is None:
             most = f"{DECODED_LIMIT / 2**30:.0f} GiB"

@@ -1,8 +1,7 @@
 """Gathers and scatters of sharded weights over gloo, as sends between all pairs of processes.
 
 gloo's own all-gather and reduce-scatter copy what they send into new buffers in every call: with two processes and
-200 MB they take three times as long, and their memory, which a process that keeps what it frees (train.machine) never
-gives back, is a multiple of what is sent.
+200 MB they take three times as long, and their memory is a multiple of what is sent.
 """
 
 from __future__ import annotations

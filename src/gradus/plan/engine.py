@@ -39,8 +39,8 @@ from gradus.train import machine
 # communicator, 1 GB and more seen).
 CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
 # What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and where it keeps what
-# it frees (train.machine) a part of the tensors. Fitted to the runs that docs/plan.md names.
-LIBRARIES, FREED = 0.1e9, 0.4
+# it frees (train.machine) a part of the tensors, less where weights are sharded. Fitted to the runs that docs/plan.md names.
+LIBRARIES, FREED, FREED_SHARDED = 0.1e9, 0.4, 0.2
 
 
 @dataclasses.dataclass
@@ -384,15 +384,15 @@ def before(task: Task | None) -> int:
 OUTSIDE = "before the model + libraries + kept of what is freed × allocated"
 
 
-def of_outside(tensors: int, resident: int) -> dict[str, float]:
+def of_outside(tensors: int, resident: int, layout: Layout) -> dict[str, float]:
     """What stands in OUTSIDE, by its names: bytes of a training process on a CPU. resident: what it has before the model is built."""
-    libraries, freed = (LIBRARIES, FREED) if machine.has_glibc() else (0, 0)
+    libraries, freed = (LIBRARIES, FREED_SHARDED if layout.shard > 1 else FREED) if machine.has_glibc() else (0, 0)
     return {"allocated": tensors, "before the model": resident, "libraries": libraries, "kept of what is freed": freed}
 
 
-def outside(tensors: int, resident: int) -> int:
+def outside(tensors: int, resident: int, layout: Layout) -> int:
     """Bytes that a training process on a CPU takes besides its tensors."""
-    given = of_outside(tensors, resident)
+    given = of_outside(tensors, resident, layout)
     return round(resident + given["libraries"] + given["kept of what is freed"] * tensors)
 
 
@@ -429,7 +429,7 @@ def memory_of(found: list[Process], resident: int | None = None) -> Memory:
         reserved = max(alive.reserved, alive.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
     else:
-        framework = outside(allocated, before(p.task) if resident is None else resident)
+        framework = outside(allocated, before(p.task) if resident is None else resident, layout)
     rank = p.rank * (p.n // layout.pipeline)
     return Memory(components, allocated, reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes)
 

@@ -344,7 +344,7 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None], si
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
         if device.type == "cpu":
-            machine.keep_freed_memory()  # as in a run
+            machine.tune_memory()  # as in a run
         rates = sane(pool, timer)
         whole = [dtype for dtype in rates if dtype != "fp16" or device.type != "cpu"]  # few train in fp16 on a CPU: its products must do
         products = [p for dtype, rate in rates.items() for p in matmuls(pool, sizes, dtype, rate)]

@@ -53,7 +53,8 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
         found = _images(path)
     else:
         found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
-    options = {"--text": text_column, "--label": label or None, "--no-label": label is False or None}
+    no_label = label is False
+    options = {"--text": text_column, "--label": None if no_label else label, "--no-label": no_label or None}
     given = [f"{name} {value}".removesuffix(" True") for name, value in options.items() if value is not None]
     if given and not {"text", "image"} & set(found.data):
         raise UserError(f"{given[0]}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")

@@ -44,7 +44,7 @@ class Trainer(Stepper):
     def __init__(self, session: Session, model: nn.Module | Parallel, folder: Path, hooks: Sequence[Hook] = ()):
         recipe, task, device = session.recipe, session.task, session.device
         if device.type == "cpu":
-            machine.keep_freed_memory()
+            machine.tune_memory()
         super().__init__(recipe, task, model, device, session.precision)
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
