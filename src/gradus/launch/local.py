@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradus import limits
@@ -51,7 +51,6 @@ def train(
     from gradus.parallel.world import World, find
     from gradus.train import resolve
     from gradus.train.log import run_folder
-    from gradus.train.machine import LARGE_PAGES
     from gradus.train.precision import enough_devices
 
     world = find()
@@ -77,10 +76,7 @@ def train(
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
-        code = run(
-            n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again,
-            own={LARGE_PAGES: "1"} if config.layout.shard > 1 else {},
-        )  # fmt: skip
+        code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
     if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
         print(f"Resume from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
     return code
@@ -89,10 +85,8 @@ def train(
 def run(
     n: int, argv: list[str], *, folder: Path, timeout: float, max_restarts: int = 0,
     command: Sequence[str] = (sys.executable, "-m", "gradus"), again: Sequence[str] = (), grace: float = GRACE,
-    own: Mapping[str, str] = {},
 ) -> int:  # fmt: skip
-    """Run `command + argv` as n workers, ranks 0 to n - 1 of one group, and return the exit code of the whole. own: of
-    their environment, where this process's has no other value.
+    """Run `command + argv` as n workers, ranks 0 to n - 1 of one group, and return the exit code of the whole.
 
     Rank 0 writes straight to this process's output; the standard error of the others goes to `folder`/ranks. When a
     worker dies or hangs, the others are ended, and one sentence on standard error says which worker, where and how.
@@ -106,7 +100,7 @@ def run(
 
     folder = Path(folder)
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
-    workers = Workers(n, folder, timeout, grace, own)
+    workers = Workers(n, folder, timeout, grace)
     handlers = {number: signal.signal(number, workers.pass_on) for number in SIGNALS}
     try:
         for restart in range(max_restarts + 1):
@@ -141,13 +135,13 @@ def _kill(process: subprocess.Popen, number: int) -> None:
 
 
 class Workers:
-    """The processes of all attempts, and the signals that came meanwhile. timeout, grace, own: see `run`.
+    """The processes of all attempts, and the signals that came meanwhile. timeout, grace: see `run`.
 
     Where one worker dies, the others get `grace` to notice and to say where they waited, before they are killed.
     """
 
-    def __init__(self, n: int, folder: Path, timeout: float, grace: float, own: Mapping[str, str]):
-        self.n, self.folder, self.timeout, self.grace, self.own = n, folder, timeout, grace, own
+    def __init__(self, n: int, folder: Path, timeout: float, grace: float):
+        self.n, self.folder, self.timeout, self.grace = n, folder, timeout, grace
         self.signals: list[int] = []
         self.started = False  # all of an attempt
 
@@ -196,7 +190,6 @@ class Workers:
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            **self.own,
             **os.environ,
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.n)),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
+from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import AXES
+from gradus.recipe.schema import Layout
 from gradus.torch_private import infinities
+from gradus.train.machine import LARGE_PAGES
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
 
@@ -81,6 +85,15 @@ class Precision:
     def load_state(self, state: dict) -> None:
         if self.scaler and state:
             self.scaler.load_state_dict(state)
+
+
+def meet(layout: Layout, world: worlds.World) -> None:
+    """`worlds.join`, as the layout has it. Where weights are sharded on a CPU, PyTorch is asked for large pages, which
+    it reads at the first tensor: here, since the processes meet before they make any (`machine.tune_memory`)."""
+    device = pick_device(layout.device).type
+    if device == "cpu" and layout.shard > 1:
+        os.environ.setdefault(LARGE_PAGES, "1")
+    worlds.join(world, device, layout.timeout)
 
 
 def enough_devices(name: str, n: int) -> None:

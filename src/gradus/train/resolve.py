@@ -15,7 +15,7 @@ from gradus.parallel import world
 from gradus.recipe.axes import DATA, needed, sizes
 from gradus.recipe.schema import Layout, Recipe
 from gradus.recipe.training_args import from_training_args
-from gradus.train.precision import pick_device
+from gradus.train.precision import meet
 
 Notes = list[str]
 
@@ -83,7 +83,7 @@ def started(name: str, overrides: list[str], given: Given) -> Path | None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
     there, here = (Path(recipe.log.dir) / "recipe.yaml").exists(), given.here
     if here.size > 1:
-        world.join(here, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+        meet(recipe.layout, here)
         there = world.from_first(there)
     return Path(recipe.log.dir) if there else None
 

@@ -30,7 +30,7 @@ from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, environment, human, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
 from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
-from gradus.train.precision import pick_device
+from gradus.train.precision import meet
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
@@ -85,7 +85,7 @@ def train(
         stack.enter_context(plan.ready(world))
         check.validate(recipe, world.size)
         if world.size > 1:
-            worlds.join(world, pick_device(recipe.layout.device).type, recipe.layout.timeout)
+            meet(recipe.layout, world)
         folder = stack.enter_context(_own_folder(recipe, resume, world))
         status = stack.enter_context(Status(folder, world))
         stack.enter_context(watched(folder, world, passing=(Stopped,)))

@@ -22,7 +22,7 @@ from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
 from gradus.parallel.world import World
 from gradus.recipe.schema import DataConfig, Layout, Recipe
 from gradus.tasks.base import Task
-from gradus.train.precision import Precision, pick_device
+from gradus.train.precision import Precision, meet, pick_device
 from gradus.train.schedule import learning_rate, total_steps, with_warmup_below
 
 
@@ -85,7 +85,7 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     processes cannot follow.
     """
     device = _open_device(recipe.layout, world)
-    worlds.join(world, device.type, recipe.layout.timeout)
+    meet(recipe.layout, world)
     with worlds.one_first(world):  # caches of tokens are made once per host
         task = tasks.open_task(recipe, tokenizers)
     if recipe.evaluate.test and "test" not in task.splits:
