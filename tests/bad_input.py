@@ -95,8 +95,8 @@ def answer(outcome: Outcome) -> str:
     return re.sub(r"\d[\d.,]*(e[-+]\d+)?k? ?(tokens/s|samples/s|[GM]B|ms|s)\b|\d\d\d\d-\d\d-\d\d", "#", "\n".join(kept))
 
 
-TIMED = (  # lines that depend on the machine's speed
-    r"train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d|ms, batch|.*--force: it is slower"
+TIMED = (  # lines that depend on the machine's speed, or on the case's having typst
+    r"out/report.pdf|train_(runtime|\w+_per_second)|hours_per|where the time|the plan|plan: |note: |step \d|ms, batch|.*--force: it is slower"
     r"|  (weights|gradients|optimizer|activations|tensors|process|step)\b"
 )
 

@@ -1095,7 +1095,7 @@ CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → 
     "api.train('gpt.yaml', 'log.dir=o', optimizer={{'lr': {}}})": {"5": "a rate", "1.5": "a rate", "True": "1"},
     "api.train('gpt.yaml', 'log.dir=o', name={})": {"'x\\0'": "a name", "'nowhere'": "a name", "5": "a name", "True": "a name",
                                                     "None": "unset", "''": "a name"},
-                                                    "api.train('run-gpt', resume={})": {},
+                                                    "api.train('run-gpt', resume={})": {"True": "a run that is finished: nothing is left"},
                                                     "api.train('gpt.yaml', zzz={})": {},
     "api.plan({})": {}, "api.plan('gpt2-small', {})": {}, "api.plan('gpt2-small', on={})": {"None": "no hardware"},
     "api.plan('gpt2-small', on='H100', tokens={})": {"5": "tokens", "None": "the recipe's", "1.5": "tokens"},

@@ -47,6 +47,7 @@ CONFIGURATIONS = 1_000  # of a study: a round of so many takes an hour at least
 GRID = 100_000  # combinations of a study's grid, before only_with
 EPSILON = 1.0  # of a norm or an optimizer
 RATE = 1e30  # a learning rate: above it fp32 has no square
+FIGURE = 1e18  # what a source says of a run: s, bytes, samples/s
 REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
 
 # ---- files

@@ -81,7 +81,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not text.endswith("\n"):
                 break
             row = None
-        if isinstance(row, dict) and isinstance(row.get("name"), str) and "value" in row:
+        named = isinstance(row, dict) and isinstance(row.get("name"), str) and row["name"].isprintable()
+        if named and "value" in row:
             rows.append(row)
         else:
             raise UserError(f"{path}: line {number} is not a row with a name and a value ({line[:40]!r}). Remove it.")

@@ -128,12 +128,15 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("")
     assert main(["prove", str(tmp_path)]) == 2
     assert "no plan.jsonl" in capsys.readouterr().err
-    (tmp_path / "plan.jsonl").write_text("")
+    (tmp_path / "plan.jsonl").write_text('{"name": "memory/allocated", "value": 1, "unit": "bytes", "step": 1}\n')
     assert main(["prove", str(tmp_path)]) == 2
     assert "no proof.jsonl" in capsys.readouterr().err
     (tmp_path / "proof.jsonl").write_text('{"a":' * 500)  # one line, cut short
     assert main(["prove", str(tmp_path)]) == 2
-    assert "proof.jsonl has no whole row" in capsys.readouterr().err
+    assert "proof.jsonl has no row of a plan" in capsys.readouterr().err
+    (tmp_path / "plan.jsonl").write_text('{"name": "another", "value": 1}\n')
+    assert main(["prove", str(tmp_path)]) == 2
+    assert "plan.jsonl has no row of a plan" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from gradus.parallel import world as worlds
 from gradus.plan.workers import Fault
 from gradus.proof.calibrate import once
 from gradus.proof.measured import memory_of_step
-from gradus.proof.pairs import errors_table, pairs, table
+from gradus.proof.pairs import LABELS, errors_table, pairs, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.rows import Row, read_rows
 from gradus.train.clock import peaks
@@ -229,6 +229,7 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if not (folder / name).exists():
             raise UserError(f"{folder}: no {name}: {what}. Train it again, or finish it with --resume.")
     predicted, measured = read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
-    if not measured:
-        raise UserError(f"{folder}: proof.jsonl has no whole row. Train it again.")
+    for name, rows in (("plan.jsonl", predicted), ("proof.jsonl", measured)):
+        if not any(row["name"] in LABELS for row in rows):
+            raise UserError(f"{folder}: {name} has no row of a plan. Train it again.")
     return predicted, measured

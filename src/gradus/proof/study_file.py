@@ -31,7 +31,7 @@ class Settings(BaseModel):
     runner: str | None = Field(None, description="steps (default), loader, train, none (planned only), or FILE.py:FUNCTION beside this file")
     processes: Annotated[int, Field(ge=1, le=limits.PROCESSES)] | None = Field(None, description="how many (default 1)")
     options: dict[str, Any] = Field({}, description="for your own runner")
-    source: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
+    source: dict[str, Annotated[float, Field(ge=0, le=limits.FIGURE, allow_inf_nan=False)]] = Field({}, description="what a source says: row of the table → value, in s, bytes or samples/s")
     source_devices: str | None = Field(None, description="of the source, as gradus plan --on has them; planned for these too")
     source_set: list[str] = Field([], description="key=value that holds for the plan on the source's devices alone")
     against: str | None = Field(None, description="the name that ratios are against (default: the first)")
