@@ -216,8 +216,6 @@ def test_one_process_goes_on_with_the_optimizer_of_many(from2):
 
 def fails(world, folder: str) -> list[str]:
     """A full disk on the second process, then on the first in three places; what every process is told."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     model, told = lay_out(whole("gpt"), "shard"), []
     tensors, target = tensors_of(model, world.rank), Path(folder, "step-00000001")
 
@@ -235,7 +233,7 @@ def fails(world, folder: str) -> list[str]:
     for culprit in (1, 0):
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == culprit:
-                patch.setattr(HuggingFaceStorageWriter, "write_data", full)
+                patch.setattr(sharded.Writer, "write_data", full)
             attempt()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
@@ -244,7 +242,7 @@ def fails(world, folder: str) -> list[str]:
     attempt(fill=full)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(HuggingFaceStorageWriter, "write_data", lambda self, plan, planner: nothing_written(plan))
+            patch.setattr(sharded.Writer, "write_data", lambda self, plan, planner: nothing_written(plan))
         with pytest.raises(UserError, match="do not share this folder"):
             sharded.save(target, model.config, tensors, note_beside).finish()
     dist.barrier()
@@ -255,11 +253,10 @@ def fails(world, folder: str) -> list[str]:
 
 def nothing_written(plan):
     """As on a host with a disk of its own: DCP is told that all is well, and no file arrives where rank 0 looks."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
     future = torch.futures.Future()
-    future.set_result([WriteResult(item.index, 0, _StorageInfo("elsewhere", 0, 0)) for item in plan.items])
+    future.set_result([WriteResult(item.index, 0, None) for item in plan.items])
     return future
 
 
@@ -283,9 +280,7 @@ def killed(world, folder: str, moment: str) -> None:
     if world.rank == 0 and moment in moments:
         os.replace = moments[moment]
     if world.rank == 1 and moment == "while writing":
-        from torch.distributed.checkpoint import filesystem
-
-        filesystem.os.fsync = die  # its file is written, others may be
+        os.fsync = die  # its file is written, others may be
     pending = sharded.save(target, model.config, tensors_of(model, world.rank), note_beside)
     if moment == "at once":
         die()

@@ -99,31 +99,30 @@ class FileImages:
         self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
 
     @functools.cached_property
-    def _file(self) -> io.BufferedReader:
-        return open(self.folder / "images.npy", "rb")
-
-    @functools.cached_property
-    def _header(self) -> tuple[tuple[int, int, int], int]:
-        """(the shape of an image, the byte where the first begins)"""
-        with open(self.folder / "images.npy", "rb") as file:
-            np.lib.format.read_magic(file)
-            shape, *_ = np.lib.format.read_array_header_1_0(file)
-            return shape[1:], file.tell()
+    def _opened(self) -> tuple[io.BufferedReader, int, tuple[int, int, int]]:
+        """(the file, the byte where the first image begins, the shape of each)"""
+        file = open(self.folder / "images.npy", "rb")  # noqa: SIM115  (open as long as this)
+        np.lib.format.read_magic(file)
+        shape, *_ = np.lib.format.read_array_header_1_0(file)
+        return file, file.tell(), shape[1:]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self._header[0]
+        return self._opened[2]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        (shape, start), size = self._header, math.prod(self.shape)
-        data = os.pread(self._file.fileno(), size, start + range(len(self))[i] * size)
+        file, start, shape = self._opened
+        size = math.prod(shape)
+        data = os.pread(file.fileno(), size, start + range(len(self))[i] * size)
+        if len(data) < size:
+            raise UserError(f"{file.name}: cut short since it was opened. Start again: it is made anew.")
         return {"image": np.frombuffer(data, np.uint8).reshape(shape), "label": int(self.labels[i])}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_file"}  # a worker opens it anew
+        return {k: v for k, v in self.__dict__.items() if k != "_opened"}  # a worker opens it anew
 
 
 @dataclasses.dataclass

@@ -110,13 +110,13 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
 
 def _combinations(path: Path, axes: dict[str, dict[str, Settings | None]]) -> list[tuple[tuple[str, ...], list[Settings | None]]]:
     """(its names, their settings) of each configuration. Raises UserError where there are none, or too many."""
+    if empty := [axis for axis, names in axes.items() if not names]:
+        raise UserError(f"{path}: grid.{empty[0]}: has no names. Write one, or leave it out.")
     n = math.prod(map(len, axes.values()))
     if n > limits.GRID:
         raise UserError(f"{path}: the grid has {n:,} combinations; at most {limits.GRID:,}. Leave names of an axis out.")
     every = [(cell, [axes[axis][name] for axis, name in zip(axes, cell)]) for cell in itertools.product(*axes.values())]
     kept = [(cell, cells) for cell, cells in every if all(set(cell).intersection(s.only_with) for s in cells if s and s.only_with)]
-    if not n:
-        raise UserError(f"{path}: grid.{next(axis for axis in axes if not axes[axis])}: has no names. Write one, or leave it out.")
     if not kept:
         raise UserError(f"{path}: only_with leaves no configuration.")
     if len(kept) > limits.CONFIGURATIONS:

@@ -2,7 +2,7 @@
 (DCP):
 
     checkpoints/step-00000400/  config.json tokenizer… training.json
-                                sharded/shard-00001-model-….safetensors …    one a process, none pickled
+                                sharded/shard-00001.safetensors …            one a process, none pickled
 
 Tensors are stored under Gradus's names: `model.<name>`, `<optimizer state>.<name>` such as
 `exp_avg.blocks.0.norm.weight`, `rng.cpu.<rank>`; a tied tensor is stored once. A tensor's parts carry their offsets, so
@@ -13,18 +13,22 @@ checkpoints of one process too (train.checkpoint).
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from gradus import files, models, tasks
@@ -101,24 +105,30 @@ def _not_written(target: Path, error: BaseException) -> UserError:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Computes the checksums of what this process wrote, while training goes on. `sums`: by path below the checkpoint.
-    """
+    """Writes the files of HuggingFaceStorageWriter without its two copies of all tensors, and computes the checksums of
+    what this process wrote. `sums`: by path below the checkpoint."""
 
     def __init__(self, folder: Path):
         super().__init__(str(folder), save_distributed=True)
         self.sums: dict[str, dict] = {}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        written = super().write_data(plan, planner)
-        for name in {result.storage_data.relative_path for result in written.value()}:
-            file = Path(self.path) / name
-            if file.is_file():
-                self.sums[f"{stored_sharded.FOLDER}/{name}"] = checksums.of(file)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future:
+        written = torch.futures.Future()
+        tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
+        places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in plan.items}
+        if tensors:
+            file = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05}.safetensors"
+            save_file(tensors, file, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)})
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+            self.sums[f"{stored_sharded.FOLDER}/{file.name}"] = checksums.of(file)
+        written.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
         return written
 
 
 class Pending:
-    """A checkpoint that is being written while training goes on. Nothing looks whole before `finish`."""
+    """A checkpoint that is being written, of a GPU's tensors while training goes on. Nothing looks whole before
+    `finish`."""
 
     def __init__(self, target: Path, aside: Path | None, group: dist.ProcessGroup | None):
         # aside: the folder that becomes the target; None where the target was there already
@@ -178,8 +188,8 @@ def save(
     target: Path, config: ModelConfig, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
     group: dist.ProcessGroup | None = None,
 ) -> Pending:  # fmt: skip
-    """Begin to write the checkpoint `target`. Returns when the tensors are copied to the host; they may be changed
-    then.
+    """Begin to write the checkpoint `target`. Returns when a GPU's tensors are copied to the host, or a CPU's written
+    (a copy would be memory that a step needs); they may be changed then.
 
     tensors: what this process has, under the names above: DTensors where it has a part, plain tensors where it has the
     whole. What several processes have is written by one of them. fill(folder), on the first process, adds the rest
@@ -209,7 +219,17 @@ def save(
     if begun[0]:
         pending.writer = Writer(pending.aside / stored_sharded.FOLDER)
         stored = {_key(key, names): tensor.detach() for key, tensor in tensors.items()}
-        pending.future = dcp.async_save(stored, storage_writer=pending.writer, process_group=group)
+        more = {"storage_writer": pending.writer, "process_group": group}
+        if any(tensor.device.type != "cpu" for tensor in stored.values()):
+            pending.future = dcp.async_save(stored, **more)
+        else:
+            pending.future = Future()
+            try:
+                pending.future.set_result(dcp.save(stored, **more))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as e:  # `finish` tells all processes
+                pending.future.set_exception(e)
     return pending
 
 
