@@ -16,7 +16,6 @@ import pytest
 
 from gradus.errors import UserError
 from gradus.launch import local
-from gradus.train.machine import LARGE_PAGES
 
 HOST = re.escape(socket.gethostname())
 
@@ -367,20 +366,3 @@ def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
         assert local.train(2, "copy-task", [f"log.dir={tmp_path}"]) == 1
         told = f"Resume from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
         assert capsys.readouterr().err == (told if saved else "")
-
-
-def test_workers_of_sharded_weights_ask_for_large_pages(tmp_path, monkeypatch):
-    """But not where the user's environment says otherwise, and no others."""
-    from gradus.cli import main
-
-    seen = []
-    monkeypatch.setattr(local, "run", lambda *_, **more: seen.append(more["own"]) or 0)
-    for shard in (1, 2):
-        assert main(["train", "copy-task", "--processes", "2", f"layout.shard={shard}", f"log.dir={tmp_path / str(shard)}"]) == 0
-    assert seen == [{}, {LARGE_PAGES: "1"}]
-    for value, found in ((None, "1"), ("0", "0")):
-        monkeypatch.delenv(LARGE_PAGES, raising=False) if value is None else monkeypatch.setenv(LARGE_PAGES, value)
-        workers = local.Workers(1, tmp_path, 5, 1, {LARGE_PAGES: "1"})
-        (tmp_path / "ranks").mkdir(exist_ok=True)
-        process = workers._start([sys.executable, "-c", f"import os, sys; sys.exit(os.environ['{LARGE_PAGES}'] != '{found}')"], 0, 1, 0)
-        assert process.wait(30) == 0

@@ -19,7 +19,9 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel.world import World
-from gradus.train import resolve
+from gradus.recipe.schema import Layout
+from gradus.train import precision, resolve
+from gradus.train.machine import LARGE_PAGES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -371,3 +373,13 @@ def test_what_does_not_fit_is_told_before_anything_is_built(n, overrides, told):
     with pytest.raises(UserError) as e:
         check.validate(recipe(*overrides), n)
     assert told in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize("given, shard, found", [(None, 2, "1"), (None, 1, None), ("0", 2, "0")])
+def test_where_weights_are_sharded_large_pages_are_asked_for_before_processes_meet(monkeypatch, given, shard, found):
+    asked = []
+    monkeypatch.setenv(LARGE_PAGES, "")  # so that what the test leaves is undone
+    monkeypatch.delenv(LARGE_PAGES) if given is None else monkeypatch.setenv(LARGE_PAGES, given)
+    monkeypatch.setattr(precision.worlds, "join", lambda *_: asked.append(os.environ.get(LARGE_PAGES)))
+    precision.meet(Layout(device="cpu", shard=shard), World(size=2))
+    assert asked == [found]
