@@ -112,6 +112,7 @@ print(json.dumps(tokens))
 """
 
 
+@pytest.mark.slow
 def test_an_onnx_decoder_without_gradus_and_torch(tmp_path):
     needs_onnx()
     model, out, _ = exported("gpt", tmp_path, "--as", "onnx")

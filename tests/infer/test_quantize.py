@@ -167,6 +167,7 @@ def test_what_training_saw_is_converted(here, capsys):
     assert set(json.loads((best / qat.FILE).read_text())) == set(quantized.linears(models.load(best)))
 
 
+@pytest.mark.slow
 def test_ranges_come_back_when_a_run_goes_on(here, capsys):
     words = ["train.epochs=null", "evaluate.every=3", "train.checkpoint_every=3", "train.qat=true"]
     assert main(["train", "bert.json", "log.dir=short", "train.steps=3", *words]) == 0

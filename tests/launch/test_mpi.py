@@ -24,6 +24,7 @@ def losses(folder) -> list[float]:
     return [r["value"] for r in rows if r["name"] == "train/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
 def test_mpirun_trains_as_one_process_does(no_plan, tmp_path):

@@ -86,6 +86,7 @@ def test_gloo():
         assert c["backend"] == "gloo" and c["processes"] == 3 and c["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_under_mpirun():
     done = subprocess.run(

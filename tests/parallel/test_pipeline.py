@@ -144,6 +144,7 @@ def test_four_processes_follow_one():
     check(4, cases)
 
 
+@pytest.mark.slow
 def test_variants_of_the_families():
     short = [
         ("seq2seq", "1f1b", {"share_embeddings": False, "tie_output": False, "output_bias": True, "n_decoder_layers": 2}, 5),

@@ -271,6 +271,7 @@ def test_the_bars_of_the_kept_table():
     assert table["bloom memory"][1] <= 0.12
 
 
+@pytest.mark.slow
 def test_the_script_scores_any_file(tmp_path):
     file, rows = tmp_path / "points.json", tmp_path / "rows.jsonl"
     file.write_text(json.dumps([point(**MULTI), point(metric="loss"), {"metric": "nothing else"}]))

@@ -360,6 +360,7 @@ def none_wrong(names: list[str], cache: Path) -> None:
     assert not any(found.values()), json.dumps({k: v for k, v in found.items() if v}, indent=1)
 
 
+@pytest.mark.slow
 def test_several_processes_against_the_whole_step(tmp_path):
     none_wrong([name for name in TOGETHER if name in QUICK], tmp_path)
 

@@ -306,6 +306,7 @@ def test_what_cannot_be_traced():
         trace_recipe(r, 2)
 
 
+@pytest.mark.slow
 def test_packed_documents_keep_no_scores_on_a_gpu():
     """There flex_attention skips blocks; on a CPU every layer keeps the whole mask."""
     settings = {"model": {"family": "gpt", "n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 128, "vocab_size": 256, "seq_len": 512, "dropout": 0.0},

@@ -84,6 +84,7 @@ def test_the_lectures_page_is_its_rows():
     assert sent["InfiniBand NDR"] == pytest.approx(2 * 7 / 8 * 350e9 / 50e9)
 
 
+@pytest.mark.slow
 def test_the_road_is_planned_in_hours_an_epoch():
     """As `gradus plan` says of the first row, with the number of images of an epoch."""
     study, _ = study_file.load(ROOT / "experiments/s3-road.yaml")

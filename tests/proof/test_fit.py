@@ -121,6 +121,7 @@ def test_a_study_of_workers(capsys, monkeypatch):
     assert all(float(of[0].replace(",", "")) > 0 and of[-1].endswith("%") for of in words), lines
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_said(capsys):
     assert main(["fit", *WORDS, "batch.samples=2", "--memory", "1MB"]) == 0
     assert "not even one sample fits" in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_what_a_grid_leaves_out_and_compares():
 @pytest.mark.parametrize(("wrong", "said"), [
     ("grid: {a: {x: {against: z}, y: }}", "against=z: no such name"),
     ("grid: {a: {x: {only_with: [z]}, y: }}", "only_with=z: no such name"),
-    ("only_with: [x]\nconfigurations: {x: , y: }", "only_with is of a name in a grid"),
+    ("only_with: [x]\nconfigurations: {x: , y: }", "only_with takes effect only at a name of the grid"),
     ("grid: {a: {x: {only_with: [p]}, y: }, b: {p: , q: {against: x}}}", "against=x: no configuration is that"),
 ])  # fmt: skip
 def test_names_that_lead_nowhere(wrong, said, tmp_path):

@@ -244,6 +244,7 @@ def interrupt(self, trainer, *_):
 # ------------------------------------------------------------ several processes
 
 
+@pytest.mark.slow
 def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
     """As a job starts them: with --auto-resume the processes meet early, to find the run."""
     folder = tmp_path / "run"

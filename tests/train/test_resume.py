@@ -238,6 +238,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path,
     assert os.readlink(run / "checkpoints" / "best") == os.readlink(undisturbed / "checkpoints" / "best")
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
     from gradus.tasks.translation import Copy
     from gradus.train.signals import Stopped
@@ -273,6 +274,7 @@ def test_what_changes_no_update_may_change_on_resume(undisturbed, tmp_path):
     assert main(["train", str(run), "--resume", f"log.dir={tmp_path / 'other'}"]) == 2
 
 
+@pytest.mark.slow
 def test_resume_finds_the_folder_that_a_recipe_file_names(tmp_path, monkeypatch, capsys):
     from gradus.cli import main
 
@@ -379,6 +381,7 @@ def test_a_run_folder_has_one_owner_until_its_process_ends(tmp_path):
     assert [p.name for p in run.iterdir()] == ["recipe.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path, monkeypatch, there):
     monkeypatch.chdir(tmp_path)
@@ -597,6 +600,7 @@ def test_a_finished_run_that_is_made_longer_is_the_long_run(undisturbed, tmp_pat
     assert json.loads((run / "summary.json").read_text())["steps"] == 40
 
 
+@pytest.mark.slow
 def test_what_a_longer_run_does_to_the_schedule_is_said(tmp_path, capsys):
     from gradus.train.schedule import learning_rate
 

@@ -37,7 +37,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: Any = None, device=
     stay, and between the two the stretch fades in.
     """
     if head_dim % 2:
-        raise UserError(f"rotary positions need an even head size, not {head_dim}")
+        raise UserError(f"rotary positions need an even head size (d_model / n_heads), not {head_dim}")
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     if scaling is None:
         return frequency

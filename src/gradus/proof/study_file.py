@@ -85,7 +85,7 @@ def load(path: Path, more: Sequence[str] = (), rounds: int | None = None, steps:
         if word not in names:
             raise UserError(f"{path}: {key}={word}: no such name.{did_you_mean(word, names)}")
         if key == "only_with" and (not told.grid or told.only_with):
-            raise UserError(f"{path}: only_with is of a name in a grid. Leave it out.")
+            raise UserError(f"{path}: only_with takes effect only at a name of the grid. Leave it out here.")
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"{path}: {twice[0]} is a name on two axes. Give each its own.")
