@@ -285,6 +285,11 @@ def test_background_workers(tmp_path):
     assert any("wrote" in line for line in profile(tiny(**{"data.workers": 1}), tmp_path))
 
 
+def test_a_layout_of_several_processes_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"of one process, and the layout needs 2.*gradus scale RECIPE --processes 2"):
+        list(profile(recipes.load("copy-task", ["layout.shard=2"]), tmp_path))
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--to="):

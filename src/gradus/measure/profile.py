@@ -28,6 +28,7 @@ from gradus.measure import machine, trace
 from gradus.measure.hints import hints
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
+from gradus.parallel.mesh import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer
@@ -49,6 +50,9 @@ def profile(
     (for Perfetto and TensorBoard) and on CUDA memory_summary.txt; `page` then makes one of the folder's rows. Raises
     UserError for what the recipe, the data or the disk do not allow.
     """
+    if (n := needed(recipe.layout)) > 1:
+        several = f"a profile is of one process, and the layout needs {n}. Set its axes to 1"
+        raise UserError(f"{recipe.name}: {several}, or use gradus scale RECIPE --processes {n}.")
     folder_for(folder, ("rows.jsonl",))
     session = open_session(recipe)
     trainer, steps, picture, rows = memory_picture(session, folder)
