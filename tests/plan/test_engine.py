@@ -449,6 +449,20 @@ def test_what_a_layout_does_not_split_is_a_note():
     assert "equal shares of the tokens" in notes(1, experts=4)[0]
 
 
+def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():
+    """It holds its part of the weights and of the optimizer's state and, beside them, the file's."""
+
+    def memory(n: int, **layout) -> engine.Memory:
+        r = recipe("gpt", samples=8, layers=16, d=64, seq=8, vocab=64, **layout)
+        return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS["sgd"]})), n, resident=10**8)
+
+    alone, split = memory(1), memory(8, shard=8)
+    given, whole = split.outside[1], 4 * split.parameters
+    assert alone.outside[0] == engine.STEP and split.outside[0] == engine.WRITING
+    assert split.device_total == 10**8 + given["libraries"] + split.held["weights"] + whole and split.held["weights"] < whole / 4
+    assert "writes the best weights whole" in split.notes[-1] and not alone.notes
+
+
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize(("checkpointing", "split", "whole"), [("full", 4, 0), ("selective", 20, 4), ("none", 32, 8)])
 def test_what_a_block_keeps_is_as_the_page_says(tensor, checkpointing, split, whole):

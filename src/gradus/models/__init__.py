@@ -365,7 +365,7 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
     return report
 
 
-def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> None:
+def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = weights.SHARD) -> None:
     """Write config.json and safetensors as Hugging Face does, in shards above max_shard_bytes, each stored tensor once.
 
     Memory holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises
@@ -376,8 +376,9 @@ def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = 5e9) -> 
 
 
 def convert(
-    name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = 5e9, dtype: torch.dtype | None = None
-) -> None:
+    name_or_path: str | Path, folder: str | Path, max_shard_bytes: float = weights.SHARD,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is
     read, and memory holds one shard of the result. dtype: of all tensors; None: values and dtype stay as they are
     stored. Errors as in `load` and `save`."""

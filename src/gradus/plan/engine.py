@@ -50,12 +50,13 @@ class Memory:
     components: dict[str, int]  # as work.COMPONENTS, at the peak; they sum to `allocated`
     allocated: int  # the peak of live tensors
     reserved: int  # what the caching allocator has taken for them
-    framework: int  # of a GPU: CUDA context, libraries' workspaces, communicators; of a CPU: `outside`
+    framework: int  # of a GPU: CUDA context, libraries' workspaces, communicators; of a CPU: as `outside` says
     rank: int
     at: str  # what was going on at the peak
     held: dict[str, int]  # weights, gradients and optimizer state that the rank holds, live at the peak or not
     parameters: int
     notes: list[str]
+    outside: tuple[str, dict[str, float]] = ("", {})  # of a CPU: `framework` as a formula, and what stands in it
 
     @property
     def device_total(self) -> int:
@@ -381,19 +382,25 @@ def before(task: Task | None) -> int:
     return alone() + (task.opened if task else 0)
 
 
-OUTSIDE = "before the model + libraries + kept of what is freed × allocated"
+STEP = "before the model + libraries + kept of what is freed × allocated"
+WRITING = "before the model + libraries + weights + optimizer + whole weights, written as the best - allocated"
 
 
-def of_outside(tensors: int, resident: int, layout: Layout) -> dict[str, float]:
-    """What stands in OUTSIDE, by its names: bytes of a training process on a CPU. resident: what it has before the model is built."""
+def outside(memory: Memory, resident: int, layout: Layout) -> Memory:
+    """With the bytes that a training process on a CPU takes besides its tensors: of a step or, where that is more, of the first process
+    as it writes the weights that are split, whole (`weights.write`). resident: what it has before the model is built."""
     libraries, freed = (LIBRARIES, FREED_SHARDED if layout.shard > 1 else FREED) if machine.has_glibc() else (0, 0)
-    return {"allocated": tensors, "before the model": resident, "libraries": libraries, "kept of what is freed": freed}
-
-
-def outside(tensors: int, resident: int, layout: Layout) -> int:
-    """Bytes that a training process on a CPU takes besides its tensors."""
-    given = of_outside(tensors, resident, layout)
-    return round(resident + given["libraries"] + given["kept of what is freed"] * tensors)
+    tensors, given = memory.allocated, {"allocated": memory.allocated, "before the model": resident, "libraries": libraries}
+    step, writing = resident + libraries + freed * tensors, 0.0
+    if max(layout.shard, layout.tensor, layout.pipeline, layout.expert) > 1:
+        whole = min(memory.parameters * (2 if layout.precision.startswith("pure") else 4), models.weights.SHARD)
+        held = {name: memory.held[name] for name in ("weights", "optimizer")}
+        writing = resident + libraries + sum(held.values()) + whole - tensors
+    if writing <= step:
+        return dataclasses.replace(memory, framework=round(step), outside=(STEP, {**given, "kept of what is freed": freed}))
+    note = f"the first process takes {(writing + tensors) / 1e9:,.1f} GB as it writes the best weights whole: more than a step."
+    how = WRITING, {**given, **held, "whole weights, written as the best": whole}
+    return dataclasses.replace(memory, framework=round(writing), outside=how, notes=[*memory.notes, note])
 
 
 def memory_of(found: list[Process], resident: int | None = None) -> Memory:
@@ -429,9 +436,10 @@ def memory_of(found: list[Process], resident: int | None = None) -> Memory:
         reserved = max(alive.reserved, alive.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
     else:
-        framework = outside(allocated, before(p.task) if resident is None else resident, layout)
+        framework = 0
     rank = p.rank * (p.n // layout.pipeline)
-    return Memory(components, allocated, reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes)
+    memory = Memory(components, allocated, reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes)
+    return memory if p.target == "cuda" else outside(memory, before(p.task) if resident is None else resident, layout)
 
 
 def parameters(recipe: Recipe) -> int:

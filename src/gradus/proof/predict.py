@@ -94,8 +94,8 @@ def predict(case: Case) -> Predicted:
         rows.append(figure("memory/device", need, "bytes", "reserved + framework", **of))
         most, sharing = f"reserved {size(memory.reserved)}, device {size(need)}", 1
     else:
-        given = engine.of_outside(memory.allocated, room.resident, r.layout)
-        rows.append(figure("memory/process", need, "bytes", f"allocated + {engine.OUTSIDE}", given, **of))
+        formula, given = memory.outside
+        rows.append(figure("memory/process", need, "bytes", f"allocated + {formula}", given, **of))
         most, sharing = f"process {size(need)}", room.local
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
     line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
@@ -134,7 +134,8 @@ def foresee(case: Case) -> tuple[Memory, Work]:
     blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
     if blocks * len(given) <= WHOLE:
         t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
-        return Memory(t.memory, t.peak, t.peak, engine.outside(t.peak, room.resident, r.layout), 0, t.at, t.held, t.parameters, []), t.work
+        memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
+        return memory if room.target == "cuda" else engine.outside(memory, room.resident, r.layout), t.work
     first = engine.processes(r, room.n, room.target, room.task, given)[0]
     memory = engine.memory_of([first], room.resident)
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work

@@ -366,8 +366,11 @@ def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
+SHARD = 5e9  # bytes of a file of weights, at most
+
+
 def write(
-    tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = 5e9
+    tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = SHARD
 ) -> None:
     """Write config.json and the tensors, in shards of at most max_shard_bytes (a larger tensor has its own shard).
 
