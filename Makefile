@@ -15,8 +15,8 @@ experiment: .venv/installed
 	.venv/bin/gradus study experiments/$(NAME).yaml $(SET) --page docs/experiments/$(NAME).md && cp studies/$(NAME)/rows.jsonl experiments/results/$(NAME).jsonl; fi
 	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py $(SET); fi
 
-test: .venv/installed-dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+test: .venv/installed-dev  # three at a time: some wait for processes that they started
+	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-all: .venv/installed-dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal

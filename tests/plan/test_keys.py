@@ -94,6 +94,7 @@ def holds(found: Found, request: Request) -> int:
     return len(found.table)
 
 
+@pytest.mark.slow
 def test_every_row_of_a_search_pastes_back():
     request = Request("gpt2-small", ("model.n_layers=4", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "2xH100", 1e9)
     recipe, *_ = asked(request, [])

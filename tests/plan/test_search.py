@@ -120,6 +120,7 @@ def test_the_plan_chooses_and_prints_the_searchs_first(on):
         assert (other.value("time/step"), other.value("memory/device")) == (c.seconds, c.needed)
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     """And of what does not fit a search says no time and no money."""
     large, said = recipe_of("llama2-13b", samples=8, **{"layout.precision": "bf16", "layout.checkpointing": "full"}), {"precision", "checkpointing"}
