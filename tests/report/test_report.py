@@ -138,6 +138,7 @@ def test_an_unfinished_run_shows_where_it_stands_under_its_recipe(folders, monke
     assert stopped[1] == "not finished: at step 8 of 8" and finished[1] == "finished" and stopped[3] == "128"
     assert float(stopped[5]) == pytest.approx(rows["train/loss", 8], rel=1e-3) and stopped[4] == "–"
     assert stopped[6:] == finished[6:] and float(stopped[quality.head.index("validation loss")]) == pytest.approx(rows["valid/loss", 8], rel=1e-3)
+    assert [row[3] for row in speed.rows] == ["–", "1", "1"]  # only its end says how many processes
     assert speed.rows[0][4] == "8" and speed.rows[0][5] != "–" and speed.rows[0][6:] == ["–"] * 3 and "against short" in speed.caption
     monkeypatch.setattr(plots, "drawn", lambda made: [])
     headings = [block.text for block in content("t", found, "") if isinstance(block, Heading)]

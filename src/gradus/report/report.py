@@ -115,7 +115,8 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
         s, ratio = run.summary, run.speed_up
         time = None if s.train_runtime is None else duration(s.train_runtime)
         cells = [s.steps, time, run.speed, *([ratio, ratio and ratio * base.processes / run.processes] if base else [])]
-        speed.append([run.name, s.layout or "–", run.config.layout.precision, cell(run.processes), *map(cell, cells)])
+        processes = cell(run.processes if run.finished else None)  # its end says how many
+        speed.append([run.name, s.layout or "–", run.config.layout.precision, processes, *map(cell, cells)])
         losses = [s.train_loss, run.last("train/loss"), *(s.metrics.get(name) for name in metrics)]
         quality.append([run.name, state(run), cell(s.epoch), cell(s.samples), *map(cell, losses)])
     head = ["run", "layout", "precision", "processes", "steps", "time", "samples/s"]
