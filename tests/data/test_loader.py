@@ -190,8 +190,6 @@ def test_errors_name_the_data_set_and_the_sample(workers):
         load(Ragged(9, bad=6))
     assert str(caught.value) == "ragged numbers, sample 6 (epoch 0, step 1): ValueError: reviews.csv row 6: no such column"
     assert "loader_parts.py" in caught.value.__notes__[0]  # where it came from is not lost
-    if workers:  # what follows reaches this process the same way
-        return
     with pytest.raises(UserError) as caught:
         load(Ragged(9, bad=6, error=MyUserError))
     assert str(caught.value) == "reviews.csv row 6: no such column"

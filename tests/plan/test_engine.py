@@ -438,7 +438,7 @@ def plain() -> Case:
 
 def test_what_a_layout_does_not_split_is_a_note():
     def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
-        r = recipe("gpt", samples=4, layers=2 if layout.get("schedule") != "interleaved" else 4, d=32, seq=16, vocab=64, **layout)
+        r = recipe("gpt", samples=4, layers=4, d=32, seq=16, vocab=64, **layout)
         model = r.model.model_copy(update={"n_experts": experts})
         return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model})), n).notes
 
