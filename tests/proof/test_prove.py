@@ -24,7 +24,8 @@ from gradus.proof import predict, prove, room, study
 from gradus.proof.pairs import Pair, pairs, table
 from gradus.proof.predict import Planner
 from gradus.proof.prove import Proof, step_seconds
-from gradus.proof.room import fix_of
+from gradus.proof.room import changed, fix_of
+from gradus.recipe.schema import SGD
 from gradus.rows import Row, read_rows
 from gradus.train import machine
 from gradus.train.run import train
@@ -277,6 +278,13 @@ def case():
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
     case = predict.case_of(session)
     return dataclasses.replace(case, room=dataclasses.replace(case.room, n=2, local=2, budget=500_000), step=None, micro_batches=None)
+
+
+def test_what_writes_weights_whole_needs_no_less_without_activations(case):
+    recipe = changed(case.recipe, model={"d_model": 128, "d_ff": 512, "n_layers": 6}, layout={"shard": 2})
+    for optimizer, writes in ((recipe.optimizer, False), (SGD(lr=0.1), True)):
+        found = predict.predict(dataclasses.replace(case, recipe=recipe.model_copy(update={"optimizer": optimizer})))
+        assert any("writes the best weights whole" in note for note in found.notes) == (found.least == found.needed) == writes
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import re
 import shlex
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # launch.local reads this module before torch is there
 SIZE = 256  # bytes of a record
 LOST = 75  # exit code of a process that ends only because another is gone; EX_TEMPFAIL of sysexits.h
 PARENT = "GRADUS_PARENT"  # in a worker's environment: the process that started it and tells the user how it ended
+COMMAND = "GRADUS_COMMAND"  # there too: what the user typed to start them
 LINES = 12  # of a worker's log that are shown
 
 
@@ -60,6 +62,13 @@ def clear(folder: Path) -> None:
         if path.suffix in (".log", ".error"):
             set_aside(path)
         path.unlink(missing_ok=True)
+
+
+def typed() -> str | None:
+    """The `gradus train ...` that the user typed, here or to start this worker."""
+    if text := os.environ.get(COMMAND):
+        return text
+    return shlex.join(["gradus", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else None
 
 
 def host() -> str:

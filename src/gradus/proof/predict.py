@@ -110,7 +110,8 @@ def predict(case: Case) -> Predicted:
         alike = f" --threads {r.layout.threads}" if r.layout.threads else ""
         line += f"; {duration(found['time/step'])} per step{coarse}" if "time/step" in found else f"; no time (gradus calibrate{alike})"
     refusal = refuse(case, need) if 0 < room.budget < need else None
-    least = sum(memory.held.values()) + need - memory.allocated
+    writing = memory.outside[0] == engine.WRITING  # takes no activations
+    least = need if writing else sum(memory.held.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
 
 

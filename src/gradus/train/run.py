@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from gradus.errors import UserError, colour
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
-from gradus.parallel.status import Status, has_parent, watched
+from gradus.parallel.status import Status, has_parent, typed, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.train import resolve
@@ -185,8 +184,8 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
     if not session.mesh.world.first:
         return
     if start.before is None:
-        command = shlex.join(["gradus", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else None
-        write_json(folder / "environment.json", environment(session.device) | ({"command": command} if command else {}))
+        command = {"command": text} if (text := typed()) else {}
+        write_json(folder / "environment.json", environment(session.device) | command)
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     elif extended:
         (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
