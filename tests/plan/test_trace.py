@@ -242,6 +242,18 @@ def test_traffic(n):
     assert all(t.hidden_by == "" for t in both)
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_traffic_of_a_split_sequence(method):
+    """A ring passes keys and values on n - 1 times in each pass, and in the backward one their gradients n times (Liu et al. 2023);
+    Ulysses exchanges queries, keys, values and results in each pass (Jacobs et al. 2023)."""
+    n, layers, part = 4, 3, 4 * 2 * (16 // 4) * 32  # bytes of a process's part: samples, tokens, d_model
+    r = recipe("gpt", samples=2, layers=layers, d=32, seq=16, vocab=64, context=n, context_method=method)
+    found = [t for t in trace_recipe(r, n).work.transfers if t.axis == "context" and t.kind != "all_reduce"]
+    assert {t.kind for t in found} == {"send" if method == "ring" else "all_to_all"}
+    times = 2 * (2 * (n - 1) + n) if method == "ring" else 2 * 4 * (n - 1) / n
+    assert sum(t.sent for t in found) == layers * times * part
+
+
 # ---------------------------------------------------------------- properties
 
 
