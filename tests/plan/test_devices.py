@@ -97,6 +97,13 @@ def test_each_device_once_at_its_best_and_all_of_them_with_their_keys(ranked):
     assert max(map(len, [*everything, *printed(lines(ranked, to_serve(config_of("llama2-7b"))))])) <= 80
 
 
+def test_what_is_said_of_several_chips_is_said_once(ranked):
+    said = {"L4": ("none for L4: A100's",), "A10": ("none for A10: A100's", "a word of all"), "T4": ("none for T4: V100's", "a word of all")}
+    some = [{**ranked[0], "device": name, "notes": notes} for name, notes in said.items()]
+    notes = [line.removeprefix("note: ") for line in lines(some, []) if line.startswith("note: ")]
+    assert notes == ["none for L4, A10: A100's", "a word of all", "none for T4: V100's"]
+
+
 def test_without_data_it_is_per_tokens(session):
     work = Work([], [], [], samples=8, tokens=1000)
     assert ranking.epoch_of(session.recipe, None, work) == (1e6, "1e9 tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from gradus import hardware
@@ -140,7 +141,7 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]], everything: boo
         body.append([one["name"], precisions, size(one["memory"]), used, step, took, cost])
         keys.append((between, f"--on {one['name']} {one['layout']}".rstrip()))
     head, *text = table(["device", "precision", "memory", "used", "per step", "time", "cost"], body, {2, 3, 4, 5, 6})
-    notes = list(dict.fromkeys(note for one, _ in shown for note in one["notes"]))
+    notes = _of_chips(note for one, _ in shown for note in one["notes"])
     hidden = f"{len(best) - len(shown)} more devices, other" if len(best) > len(shown) else "other"
     rest = [line for row, more in zip(text, keys) for line in (row, f"{more[0] or '   '} {more[1]}")] if everything else text
     more = [] if everything or not keys else [f"--all: {hidden} precisions, low and high costs, the keys of each; of the first: {keys[0][1]}"]
@@ -154,6 +155,16 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]], everything: boo
         *(note_lines(notes) or [""]),
         *(_serving_lines(served) if served else []),
     ]
+
+
+def _of_chips(notes: Iterable[str]) -> list[str]:
+    """One note for all chips that it is said of: `no fitted parameters for A10, L4: ...`."""
+    chips: dict[tuple[str, str], list[str]] = {}
+    for note in dict.fromkeys(notes):
+        head, colon, rest = note.partition(": ")
+        what, _, chip = head.rpartition(" ")
+        chips.setdefault((what, colon + rest), []).append(chip)
+    return [f"{what} {', '.join(names)}{rest}" for (what, rest), names in chips.items()]
 
 
 def _serving_lines(served: list[list[Row]]) -> list[str]:
