@@ -149,6 +149,7 @@ def test_what_looks_odd_is_a_note(closed):
 def test_an_interval_says_what_it_is_of():
     device = hardware.find("H100")
     assert "681 published runs of other software; Gradus's own step has not run on a GPU" in show.brackets(device)
+    assert "lost time" not in show.brackets(device)
     calibrated = show.brackets(dataclasses.replace(device, kind="cpu", measured={}))
     assert "681 published runs of other software on GPUs; operations: measured here" in calibrated and "has not run" not in calibrated
 

@@ -58,6 +58,8 @@ def test_the_nearest_dtype_that_a_device_has():
     assert roofline.peak(DEVICE, "fp16") == 1e14
     assert roofline.peak(DEVICE, "tf32") == 1e13
     assert roofline.peak(DEVICE, "fp8") == 1e14
+    assert roofline.peak(hardware.find("P100"), "fp16") == 10.6e12  # no tensor cores
+    assert roofline.peak(hardware.find("V100"), "fp16") == 125e12
 
 
 def test_what_was_not_fitted_is_said():

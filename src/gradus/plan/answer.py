@@ -110,18 +110,18 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
     """layout: the plan's own choice; None: the recipe's."""
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
-    if layout:
-        notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
-    else:
+    if not layout:
         _whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, planned, task, cluster, n, notes)
     state = 16 * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
         notes.append(
-            f"a device would hold the whole state, {size(state)}: it is sharded since layout.param_dtype computes norms and residuals in "
-            f"{layout.param_dtype} too, which replicas (layout.precision) keep in fp32, and so take longer (--search)"
+            f"a device would hold the whole state, {size(state)}: it is sharded because layout.param_dtype={layout.param_dtype} also computes "
+            f"norms and residuals in {layout.param_dtype}, which is faster than replicas, whose layout.precision keeps them in fp32 (--search)"
         )
+    if layout:
+        notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
     keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
     made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
@@ -315,8 +315,8 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
 
 def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
     """What would fit, ready to paste: the nearest other layout, and the device, of the same vendor where one of those does, on which it
-    would as it is. asked: the recipe's layout."""
-    from gradus.plan.search import remedy
+    would as it is, with HEADROOM where one has it. asked: the recipe's layout."""
+    from gradus.plan.search import HEADROOM, remedy
 
     cluster, now, out = made.cluster, made.value("memory/device"), []
     device = cluster.device
@@ -326,7 +326,7 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
         out.append(f"{on}{keys}: it fits, {size(c.needed)} per device ({c.needed / device.capacity:.0%})")
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
     if larger and device.kind == "gpu":
-        least = min(larger, key=lambda d: (d.vendor != device.vendor, d.capacity))
+        least = min(larger, key=lambda d: (d.vendor != device.vendor, now > HEADROOM * d.capacity, d.capacity))
         out.append(f"--on {cluster.n}x{least.name} {made.layout_keys}".rstrip() + f": it fits as it is ({now / least.capacity:.0%})")
     return out
 

@@ -274,7 +274,7 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
         answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
     single = f"{device.value} is the smallest that holds it (among equals, the cheapest)"
-    single = single if device.conditions["fits"] else "no single device holds it; --on 8xDEVICE splits it over eight"
+    single = f"{'one device: ' * bool(on and on.n > 1)}{single}" if device.conditions["fits"] else "no single device holds it; --on 8xDEVICE splits it over eight"
     holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
     until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
     answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")

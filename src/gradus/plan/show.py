@@ -105,8 +105,10 @@ def headline(answer: Answer, request: Request) -> list[str]:
     axes = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
     checkpointing = f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")
     numbers = f"param_dtype {r.layout.param_dtype}" if r.layout.shard > 1 and r.layout.param_dtype else computed_in(r.layout)
-    how = ", ".join(filter(None, (axes, numbers, checkpointing)))
-    lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters, on {on} ({how})"]
+    state = "optimizer sharded" * (r.layout.shard_optimizer and sizes(r.layout, n)["replicate"] > 1)
+    how = ", ".join(filter(None, (axes, state, numbers, checkpointing)))
+    active = f" ({active:,} active)" if (active := answer.value("parameters/active")) else ""
+    lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters{active}, on {on} ({how})"]
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
     on_cpu = not answer.cluster or answer.cluster.device.kind == "cpu"
     tensors, each = parts["allocated"], "process" if on_cpu else "device"
@@ -148,7 +150,8 @@ def _how_long(answer: Answer) -> list[str]:
         return ["how long  not known: give --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
     images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
     each = "images" if images else "tokens" if tokens else "samples"
-    speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s"
+    sides = " of source and target" * (each == "tokens" and answer.recipe.model.family in ("seq2seq", "t5"))
+    speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s{sides}"
     driver = (f"MFU {mfu:.0%}; " if mfu else "") + _limit(answer.rows, step.value)
     cases = _cases(answer.rows, "budget/time")
     whole = f"{_interval(cases)} for {answer.value('budget/steps'):,.0f} steps; " if cases else ""
@@ -178,10 +181,10 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
     cases, needed = _cases(answer.rows, "budget/time"), _cases(answer.rows, "budget/devices")
     if not (request.days and cases and needed):
         return []
-    expected, high = (cases[case].value <= request.days * DAY for case in ("expected", "high"))
-    by = f"made by {answer.n:,} × {answer.cluster.device.name}"
-    if expected:
-        by += "" if high else ", but not in the worst case"
+    expected, high = (cases[case].value for case in ("expected", "high"))
+    by = f"met by {answer.n:,} × {answer.cluster.device.name}"
+    if expected <= request.days * DAY:
+        by += "" if high <= request.days * DAY else f" as expected, not at the high end of the interval ({duration(high)})"
     else:
         by = f"NOT {by}; {needed['expected'].value:,} or more would (leave the number out of --on to have it found)"
     return [f"deadline  {request.days:g} days: {by}"]
@@ -200,8 +203,8 @@ def _how_much(answer: Answer) -> list[str]:
     if hours:
         found.append(value_text(hours["expected"]))
     if energy:
-        watts = _put_in(_cases(answer.rows, "budget/energy_device"), "W per device")
-        found.append(f"{_interval(energy)} ({watts} W per device, PUE {_put_in(energy, 'PUE')})")
+        watts, node = _put_in(_cases(answer.rows, "budget/energy_device"), "W per device"), _cases(answer.rows, "budget/energy_node")
+        found.append(f"{_interval(energy)} ({watts} W per device, × {_put_in(node, 'node')} for its node, PUE {_put_in(energy, 'PUE')})")
         found.append(f"{_interval(co2)} CO2 ({co2['expected'].conditions['grid']}: {_put_in(co2, 'kg/kWh')} kg/kWh)")
     return [f"how much  {'; '.join(found)}"] if found else []
 
@@ -216,18 +219,20 @@ MORE = "--all for components, --explain NAME for a figure"
 LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/activations, budget/time"
 
 
-def brackets(device: Device) -> str:
-    """What the intervals are of: see `step.interval`."""
+def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
+    """What the intervals are of: see `step.interval`; and of totals among the rows, what they have beyond steps × step time."""
     table = fitted()["without its source"]
     n = table["steps (all)"][table["columns"].index("n")]
     own = "; Gradus's own step has not run on a GPU" if device.measured is None else " on GPUs; operations: measured here"
-    return f"[low .. high]: 80 % interval, from {n} published runs of other software{own}. Totals add lost time, power, grid"
+    goodput = [1 - row.conditions["how"]["inputs"]["goodput"] for row in _cases(rows, "budget/time").values()]
+    lost = f". Lost time in totals: {goodput[1]:.0%} [{goodput[0]:.0%} .. {goodput[2]:.0%}]" if goodput else ""
+    return f"[low .. high]: 80 % interval, from {n} published runs of other software{own}{lost}"
 
 
 def screen(answer: Answer, everything: bool = False) -> list[str]:
     """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
-    timed = [brackets(answer.cluster.device)] if any(row.name == "time/step" for row in answer.rows) else []
+    timed = [brackets(answer.cluster.device, answer.rows)] if any(row.name == "time/step" for row in answer.rows) else []
     if not everything:
         return first_screen(head, answer.notes, [*(text for line in timed for text in fold(line, 2)), MORE])
     lines = [text for line in head for text in fold(line, 10)]
