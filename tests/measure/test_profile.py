@@ -18,6 +18,7 @@ from gradus.measure.profile import memory_picture, profile, record
 from gradus.measure.trace import read
 from gradus.report.profiled import page
 from gradus.rows import read_rows
+from gradus.train import machine
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -152,7 +153,7 @@ def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
         return [h.key for h in hints(tiny(**more), torch.device("cpu"), shares, 1)]
 
     monkeypatch.setattr(module, "has_compiler", lambda: True)
-    monkeypatch.setattr(module, "describe", lambda: {"cpu_flags": ["amx_bf16"]})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: ["amx_bf16"])
     every = {"attention": 0.3, "element-wise": 0.35, "matrix products": 0.4, "optimizer": 0.25}
     naive = {"layout.attention": "naive", "model.dropout": 0.0}
     assert keys(every) == ["layout.precision=bf16", "layout.compile=default", "batch.samples=32"], "the largest share first"
@@ -163,7 +164,7 @@ def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
     assert not [key for key in keys(every, **{"layout.precision": "bf16"}) if "precision" in key]
     assert "layout.compile=default" not in keys(every, **{"layout.compile": "default"})
     monkeypatch.setattr(module, "has_compiler", lambda: False)
-    monkeypatch.setattr(module, "describe", lambda: {"cpu_flags": ["avx2"]})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: ["avx2"])
     assert keys(every) == ["batch.samples=32"] and keys({}) == []
     assert keys(every, **{"layout.precision": "bf16"})[0] == "layout.precision=fp32", "no instructions for bf16"
     assert keys({"recomputation": 0.2}, **{"layout.checkpointing": "full"}) == ["layout.checkpointing=none"]

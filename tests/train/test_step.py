@@ -11,8 +11,10 @@ from torch import nn
 
 from gradus import recipe as recipes
 from gradus import tasks
+from gradus.train import machine
 from gradus.train.evaluation import Evaluation
 from gradus.train.loop import Trainer
+from gradus.train.precision import emulated
 from gradus.train.session import open_session
 
 TINY = {
@@ -331,3 +333,16 @@ def test_t5_translates_rows_longer_than_its_training_length(pairs):
     size = ["model.family=t5", "model.d_head=8", "model.seq_len=2"]
     assert open_session(recipes.load("multi30k-seq2seq", [*pairs, *size])).task.splits["train"].lengths.max() == 2  # one of each, and their ends
     assert open_session(recipes.load("multi30k-seq2seq", [*pairs, *size, "data.max_len=16"])).task.splits["train"].lengths.max() == 8
+
+
+def test_a_processor_without_bf16_is_told(monkeypatch):
+    def note(device: str = "cpu", **layout) -> str | None:
+        return emulated(recipes.load("copy-task", **{f"layout.{k}": v for k, v in layout.items()}).layout, torch.device(device))
+
+    for flags, told in ((["avx2", "avx512f"], True), (["avx512_bf16"], False), ([], False)):
+        monkeypatch.setattr(machine, "cpu_flags", lambda flags=flags: flags)
+        assert bool(note(precision="bf16")) == bool(note(precision="pure_bf16")) == told
+    monkeypatch.setattr(machine, "cpu_flags", lambda: ["avx2"])
+    assert note(precision="bf16").endswith("layout.precision=fp32 is faster here.")
+    assert note(shard=2, param_dtype="bf16").endswith("layout.param_dtype=null is faster here.")
+    assert note() is None and note("cuda", precision="bf16") is None

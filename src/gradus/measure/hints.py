@@ -14,7 +14,7 @@ from gradus.measure.trace import AGAIN, IDLE, POINTWISE, PYTHON, WAITING
 from gradus.parallel.apply import has_compiler
 from gradus.parallel.check import fits
 from gradus.recipe.schema import Recipe
-from gradus.train.machine import describe
+from gradus.train.machine import bf16_units
 
 
 class Hint(NamedTuple):
@@ -89,11 +89,11 @@ def _precision(recipe, cuda, share, _) -> Iterator[Hint]:
     if cuda:
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(describe()["cpu_flags"]))
+        fast = bf16_units()
     text = f"matrix products take {part:.0%}, in {layout.precision}: this {'GPU' if cuda else 'CPU'} has"
     if fast and layout.precision == "fp32":
         yield Hint("layout.precision=bf16", part, f"{text} instructions for bf16")
-    elif not fast and layout.precision == "bf16":
+    elif fast is False and layout.precision == "bf16":
         yield Hint("layout.precision=fp32", part, f"{text} no instructions for bf16")
 
 

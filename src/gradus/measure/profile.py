@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import glob
 import itertools
 import json
@@ -155,6 +156,7 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
     if session.device.type == "mps":
         raise UserError("layout.device=mps: its memory cannot be tracked. Profile with layout.device=cpu.")
     timeline = CudaTimeline() if session.device.type == "cuda" else Timeline()
+    gc.collect()  # what an earlier run in this process left would be freed meanwhile
     with timeline:
         model = session.build()
         apply(model, session.recipe.layout, qat=session.recipe.train.qat)

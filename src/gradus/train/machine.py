@@ -111,6 +111,13 @@ def cpu_flags() -> list[str]:
     return [flag for flag in CPU_FLAGS if flag in _cpuinfo("flags", "Features").split()]
 
 
+def bf16_units() -> bool | None:
+    """Whether this processor has instructions for bf16: without them a product may take tens of times as long as in
+    fp32. None where the system does not tell."""
+    flags = set(cpu_flags())
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) if flags else None
+
+
 def cpu_name() -> str:
     """The processor's name as the system has it."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()

@@ -14,7 +14,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import AXES
 from gradus.recipe.schema import Layout
 from gradus.torch_private import infinities
-from gradus.train.machine import LARGE_PAGES
+from gradus.train.machine import LARGE_PAGES, bf16_units
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
 
@@ -102,6 +102,16 @@ def enough_devices(name: str, n: int) -> None:
     if pick_device(name).type == "cuda" and n > torch.cuda.device_count():
         there, use = torch.cuda.device_count(), "each process needs its own. Use fewer, or layout.device=cpu."
         raise UserError(f"--processes {n}: GPUs here: {there}, and {use}")
+
+
+def emulated(layout: Layout, device: torch.device) -> str | None:
+    """A note where this processor has no instructions for the layout's bf16."""
+    half = next((key for key in ("precision", "param_dtype") if (getattr(layout, key) or "").endswith("bf16")), None)
+    if half is None or device.type != "cpu" or bf16_units() is not False:
+        return None
+    slow = "this processor has no instructions for bf16, and may take many times as long as in fp32"
+    instead = "fp32" if half == "precision" else "null"
+    return f"note: layout.{half}={getattr(layout, half)}: {slow}. layout.{half}={instead} is faster here."
 
 
 def pick_device(name: str) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, environment, human, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
 from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
-from gradus.train.precision import meet
+from gradus.train.precision import emulated, meet
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
@@ -96,7 +95,8 @@ def train(
         derived = derive(session)
         if world.first:
             warning = None if resume else too_high(session.recipe, derived["steps"])
-            print("\n".join(filter(None, (describe(derived), extended, warning))), flush=True)
+            slow = emulated(session.recipe.layout, session.device)
+            print("\n".join(filter(None, (describe(derived), extended, warning, slow))), flush=True)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
