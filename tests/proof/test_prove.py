@@ -492,6 +492,8 @@ def test_times_of_unequal_batches_are_those_like_the_measured_one():
     times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
     assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)
     assert step_seconds(times, 0, 4)[0] == pytest.approx(0.3)
+    alone = [(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
+    assert step_seconds(alone, 0, 3) == pytest.approx((0.03, 0.03, 0.03, 3))
 
 
 def test_what_was_not_measured_has_no_line():

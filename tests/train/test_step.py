@@ -11,11 +11,13 @@ from torch import nn
 
 from gradus import recipe as recipes
 from gradus import tasks
+from gradus.parallel.world import World
+from gradus.recipe.schema import Layout
 from gradus.train import machine
 from gradus.train.evaluation import Evaluation
 from gradus.train.loop import Trainer
 from gradus.train.precision import emulated
-from gradus.train.session import open_session
+from gradus.train.session import _open_device, open_session
 
 TINY = {
     "copy-task": ["model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=2"],
@@ -346,3 +348,12 @@ def test_a_processor_without_bf16_is_told(monkeypatch):
     assert note(precision="bf16").endswith("layout.precision=fp32 is faster here.")
     assert note(shard=2, param_dtype="bf16").endswith("layout.param_dtype=null is faster here.")
     assert note() is None and note("cuda", precision="bf16") is None
+
+
+@pytest.mark.parametrize(("threads", "local", "told"), [(4, 1, "layout.threads=4: "), (2, 2, "layout.threads=2 in each of 2 processes: "), (1, 2, None), (2, 1, None)])
+def test_more_threads_than_processors_are_told(monkeypatch, capsys, threads, local, told):
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    _open_device(Layout(device="cpu", threads=threads), World(size=local, local_size=local))
+    err = capsys.readouterr().err
+    assert err.startswith(f"note: {told}more than the 2 processors here") and err.endswith(f"Use {2 // local}.\n") if told else not err

@@ -184,14 +184,17 @@ def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, flo
 def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
     """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
 
-    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three.
+    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three; else each
+    by its time per token, for as many tokens as that step has.
     """
     times = [(step - start, seconds, tokens) for step, seconds, tokens in times]
     at = next((tokens for number, _, tokens in times if number == measured), None)
     kept = [t for t in times if t[0] != measured]
     kept = [t for t in kept if t[0] > SETTLED] or kept[len(kept) // 2 :]
     like = [t for t in kept if at is not None and abs(t[2] - at) <= 0.1 * at]
-    chosen = [seconds for _, seconds, _ in (like if len(like) >= 3 else kept)]
+    if at and len(like) < 3:
+        like = [(number, seconds * at / tokens, at) for number, seconds, tokens in kept if tokens]
+    chosen = [seconds for _, seconds, _ in like or kept]
     return (statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None
 
 
