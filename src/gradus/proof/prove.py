@@ -184,8 +184,8 @@ def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, flo
 def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
     """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
 
-    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three; else each
-    by its time per token, for as many tokens as that step has.
+    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three; else the
+    three nearest, each by its time per token.
     """
     times = [(step - start, seconds, tokens) for step, seconds, tokens in times]
     at = next((tokens for number, _, tokens in times if number == measured), None)
@@ -193,7 +193,8 @@ def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured
     kept = [t for t in kept if t[0] > SETTLED] or kept[len(kept) // 2 :]
     like = [t for t in kept if at is not None and abs(t[2] - at) <= 0.1 * at]
     if at and len(like) < 3:
-        like = [(number, seconds * at / tokens, at) for number, seconds, tokens in kept if tokens]
+        near = sorted((t for t in kept if t[2]), key=lambda t: abs(t[2] - at))[:3]
+        like = [(number, seconds * at / tokens, at) for number, seconds, tokens in near]
     chosen = [seconds for _, seconds, _ in like or kept]
     return (statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None
 
