@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import statistics
@@ -10,7 +11,7 @@ import types
 import pytest
 import torch
 
-from gradus import models
+from gradus import hardware, models
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.infer import engines, find
@@ -78,6 +79,18 @@ def test_the_weights_in_integers_are_planned_as_they_are_stored(tied, precision,
     engine = engines.open(find(str(tmp_path / "gpt")), "compiled", precision)
     rest, stored = 4 if engine.device.type == "cpu" else 2, engine.weight_bytes()
     assert bench.in_integers(config, bits, rest) == pytest.approx(stored, rel=0.12), "scales are not counted"
+
+
+def test_weights_are_planned_where_a_peak_is_not_known(tmp_path, monkeypatch):
+    """A processor without bf16, as it was calibrated: no times, and the bytes all the same."""
+    models.save(models.build(LLAMA), tmp_path / "llama")
+    monkeypatch.setattr(bench, "device_of", lambda *_: dataclasses.replace(hardware.find("A100"), peaks={"fp32": 1e13}))
+
+    def names(precision: str) -> set[str]:
+        options = {"engine": "torch", "batch": 2, "new": 5, "length": 8, "precision": precision, "threads": 1}
+        return {row.name for row in bench.planned(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options))}
+
+    assert names("bf16") == {"size/weights"} < names("fp32")
 
 
 def test_roofs_are_measured(monkeypatch):

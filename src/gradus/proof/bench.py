@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -316,16 +317,17 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
     o = c.options
     bits, numbers = BITS[o["precision"]], "fp32" if o["precision"].startswith("int") else o["precision"]
 
-    def of(length: int | None) -> dict[str, Any]:
+    def of(length: int | None, on: hardware.Cluster | None) -> dict[str, Any]:
         found = serving(place.config, batch=o["batch"], seq_len=length, bits=bits, precision=numbers, on=on)
         return {row.name.removeprefix("serving/"): row.value for row in found}
 
     device = device_of(pick_device("auto"), o["threads"])
-    on = device and hardware.Cluster(device, 1)
-    try:
-        prompt = of(o["length"])
-        last = of(o["length"] + o["new"] - 1) if o["new"] and place.family.attention == "causal" else prompt
-    except UserError:  # a peak that is not known
+    for on in (device and hardware.Cluster(device, 1), None):  # without a device where its peak is not known
+        with contextlib.suppress(UserError):
+            prompt = of(o["length"], on)
+            last = of(o["length"] + o["new"] - 1, on) if o["new"] and place.family.attention == "causal" else prompt
+            break
+    else:
         return
     rest = BYTES[beside(o["precision"], pick_device("auto"))]
     weights = in_integers(place.config, bits, rest) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
