@@ -362,11 +362,11 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
 def test_a_worker_knows_what_the_user_typed(tmp_path, monkeypatch, capfd):
     """A report shows it; a worker's own command lacks --processes."""
     monkeypatch.setattr(sys, "argv", ["gradus", "train", "copy-task", "--processes", "2"])
-    told = "import sys; from gradus.parallel.status import typed; sys.argv[1:] = ['train', 'copy-task', 'log.dir=x']; print(typed())"
+    told = "import sys; from gradus.parallel.status import typed; sys.argv[1:] = ['train', 'copy-task', 'log.dir=x']; print(typed('train'))"
     assert local.run(2, [], folder=tmp_path, timeout=10, command=(sys.executable, "-c", told)) == 0
     assert capfd.readouterr().out == "gradus train copy-task --processes 2\n"
     monkeypatch.setattr(sys, "argv", ["pytest"])
-    assert status.typed() is None
+    assert status.typed("train") is None
 
 
 def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):

@@ -199,7 +199,7 @@ class Workers:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "PYTHONUNBUFFERED": "1",
             status.PARENT: str(os.getpid()),
-            status.COMMAND: status.typed() or "",
+            status.COMMAND: status.typed("train") or "",
         }
         with open(status.log_path(self.folder, rank) if rank else os.devnull, "wb") as log:
             out = {"stdout": subprocess.DEVNULL, "stderr": log} if rank else {}

@@ -64,11 +64,11 @@ def clear(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def typed() -> str | None:
-    """The `gradus train ...` that the user typed, here or to start this worker."""
+def typed(*verbs: str) -> str | None:
+    """The `gradus VERB ...` that the user typed, here or to start this worker. None: not one of the verbs."""
     if text := os.environ.get(COMMAND):
         return text
-    return shlex.join(["gradus", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else None
+    return shlex.join(["gradus", *sys.argv[1:]]) if sys.argv[1:2] and sys.argv[1] in verbs else None
 
 
 def host() -> str:

@@ -118,7 +118,8 @@ def _units(name: str) -> int:
 def peak(device: Device, dtype: str) -> float:
     """Dense operations/s in a dtype: its own peak, else that of the nearest dtype that the device has. Without tensor cores (P100: fp16 at
     twice fp32, no bf16) fp16's is fp32's: PyTorch's products sum in fp32."""
-    if dtype == "fp16" and "bf16" not in device.peaks and 0 < device.peaks.get("fp16", 0) <= 2 * device.peaks.get("fp32", 0):
+    without = device.measured is None and "bf16" not in device.peaks
+    if dtype == "fp16" and without and 0 < device.peaks.get("fp16", 0) <= 2 * device.peaks.get("fp32", 0):
         dtype = "fp32"
     other = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
     for name in (dtype, *other.get(dtype, ()), "fp32"):

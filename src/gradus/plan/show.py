@@ -102,10 +102,11 @@ def headline(answer: Answer, request: Request) -> list[str]:
     """What it is, does it fit, how long, how much: a line each, each figure with what drives it. What does not fit has no time or cost."""
     r, n = answer.recipe, answer.n
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
-    axes = " × ".join(f"{axis} {k}" for axis, k in sizes(r.layout, n).items() if k > 1)
+    split = sizes(r.layout, n)
+    axes = " × ".join(f"{axis} {k}" for axis, k in split.items() if k > 1)
     checkpointing = f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")
     numbers = f"param_dtype {r.layout.param_dtype}" if r.layout.shard > 1 and r.layout.param_dtype else computed_in(r.layout)
-    state = "optimizer sharded" * (r.layout.shard_optimizer and sizes(r.layout, n)["replicate"] > 1)
+    state = "optimizer sharded" * (r.layout.shard_optimizer and split["replicate"] > 1)
     how = ", ".join(filter(None, (axes, state, numbers, checkpointing)))
     active = f" ({active:,} active)" if (active := answer.value("parameters/active")) else ""
     lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters{active}, on {on} ({how})"]

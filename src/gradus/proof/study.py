@@ -14,9 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -288,7 +286,7 @@ def claimed(folder: Path, kind: str, mine: dict[str, Any], more: dict[str, Any])
                     (folder / name).unlink(missing_ok=True)
         elif any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"--to={folder}: is not empty, and holds no {kind}. Give another folder.")
-        command = {"command": shlex.join(["gradus", *sys.argv[1:]])} if sys.argv[1:2] and sys.argv[1] in VERBS else {}
+        command = {"command": text} if (text := status.typed(*VERBS)) else {}
         keep(file, json.dumps({**mine, **command, **more}, indent=1, default=str) + "\n")
         yield
 

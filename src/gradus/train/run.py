@@ -94,9 +94,7 @@ def train(
         extended = extend(start.before, session, start.step, longer) if start.before else None
         derived = derive(session)
         if world.first:
-            warning = None if resume else too_high(session.recipe, derived["steps"])
-            slow = emulated(session.recipe.layout, session.device)
-            print("\n".join(filter(None, (describe(derived), extended, warning, slow))), flush=True)
+            _print_run(session, derived, extended, resume is None)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
@@ -184,7 +182,7 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
     if not session.mesh.world.first:
         return
     if start.before is None:
-        command = {"command": text} if (text := typed()) else {}
+        command = {"command": text} if (text := typed("train")) else {}
         write_json(folder / "environment.json", environment(session.device) | command)
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
     elif extended:
@@ -192,6 +190,13 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         length = {key: getattr(session.recipe.train, key) for key in LENGTH}
         stored = start.before.model_copy(update={"train": start.before.train.model_copy(update=length)})
         write_text(folder / "recipe.yaml", recipes.dump(stored))
+
+
+def _print_run(session: Session, derived: dict[str, Any], extended: str | None, new: bool) -> None:
+    """Print what the run will do, and what its settings may cost."""
+    warning = too_high(session.recipe, derived["steps"]) if new else None
+    lines = (describe(derived), extended, warning, emulated(session.recipe.layout, session.device))
+    print("\n".join(filter(None, lines)), flush=True)
 
 
 def _print_model(session: Session, report: LoadReport | None, new: bool) -> None:
