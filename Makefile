@@ -5,7 +5,7 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --cons
 
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process that a test starts compiles all of src again
 
-.PHONY: train experiment test test-all lint clean
+.PHONY: train experiment test test-all lint dist clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
@@ -16,14 +16,17 @@ experiment: .venv/installed
 	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py $(SET); fi
 
 test: .venv/installed-dev  # three at a time: some wait for processes that they started
-	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow"
+	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
 
 test-all: .venv/installed-dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not docs"
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
 	.venv/bin/lint-imports
+
+dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in an empty environment
+	.ci/wheel
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Gradus needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -40,4 +43,4 @@ lint: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv runs build src/*.egg-info
+	rm -rf .venv runs build dist src/*.egg-info

@@ -238,7 +238,8 @@ def test_the_command_works(command, workplace, monkeypatch, capfd):
     monkeypatch.chdir(workplace)
     if file:
         monkeypatch.setattr(sys, "stdin", io.StringIO((workplace / file).read_text()))
-    monkeypatch.setenv("HOME", str(workplace))  # where gradus calibrate writes
+    monkeypatch.setenv("HOME", str(workplace))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / ".config"))  # where gradus calibrate writes
     if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
         pytest.skip("no ../shared/groundtruth beside the checkout")
     launcher = "mpirun" if "--backend mpi" in command else words[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import pprint
 import re
@@ -13,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gradus import files, limits
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, requirements
 from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
 GPUS = (
@@ -43,6 +42,8 @@ def launch(args: Namespace) -> int:
     for option in ("volume", "secret"):
         if (name := getattr(args, option)) is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
+    if not requirements(""):
+        raise UserError("launch modal: gradus is not installed here, so what it needs is not known. In its folder: pip install -e .")
     if not args.recipe and not args.model:
         raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
     file = files.writable(Path(args.to))
@@ -66,16 +67,6 @@ def _gpu(text: str) -> tuple[str | None, int]:
     if number and (number not in [*"12345678"] or name == "none"):
         raise UserError(f"--gpu={text}: give TYPE or TYPE:N with N from 1 to 8, e.g. A100:2, or none.")
     return (None if name == "none" else text), int(number or 1)
-
-
-def packages() -> list[str]:
-    """What gradus needs, as pip names it, with the extras that read data."""
-    found = []
-    for requirement in importlib.metadata.requires("gradus") or ():
-        name, _, marker = requirement.partition(";")
-        if not marker or any(f'extra == "{extra}"' in marker for extra in EXTRAS):
-            found.append(name.strip())
-    return list(dict.fromkeys(found))
 
 
 def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
@@ -123,7 +114,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "SECRETS": [args.secret] if args.secret else [],
         "SECONDS": int(args.hours * 3600),
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "PACKAGES": packages(),
+        "PACKAGES": requirements("", *EXTRAS),
         "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
         "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
         "MODEL": model or run,
