@@ -1,5 +1,5 @@
 # `make train` trains the original Transformer to copy; `make test` runs the tests that need only minutes, `make test-all` every one.
-# `make experiment NAME=s3-vertex` runs a study of experiments/ and writes its page and rows; SET="data.path=..." adds keys. Each sets up .venv first.
+# `make experiment NAME=vit-on-vertex-ai` runs a study of experiments/ and writes its page and rows; SET="data.path=..." adds keys. Each sets up .venv first.
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 

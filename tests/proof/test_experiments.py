@@ -36,44 +36,48 @@ def test_it_can_be_read_and_its_page_is_its_rows(file):
         assert not page.exists() or f"<!-- {file.stem} -->\nnot yet run\n<!-- end of {file.stem} -->" in page.read_text(encoding="utf-8")
         return
     table = "\n".join(results.markdown(read_rows(rows), told.columns))
-    assert f"<!-- {file.stem} -->\n{table}\n<!-- end of {file.stem} -->" in page.read_text(encoding="utf-8")
+    first, last, text = f"<!-- {file.stem} -->\n", f"<!-- end of {file.stem} -->\n", page.read_text(encoding="utf-8")
+    assert f"{first}{table}\n{last}" in text
+    if file.stem != "claimed-ranges":  # it has a table of its own, below
+        before, after = study_file.around(ROOT / "none", file, told)
+        assert text == before + table + "\n" + after, "the page says what the study file says"
     assert {r["configuration"] for r in read_rows(rows)} == {c.name for c in study.configurations}
 
 
 def test_the_index_names_each():
-    index = (PAGES / "README.md").read_text(encoding="utf-8")
-    for file in FILES:
-        link = f"[{file.stem}]({file.stem}.md)" if (PAGES / f"{file.stem}.md").exists() else f"`{file.stem}`"
-        assert link in index, f"docs/experiments/README.md: no {link}"
-    for script in (ROOT / "experiments").glob("*.py"):
-        if "__main__" in script.read_text(encoding="utf-8"):  # the others hold runners
-            assert f"[{script.stem}]({script.stem}.md)" in index
+    """By its title, which says what it shows; and every page is an experiment."""
+    index, pages = (PAGES / "README.md").read_text(encoding="utf-8"), {page.stem: page for page in PAGES.glob("*.md") if page.stem != "README"}
+    scripts = [file for file in (ROOT / "experiments").glob("*.py") if "__main__" in file.read_text(encoding="utf-8")]  # the others hold runners
+    assert set(pages) <= {file.stem for file in (*FILES, *scripts)}
+    for stem, page in pages.items():
+        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        assert f"- [{title}]({stem}.md)\n" in index, f"docs/experiments/README.md: no {title}"
 
 
 def test_the_page_of_claims_is_what_committed_rows_say():
-    made = runpy.run_path(str(ROOT / "experiments/s4-claims.py"))
+    made = runpy.run_path(str(ROOT / "experiments/claimed-ranges.py"))
     table = made["FIRST"] + "\n".join(made["table"]()) + "\n" + made["LAST"]
-    assert table in (PAGES / "s4-claims.md").read_text(encoding="utf-8"), "python experiments/s4-claims.py"
+    assert table in (PAGES / "claimed-ranges.md").read_text(encoding="utf-8"), "python experiments/claimed-ranges.py"
 
 
 def test_claims_are_told_from_rows(tmp_path):
-    made = runpy.run_path(str(ROOT / "experiments/s4-claims.py"))
+    made = runpy.run_path(str(ROOT / "experiments/claimed-ranges.py"))
     place = made["told"].__globals__
-    assert made["told"]("none", "a")() == "not measured yet: `none`"
+    assert made["told"]("none", "a")() == "not measured yet: [none](none.md)"
     place["HERE"] = tmp_path
     (tmp_path / "results").mkdir()
     common = {"kind": "measured", "processes": 2, "cpu": "CPU", "threads": 1, "at": {"x": "b"}, "configuration": "b", "against": "a"}
     rows = [Row("ratio", 1.5, conditions=common), Row("ratio/memory", 0.25, conditions=common), Row("memory/rest", 3, conditions=common),
             Row("memory/rest", 6, conditions={**common, "configuration": "a"})]  # fmt: skip
     (tmp_path / "results/s.jsonl").write_text("".join(row.json() + "\n" for row in rows), encoding="utf-8")
-    assert made["told"]("s", "b", also=("memory/rest", "activations and the rest"))() == "b: speed × 1.50, tensors × 0.25, activations and the rest × 0.50 (CPU, 1 thread; `s`)"
-    assert made["told"]("s", "b", each=True)() == "b: efficiency 0.75 (CPU, 1 thread per process; `s`)"
+    assert made["told"]("s", "b", also=("memory/rest", "activations and the rest"))() == "b: speed × 1.50, tensors × 0.25, activations and the rest × 0.50 (CPU, 1 thread; [s](s.md))"
+    assert made["told"]("s", "b", each=True)() == "b: efficiency 0.75 (CPU, 1 thread per process; [s](s.md))"
 
 
 def test_the_lectures_page_is_its_rows():
-    made = runpy.run_path(str(ROOT / "experiments/s5-lecture.py"))
+    made = runpy.run_path(str(ROOT / "experiments/gpt3-by-formula.py"))
     found = read_rows(made["ROWS"])
-    assert made["page"](found) == made["PAGE"].read_text(encoding="utf-8"), "python experiments/s5-lecture.py"
+    assert made["page"](found) == made["PAGE"].read_text(encoding="utf-8"), "python experiments/gpt3-by-formula.py"
     assert made["CHART"].read_text(encoding="utf-8").startswith("<svg")
     of = {(r["name"], r.get("kind"), r.get("model"), r.get("factor")): r["value"] for r in found}
     for name in made["SIZES"]:
@@ -87,7 +91,7 @@ def test_the_lectures_page_is_its_rows():
 @pytest.mark.slow
 def test_the_road_is_planned_in_hours_an_epoch():
     """As `gradus plan` says of the first row, with the number of images of an epoch."""
-    study, _ = study_file.load(ROOT / "experiments/s3-road.yaml")
+    study, _ = study_file.load(ROOT / "experiments/vit-epoch-planned.yaml")
     first = study.configurations[0].foreign
     values = first.values()
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
@@ -97,9 +101,9 @@ def test_the_road_is_planned_in_hours_an_epoch():
 
 def test_llamas_prompt_through_metas_layout(shared_data):
     """The page is its rows, and the rows are what the script finds now."""
-    made = runpy.run_path(str(ROOT / "experiments/s3-llama-prompt.py"))
+    made = runpy.run_path(str(ROOT / "experiments/llama-in-metas-layout.py"))
     kept = read_rows(made["ROWS"])
-    assert made["page"](kept) == made["PAGE"].read_text(encoding="utf-8"), "python experiments/s3-llama-prompt.py"
+    assert made["page"](kept) == made["PAGE"].read_text(encoding="utf-8"), "python experiments/llama-in-metas-layout.py"
     found = [row.known() for row in made["rows"](shared_data / "stories260K")]
     fp32 = [r for r in found if r.get("precision") == "fp32"]
     assert [r["value"] for r in fp32] == [r["value"] for r in kept if r.get("precision") == "fp32"] and len(fp32) == 6
@@ -132,7 +136,7 @@ def one_step(file: str, name: str, words: list[str], **options) -> Timed:
 
 
 def test_a_text_with_the_cache_and_without(own_cache):
-    without, with_it = (one_step("s4-kv-cache.yaml", f"100 tokens {how} cache", SMALL, new=9) for how in ("without", "with"))
+    without, with_it = (one_step("kv-cache.yaml", f"100 tokens {how} cache", SMALL, new=9) for how in ("without", "with"))
     n_bytes = 2 * 9 * 32 * 4  # keys and values of 9 tokens
     assert with_it.values["memory/cache"] == with_it.planned["memory/cache"] == [n_bytes, "bytes"] and "memory/cache" not in without.values
     assert without.values["same_tokens"] == with_it.values["same_tokens"] == [1.0, ""] and without.samples == 9
@@ -143,7 +147,7 @@ def test_a_text_with_the_cache_and_without(own_cache):
 @pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
 @pytest.mark.parametrize("how", ["PyTorch fp32", "dynamic quantization"])
 def test_a_pass_of_random_weights(how, own_cache):
-    timed = one_step("s4-inference-ladder.yaml", how, SMALL, length=5)
+    timed = one_step("inference-ladder.yaml", how, SMALL, length=5)
     assert timed.samples == 1 and timed.values["time/step"][0] > 0 and "valid/accuracy" not in timed.values
     assert ("check/cosine" in timed.values) is (how == "PyTorch fp32")
 
@@ -151,7 +155,7 @@ def test_a_pass_of_random_weights(how, own_cache):
 def test_an_engine_that_is_not_here_is_told(own_cache, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     with pytest.raises(UserError, match="not installed here: tensorrt"):
-        one_step("s4-inference-ladder.yaml", "TensorRT", SMALL)
+        one_step("inference-ladder.yaml", "TensorRT", SMALL)
 
 
 @pytest.mark.slow
@@ -170,5 +174,5 @@ def test_a_trained_run_with_its_accuracy(own_cache, tmp_path, monkeypatch):
         assert main(["train", "sst2-bert", *small, f"train.qat={qat}", f"log.dir=runs/{name}"]) == 0
     given = ["model.init=runs/sst2", "data.path=sst2", "layout.threads=1"]
     for name in ("PyTorch fp32", "dynamic int8", "static int8", "int8 from QAT", "4-bit weights"):
-        found = one_step("s4-exercise-5.yaml", name, given, length=7).values
+        found = one_step("classifier-in-every-engine.yaml", name, given, length=7).values
         assert 0 <= found["valid/accuracy"][0] <= 1 and found["size/weights"][0] > 0 and ("points_lost" in found) is ("PyTorch" not in name)
