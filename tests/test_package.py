@@ -96,5 +96,5 @@ def test_the_citation_is_one():
 def test_the_licence_is_whole():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Copyright 2026 The Gradus contributors" in text and "[yyyy]" not in text
-    assert [number for number in re.findall(r"^   (\d)\. ", text, re.M)] == list("123456789") and "END OF TERMS AND CONDITIONS" in text
+    assert re.findall(r"^   (\d)\. ", text, re.M) == [*"123456789"] and "END OF TERMS AND CONDITIONS" in text
 

@@ -112,7 +112,7 @@ def test_from_a_wheel_someone_must_say_what_installs_gradus_there(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gradus.launch.ssh.checkout", lambda: None)
     assert main(["launch", "ssh", "copy-task"]) == 2
-    assert "Run it from a checkout, or say with --setup LINE what installs gradus there." in capsys.readouterr().err
+    assert "Run it from a checkout, or say with --setup LINE what installs it there." in capsys.readouterr().err
     assert main(["launch", "ssh", "copy-task", "--setup", "pip install some.whl"]) == 0
     assert "pip install some.whl" in capsys.readouterr().out
 

@@ -42,8 +42,6 @@ def launch(args: Namespace) -> int:
     for option in ("volume", "secret"):
         if (name := getattr(args, option)) is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
             raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
-    if not requirements(""):
-        raise UserError("launch modal: gradus is not installed here, so what it needs is not known. In its folder: pip install -e .")
     if not args.recipe and not args.model:
         raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
     file = files.writable(Path(args.to))
@@ -73,6 +71,8 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     """The text of the app: its settings as Python constants, then a program that is always the same."""
     import gradus
 
+    if not (packages := requirements("", *EXTRAS)):
+        raise UserError("launch modal: gradus is only on the path here, not installed. In its checkout: pip install -e .")
     added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
     run, words, model, name = "", [], args.model, "model"
     if args.recipe:
@@ -114,7 +114,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "SECRETS": [args.secret] if args.secret else [],
         "SECONDS": int(args.hours * 3600),
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "PACKAGES": requirements("", *EXTRAS),
+        "PACKAGES": packages,
         "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
         "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
         "MODEL": model or run,
