@@ -16,10 +16,10 @@ experiment: .venv/installed
 	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py $(SET); fi
 
 test: .venv/installed-dev  # three at a time: some wait for processes that they started
-	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow"
+	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
 
 test-all: .venv/installed-dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not docs"
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments

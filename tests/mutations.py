@@ -179,7 +179,7 @@ def run_test(name: str, copy: Path) -> None:
     with open(copy / "log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        os._exit(pytest.main(["-x", "-m", "not slow", "-p", "no:cacheprovider", f"tests/{name}"]))
+        os._exit(pytest.main(["-x", "-m", "not slow and not docs", "-p", "no:cacheprovider", f"tests/{name}"]))
 
 
 def main(words: list[str]) -> int:
