@@ -87,7 +87,7 @@ def kernels(kernel: str, direction: str) -> Callable[[], str]:
         pairs = [(of[kernel, n], r) for (name, n), r in of.items() if name == "naive"]
         speeds, sizes = [b["median_ms"] / r["median_ms"] for r, b in pairs], [r["peak_mib"] / b["peak_mib"] for r, b in pairs]
         cpu = found["conditions"]["environment"]["cpu"]
-        return f"{kernel}, {direction}, n 512 to {max(n for _, n in of):,}, batch 1: speed × {span(speeds)}, tensors × {span(sizes)} ({cpu} with AMX, 1 thread; [README](../../README.md))"
+        return f"{kernel}, {direction}, n 512 to {max(n for _, n in of):,}, batch 1: speed × {span(speeds)}, tensors × {span(sizes)} ({cpu} with AMX, 1 thread; [beside others](../peers.md))"
 
     return text
 

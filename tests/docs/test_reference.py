@@ -1,0 +1,157 @@
+"""docs/reference/ is what the code says of itself: verbs and options (gradus.cli), keys of a recipe (gradus.recipe) and the functions of
+gradus.api. `python tests/docs/test_reference.py` writes the pages anew; with --check it says whether that is needed."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradus import api, cli
+from gradus.recipe.keys import entries, groups
+from gradus.recipe.schema import Recipe
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+AGAIN = "python tests/docs/test_reference.py"
+MARK = f"<!-- Made from the code by `{AGAIN}`: change the code, not this page. -->"
+KEYS = {  # page: title, sections
+    "keys-model": ("Recipe keys: the model", ["model"]),
+    "keys-data": ("Recipe keys: task, data, tokenizer", ["task", "data", "tokenizer"]),
+    "keys-training": ("Recipe keys: optimization, batch, evaluation, log", ["optimizer", "schedule", "batch", "train", "evaluate", "log"]),
+    "keys-layout": ("Recipe keys: the layout", ["layout"]),
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    if not rows:
+        return []
+    cells = [[text(cell) for cell in row] for row in rows]
+    return ["", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in [head, ["---"] * len(head), *cells])]
+
+
+def text(cell: str) -> str:
+    """As Markdown shows it in a table, code as it is."""
+    parts = re.split(r"(`[^`]*`)", cell)
+    return "".join(part if i % 2 else re.sub(r"[|*]", r"\\\g<0>", part).replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+def code(word: str) -> str:
+    return f"`{word.replace('|', ' or ')}`" if word else ""
+
+
+def option(action: argparse.Action) -> list[str]:
+    """How it is written, what it means, its default."""
+    value = action.metavar or ("" if action.nargs == 0 else ", ".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    name = ", ".join(action.option_strings)
+    default = "" if action.default in (None, False, argparse.SUPPRESS) or action.nargs == 0 else str(action.default)
+    meaning = action.help or ""
+    if found := re.fullmatch(r"(.*?)[ ;]*\(default:? (.*)\)", meaning):
+        meaning, default = found.groups()
+    written = f"{name} {value}".strip() if name else value
+    return [code(written + (" ..." if action.nargs in ("*", "+") else "")), meaning, default if action.option_strings else ""]
+
+
+def verbs(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """name -> (its parser, what it does)."""
+    found = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {line.dest: (a.choices[line.dest], sentence(line.help)) for a in found for line in a._choices_actions}
+
+
+def options(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
+    shown = [a for a in parser._actions if not isinstance(a, argparse._HelpAction | argparse._SubParsersAction) and a.help != argparse.SUPPRESS]
+    yield from table(["option", "meaning", "default"], [option(a) for a in shown])
+    for below, line in verbs(parser).values():
+        yield from ("", f"{heading} {below.prog}", "", line)
+        yield from options(below, heading + "#")
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def link(page: str) -> str:
+    path = page.removeprefix("docs/")
+    return f"[{Path(path).stem}](../{path})"
+
+
+def group_page(name: str, of: dict[str, tuple[str, str]]) -> Iterator[str]:
+    known = verbs(cli.parser())
+    yield from (f"# {name.capitalize()}: {', '.join(of)}", "", MARK)
+    for verb, (example, page) in of.items():
+        yield from ("", f"## gradus {verb}", "", f"{known[verb][1]} More: {link(page)}.", "", "```", example, "```")
+        yield from options(known[verb][0], "###")
+
+
+def keys_page(title: str, sections: list[str]) -> Iterator[str]:
+    yield from (f"# {title}", "", MARK, "", "`gradus keys` prints the same. A key is set in the recipe's file, or on the command line as `key=value`.")
+    found = [group for section in sections for group in groups(section)]
+    if "train" in sections:
+        found = [("name", "the one key outside the sections", list(entries("", Recipe, {"name"}))), *found]
+    for head, what, listed in found:
+        yield from ("", f"## {head}", "", sentence(what))
+        parts = ((key, default, *rest.partition(": ")[::2]) for key, default, rest in listed)
+        yield from table(["key", "type", "default", "meaning"], [[code(key), kind, code(default), meaning] for key, default, kind, meaning in parts])
+
+
+def signature(name: str, of: object) -> str:
+    return name + re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(of)))  # annotations are texts
+
+
+def python_page() -> Iterator[str]:
+    yield from ("# Python: gradus.api", "", MARK, "", inspect.getdoc(api), "", "More, with examples: [Gradus in Python](../python.md).")
+    for name in sorted(api.__all__, key=lambda name: (isinstance(getattr(api, name), type), name)):
+        of = getattr(api, name)
+        yield from ("", f"## {name}", "")
+        yield from ([] if isinstance(of, type) and issubclass(of, Exception) else [code(signature(name, of)), ""])
+        yield inspect.getdoc(of)
+        members = {key: member for key, member in vars(of).items() if not key.startswith("_")} if isinstance(of, type) else {}
+        rows = [
+            [code(signature(key, member) if inspect.isfunction(member) else key), " ".join((inspect.getdoc(member) or "").split())]
+            for key, member in members.items()
+            if inspect.isfunction(member) or inspect.getdoc(member) and not isinstance(member, str | int)
+        ]
+        yield from table(["of it", "meaning"], rows)
+
+
+def index_page() -> Iterator[str]:
+    yield from ("# Reference", "", MARK, "", "Every verb, by the stage of a project it belongs to; then the keys of a recipe and the functions in Python.")
+    known = verbs(cli.parser())
+    rows = [
+        [f"[{group}]({group}.md)", f"[`gradus {verb}`]({group}.md#gradus-{verb})", known[verb][1]]
+        for group, of in cli.JOURNEY.items() for verb in of
+    ]  # fmt: skip
+    yield from table(["stage", "verb", "what it does"], rows)
+    yield ""
+    yield from (f"- [{title}]({name}.md)" for name, (title, _) in KEYS.items())
+    yield "- [Python: gradus.api](python.md)"
+
+
+def pages() -> dict[Path, str]:
+    made = {"index": index_page(), "python": python_page()}
+    made |= {group: group_page(group, of) for group, of in cli.JOURNEY.items()}
+    made |= {name: keys_page(title, sections) for name, (title, sections) in KEYS.items()}
+    return {DOCS / "reference" / f"{name}.md": "\n".join(lines) + "\n" for name, lines in made.items()}
+
+
+def stale() -> list[str]:
+    made, there = pages(), {file: file.read_text(encoding="utf-8") for file in (DOCS / "reference").glob("*.md")}
+    return [file.name for file in sorted(made.keys() | there.keys()) if made.get(file) != there.get(file)]
+
+
+def test_the_reference_is_what_the_code_says():
+    assert not stale(), f"docs/reference/ is not what the code says: {AGAIN}"
+
+
+def test_every_verb_is_on_one_page():
+    assert sorted(verb for of in cli.JOURNEY.values() for verb in of) == sorted(verbs(cli.parser()))
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(f"docs/reference/: {', '.join(stale())}: not what the code says. Run: {AGAIN}" if stale() else 0)
+    for file, made in pages().items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(made, encoding="utf-8")
