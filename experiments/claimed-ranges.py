@@ -1,4 +1,4 @@
-"""The chapter's claimed ranges beside what committed rows say: `python experiments/claimed-ranges.py` writes the table of docs/experiments/claimed-ranges.md again.
+"""A book chapter's claims beside what committed rows say: `python experiments/claimed-ranges.py` writes the table of docs/experiments/claimed-ranges.md again.
 
 `norm_call` is the runner of what claimed-ranges.yaml adds.
 """
@@ -59,6 +59,10 @@ def where(r: Record, each: bool = False) -> str:
     return f"{r['cpu']}, {n} thread{'s' * (n > 1)}{' per process' if each else ''}"
 
 
+def link(study: str) -> str:
+    return f"[{study}]({study}.md)"
+
+
 def told(study: str, *words: str, label: str = "", also: tuple[str, str] | None = None, each: bool = False) -> Callable[[], str]:
     """Speed and tensors of all configurations that have these names on their axes, against the base of each. also: (a row, its name here) that
     is set against that of the same base too. each: of the speed-up, the part for each process."""
@@ -67,19 +71,19 @@ def told(study: str, *words: str, label: str = "", also: tuple[str, str] | None 
         found = [r for r in rows_of(study) if set(words) <= set(r["at"].values())]
         speeds = [r["value"] / (r["processes"] if each else 1) for r in found if r["name"] == "ratio"]
         if not speeds:
-            return f"not measured yet: `{study}`"
+            return f"not measured yet: {link(study)}"
         said = [f"{'efficiency' if each else 'speed ×'} {span(speeds)}"]
         said += [f"tensors × {span(sizes)}"] if (sizes := [r["value"] for r in found if r["name"] == "ratio/memory"]) and not each else []
         if also:
             parts = {r["configuration"]: r["value"] for r in rows_of(study) if r["name"] == also[0]}
             said += [f"{also[1]} × {span([parts[r['configuration']] / parts[r['against']] for r in found if r['name'] == 'ratio'])}"]
-        return f"{label or ', '.join(words)}: {', '.join(said)} ({where(found[0], each)}; `{study}`)"
+        return f"{label or ', '.join(words)}: {', '.join(said)} ({where(found[0], each)}; {link(study)})"
 
     return text
 
 
 def kernels(kernel: str, direction: str) -> Callable[[], str]:
-    """The same of the table in the README."""
+    """The same of the table of docs/peers.md."""
 
     def text() -> str:
         found = json.loads((HERE.parent / "benchmarks/results/attention_kernels-cpu-1-thread.json").read_text(encoding="utf-8"))
@@ -87,7 +91,7 @@ def kernels(kernel: str, direction: str) -> Callable[[], str]:
         pairs = [(of[kernel, n], r) for (name, n), r in of.items() if name == "naive"]
         speeds, sizes = [b["median_ms"] / r["median_ms"] for r, b in pairs], [r["peak_mib"] / b["peak_mib"] for r, b in pairs]
         cpu = found["conditions"]["environment"]["cpu"]
-        return f"{kernel}, {direction}, n 512 to {max(n for _, n in of):,}, batch 1: speed × {span(speeds)}, tensors × {span(sizes)} ({cpu} with AMX, 1 thread; [beside others](../peers.md))"
+        return f"{kernel}, {direction}, n 512 to {max(n for _, n in of):,}, batch 1: speed × {span(speeds)}, tensors × {span(sizes)} ({cpu} with AMX, 1 thread; [measured beside others](../peers.md))"
 
     return text
 
@@ -101,9 +105,9 @@ def quarter() -> str:
     """What a call of attention written out allocates at half the length."""
     found = [r for r in rows_of("chunked-attention") if r["name"] == "memory/allocated" and {"forward", "written out"} <= set(r["at"].values())]
     if not found:
-        return "not measured yet: `chunked-attention`"
+        return f"not measured yet: {link('chunked-attention')}"
     of = {r["at"]["length"]: r["value"] for r in found}
-    return f"a call of attention written out, forward, 512 against 1,024: tensors × {of['n=512'] / of['n=1024']:.2f} ({where(found[0])}; `chunked-attention`)"
+    return f"a call of attention written out, forward, 512 against 1,024: tensors × {of['n=512'] / of['n=1024']:.2f} ({where(found[0])}; {link('chunked-attention')})"
 
 
 def scaled() -> str:
@@ -120,7 +124,7 @@ def engine(name: str, **more: Any) -> Callable[[], str]:
 def points() -> str:
     """What dynamic quantization alone loses."""
     r = next((r for r in rows_of("classifier-in-every-engine") if r["name"] == "points_lost" and r["configuration"] == "dynamic int8"), None)
-    return f"dynamic int8, MiniLM on SST-2: {r['value']:.2f} points lost ({where(r)}; `classifier-in-every-engine`)" if r else "not measured yet: `classifier-in-every-engine`"
+    return f"dynamic int8, MiniLM on SST-2: {r['value']:.2f} points lost ({where(r)}; {link('classifier-in-every-engine')})" if r else f"not measured yet: {link('classifier-in-every-engine')}"
 
 
 CLAIMS: list[tuple[str, str, list[Callable[[], str] | str]]] = [

@@ -1,4 +1,4 @@
-"""The lecture on distributed training, planned: rows, page and chart. `python experiments/gpt3-by-formula.py`, a minute on two cores; nothing is measured.
+"""A lecture's formulas for GPT-3 beside the built model and the plan: rows, page and chart. `python experiments/gpt3-by-formula.py`, a minute on two cores; nothing is measured.
 
 Needs the extra [report] for the chart. The page is rendered from the rows alone: `page(rows)`.
 """
@@ -121,8 +121,8 @@ def page(found: Sequence[Record]) -> str:
         for r in years
     ]  # fmt: skip
     return "\n".join([
-        "# The lecture on distributed training, planned", "",
-        "**The source** (the lecture) counts parameters by formulas, the GPUs that GPT-3 needs, its memory by component, and the 350 GB of gradients that every step moves, and shows how devices",
+        "# GPT-3 by a lecture's formulas: 0.02 % of its parameters are left out, and 800 GPUs should be 760 or 1,013", "",
+        "**The source** (Fudan University's lecture on distributed training, \"Transformer: a quick view\") counts parameters by formulas, the GPUs that GPT-3 needs, its memory by component, and the 350 GB of gradients that every step moves, and shows how devices",
         "and links grew. None of it is an experiment, so nothing is measured here: each figure stands beside the built model, the plan or the hardware file. [Errata](../errata.md) explains",
         "the differences. `make experiment NAME=gpt3-by-formula` writes this page, its chart and its rows (`experiments/results/gpt3-by-formula.jsonl`) again.", "",
         "## Parameters", "",

@@ -1,4 +1,4 @@
-"""docs/collectives.md and docs/sampler.md: the programs they show are the files, and print what the pages say they print."""
+"""docs/message-passing.md, docs/collectives.md and docs/sampler.md: the programs they show are the files, and print what the pages say they print."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def ran(*command: str | Path, folder: Path = PROGRAMS) -> list[str]:
 @pytest.mark.parametrize(
     "page, kind, file",
     [
-        ("collectives.md", "python", "scatter_mean_torch.py"),
-        ("collectives.md", "python", "scatter_mean_mpi.py"),
-        ("collectives.md", "c", "scatter_mean.c"),
+        ("message-passing.md", "python", "scatter_mean_torch.py"),
+        ("message-passing.md", "python", "scatter_mean_mpi.py"),
+        ("message-passing.md", "c", "scatter_mean.c"),
         ("sampler.md", "python", "sampler_order.py"),
     ],
 )
@@ -56,13 +56,13 @@ def test_the_page_shows_the_file(page, kind, file):
 
 
 def test_every_program_is_on_a_page():
-    shown = [text for page in ("collectives.md", "sampler.md") for kind in ("python", "c") for text in blocks(page, kind)]
+    shown = [text for page in ("message-passing.md", "sampler.md") for kind in ("python", "c") for text in blocks(page, kind)]
     assert sorted(shown) == sorted(f.read_text() for f in PROGRAMS.iterdir() if f.suffix in (".py", ".c"))
 
 
 @pytest.mark.docs
 def test_torch():
-    assert sorted(ran(sys.executable, "scatter_mean_torch.py")) == sorted(said("collectives.md", "python scatter_mean_torch.py"))
+    assert sorted(ran(sys.executable, "scatter_mean_torch.py")) == sorted(said("message-passing.md", "python scatter_mean_torch.py"))
 
 
 @pytest.mark.docs
@@ -70,7 +70,7 @@ def test_torch():
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun on PATH")
 def test_mpi():
     lines = ran("mpirun", "-n", 4, sys.executable, "scatter_mean_mpi.py")
-    assert sorted(lines) == sorted(said("collectives.md", "mpirun -n 4 python scatter_mean_mpi.py"))
+    assert sorted(lines) == sorted(said("message-passing.md", "mpirun -n 4 python scatter_mean_mpi.py"))
 
 
 @pytest.mark.docs
@@ -79,7 +79,7 @@ def test_mpi():
 def test_c(tmp_path):
     assert ran("mpicc", "-Wall", "-Werror", "-o", tmp_path / "scatter_mean", "scatter_mean.c") == []
     lines = ran("mpirun", "-n", 4, tmp_path / "scatter_mean")
-    assert sorted(lines) == sorted(said("collectives.md", "mpicc -o scatter_mean scatter_mean.c && mpirun -n 4 ./scatter_mean"))
+    assert sorted(lines) == sorted(said("message-passing.md", "mpicc -o scatter_mean scatter_mean.c && mpirun -n 4 ./scatter_mean"))
 
 
 @pytest.mark.docs

@@ -466,7 +466,7 @@ def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize(("checkpointing", "split", "whole"), [("full", 4, 0), ("selective", 20, 4), ("none", 32, 8)])
 def test_what_a_block_keeps_is_as_the_page_says(tensor, checkpointing, split, whole):
-    """docs/plan.md, beside Korthikanti et al.'s formula: bytes by seq · batch · d_model, `split` of them over layout.tensor, and `whole`."""
+    """docs/plan-figures.md, beside Korthikanti et al.'s formula: bytes by seq · batch · d_model, `split` of them over layout.tensor, and `whole`."""
     r = recipe("gpt", samples=2, layers=3, d=512, seq=128, precision="bf16", checkpointing=checkpointing, tensor=tensor)
     r = making.complete(r.model_copy(update={"model": r.model.model_copy(update={"dropout": 0.0})}))
     (process,) = engine.planned(r, tensor, "cuda")

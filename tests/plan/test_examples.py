@@ -1,4 +1,4 @@
-"""Worked examples of published documents, against what the plan says: docs/plan.md has the figures, docs/errata.md where the documents err."""
+"""Worked examples of published documents, against what the plan says: docs/plan-figures.md has the figures, docs/errata.md where the documents err."""
 
 from __future__ import annotations
 

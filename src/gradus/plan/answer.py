@@ -352,7 +352,7 @@ def _memory_rows(recipe: Recipe, memory, cluster: Cluster | None, before: int | 
         framework = {"inputs": given, "source": "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"}
     else:
         framework = {"inputs": memory.outside[1], "formula": memory.outside[0]}
-        framework |= {"source": "this process before the model is built; fitted to the runs of docs/plan.md"}
+        framework |= {"source": "this process before the model is built; fitted to the runs of docs/proof.md"}
     rows += [
         known_figure("memory/allocated", memory.allocated, parts, **at),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),

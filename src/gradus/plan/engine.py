@@ -39,7 +39,7 @@ from gradus.train import machine
 # communicator, 1 GB and more seen).
 CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
 # What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and where it keeps what
-# it frees (train.machine) a part of the tensors, less where weights are sharded. Fitted to the runs that docs/plan.md names.
+# it frees (train.machine) a part of the tensors, less where weights are sharded. Fitted to the runs that docs/proof.md names.
 LIBRARIES, FREED, FREED_SHARDED = 0.1e9, 0.4, 0.2
 
 
