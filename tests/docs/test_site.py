@@ -15,7 +15,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"), key=str)
 BASE = "/gradus/"
 
 
@@ -25,6 +25,11 @@ def test_a_page_is_short_and_names_things_by_what_they_are(page):
     assert len(lines) <= 200, f"{page.name} has {len(lines)} lines: split it"
     for number, line in enumerate(lines, 1):
         assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
+
+
+def test_every_page_is_in_the_index():
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
 class Page(HTMLParser):
@@ -46,7 +51,7 @@ class Page(HTMLParser):
 class Below(SimpleHTTPRequestHandler):
     """The folder below BASE, and nothing beside it."""
 
-    protocol_version = "HTTP/1.1"
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
 
     def do_GET(self):
         if not self.path.startswith(BASE):
