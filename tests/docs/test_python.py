@@ -43,7 +43,7 @@ def page(tmp_path_factory):
     return folder, names
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 def test_the_code_of_the_page_trains_predicts_and_continues(page, monkeypatch):
     folder, names = page
     monkeypatch.chdir(folder)
@@ -58,6 +58,7 @@ def test_the_code_of_the_page_trains_predicts_and_continues(page, monkeypatch):
     assert len(api.generate(names["writer"], "to be", max_new=100, sliding_window=True)) == 105
 
 
+@pytest.mark.docs
 def test_a_custom_loop_of_ten_lines_learns(page):
     _, names = page
     block = next(block for block in BLOCKS if "loss.backward()" in block)
@@ -66,6 +67,7 @@ def test_a_custom_loop_of_ten_lines_learns(page):
     assert names["again"][0]["input"] == "a good story" and 0 < names["again"][0]["probability"] <= 1
 
 
+@pytest.mark.docs
 def test_a_hook_of_ten_lines_logs_beside_the_loss(page):
     folder, names = page
     block = next(block for block in BLOCKS if "(Hook)" in block)
@@ -74,6 +76,7 @@ def test_a_hook_of_ten_lines_logs_beside_the_loss(page):
     assert list(norms) == [10, 20, 30] and all(value > 0 for value in norms.values())
 
 
+@pytest.mark.docs
 def test_training_leaves_no_signal_handler_and_no_thread(page):
     before, after = page[1]["_handlers"]
     assert before == after and not [t for t in threading.enumerate() if t.name == "live line"]
@@ -88,6 +91,7 @@ def test_the_six_functions_are_documented_and_quick_to_import():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.docs
 def test_rows_are_a_frame_where_pandas_is_and_dicts_where_it_is_not(page, monkeypatch):
     pandas = pytest.importorskip("pandas")
     run = api.Run(page[0] / "runs" / "reviews")

@@ -34,7 +34,7 @@ def test_every_section_goes_from_nothing_to_an_answer():
         ] and len(verbs) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.partition("\n")[0])
 def test_the_page_runs(tmp_path, monkeypatch, capsys, section):
     """Lines that call gradus in this process, all else by a shell."""

@@ -1,0 +1,117 @@
+"""The built site (site/, which `make docs` makes), served below /gradus/ as a code host would serve it: every link of every page leads
+somewhere, every fragment is there, and nothing is loaded from another host. And what every page of docs/ keeps to."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import threading
+from functools import cache, partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"), key=str)
+BASE = "/gradus/"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_a_page_is_short_and_names_things_by_what_they_are(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200, f"{page.name} has {len(lines)} lines: split it"
+    for number, line in enumerate(lines, 1):
+        assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
+
+
+def test_every_page_is_in_the_index():
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+
+
+class Page(HTMLParser):
+    """A page's links, each with whether it is loaded with the page, and its fragments."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[tuple[str, bool]] = []
+        self.ids = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        said = dict(attributes)
+        self.ids |= {said[name] for name in ("id", "name") if said.get(name)}
+        loaded = tag != "a" and said.get("rel") not in ("next", "prev", "canonical")
+        self.links += [(said[name], loaded) for name in ("href", "src", "poster", "data") if said.get(name)]
+
+
+class Below(SimpleHTTPRequestHandler):
+    """The folder below BASE, and nothing beside it."""
+
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+
+    def do_GET(self):
+        if not self.path.startswith(BASE):
+            self.send_error(404)
+            return
+        self.path = "/" + self.path.removeprefix(BASE)
+        super().do_GET()
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def get():
+    """address below BASE -> (status, text), by HTTP, each once."""
+    assert (ROOT / "site" / "index.html").is_file(), "no site/: make docs builds it"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Below, directory=str(ROOT / "site")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    connection, known = http.client.HTTPConnection(*server.server_address), {}
+
+    def get(path: str) -> tuple[int, str]:
+        if path not in known:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            known[path] = answer.status, text
+        return known[path]
+
+    yield get
+    connection.close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.docs
+def test_every_link_of_the_site_leads_somewhere(get, record_property):
+    site = ROOT / "site"
+    paths = [BASE + str(file.relative_to(site)).removesuffix("index.html") for file in sorted(site.rglob("*.html")) if file.name != "404.html"]
+    assert {BASE, BASE + "errata/", BASE + "experiments/"} < set(paths)
+    parse = cache(lambda path: Page(get(path)[1]))
+    wrong, checked = [], 0
+    for path in paths:
+        for link, loaded in parse(path).links:
+            checked += 1
+            target = urlsplit(urljoin(f"http://site{path}", link))
+            if target.scheme in ("mailto", "data"):
+                continue
+            if target.netloc != "site":
+                wrong += [f"{path} loads {link}"] if loaded else []
+                continue
+            if link.startswith("/") or not target.path.startswith(BASE):
+                wrong.append(f"{path}: {link} leaves {BASE}")
+                continue
+            status, _ = get(target.path)
+            if status != 200:
+                wrong.append(f"{path}: {link} is not there ({status})")
+            elif target.fragment and unquote(target.fragment) not in parse(target.path).ids:
+                wrong.append(f"{path}: {link}: no such heading")
+    for style in site.rglob("*.css"):
+        wrong += [f"{style.name} loads {url}" for url in re.findall(r"url\(['\"]?(https?:[^)]+|//[^)]+)\)", style.read_text(encoding="utf-8"))]
+    assert not wrong, f"{len(wrong)} of {checked} links\n" + "\n".join(sorted(set(wrong)))
+    record_property("pages of the site", len(paths))
+    record_property("links checked", checked)
