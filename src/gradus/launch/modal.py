@@ -72,7 +72,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     import gradus
 
     if not (packages := requirements("", *EXTRAS)):
-        raise UserError("launch modal: gradus is only on the path here, not installed. In its checkout: pip install -e .")
+        raise UserError("launch modal: gradus is not installed, only on the path. In its checkout: pip install -e .")
     added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
     run, words, model, name = "", [], args.model, "model"
     if args.recipe:
