@@ -114,7 +114,7 @@ def page(found: Sequence[Record]) -> str:
     written = next(r for r in found if r["name"] == "params.json")
     parts = [
         "# A Llama read from files in Meta's layout writes the same tokens as from its own file", "",
-        "**The source** (\"First shot at inference\" in Mboya's tutorial \"Scaling ViTs across training compute\") runs Llama-2-7B on an A100 with 40 GB from `meta-llama/Llama-2-7b`, which is in Meta's own layout, and continues one prompt.",
+        "**The source** (\"First shot at inference\" in Mboya's tutorial \"Scaling ViTs across training compute\") runs Llama-2-7B on an A100 with 40 GB from `meta-llama/Llama-2-7b`, which is in Meta's own layout, and continues one prompt.", "",
         "**Run here**: those weights (13.5 GB in bf16, under a licence) are not available here, so stories260K, a Llama of 260,032 parameters that was trained on children's stories, is written in",
         "that layout and loaded by the same code: `consolidated.00.pth` with Meta's names and its order of the rows of queries and keys (it rotates neighbouring channels), `params.json`,",
         "and `tokenizer.model`, a SentencePiece model. Greedy, on one core. `make experiment NAME=llama-in-metas-layout SET=FOLDER` writes this page and its rows again; FOLDER holds",
