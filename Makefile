@@ -5,7 +5,7 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --cons
 
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process that a test starts compiles all of src again
 
-.PHONY: train experiment test test-all docs lint clean
+.PHONY: train experiment test test-all docs lint dist clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
@@ -24,6 +24,9 @@ test-all: .venv/installed-dev
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
 	.venv/bin/lint-imports
+
+dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in an empty environment
+	.ci/wheel
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Gradus needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -45,4 +48,4 @@ docs: .venv/installed-dev  # the site, in site/: strict, then every link of it a
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m docs
 
 clean:
-	rm -rf .venv runs build site .cache src/*.egg-info
+	rm -rf .venv runs build dist site .cache src/*.egg-info

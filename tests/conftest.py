@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,21 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest a
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def pytest_configure():
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # which has this process's environment
+        no_files_of_the_user(config)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with Ctrl-C ignored, and so would what tests start
     torch.set_num_threads(1)  # of fixtures that come before the first test too
     os.environ["GRADUS_NO_CALIBRATE"] = "1"  # no run that a test starts measures this machine first
+
+
+def no_files_of_the_user(config):
+    """No hardware, prices or grid of whoever runs the tests."""
+    folder = tempfile.TemporaryDirectory(prefix="gradus-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CONFIG_HOME"] = folder.name
+    for kind in ("HARDWARE", "PRICES", "GRID"):
+        os.environ.pop(f"GRADUS_{kind}", None)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +103,5 @@ def no_plan():
 
 @pytest.fixture
 def own_files(tmp_path, monkeypatch):
-    """No hardware, prices or grid of whoever runs the tests."""
+    """A folder for them of this test alone."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("GRADUS_HARDWARE", "GRADUS_PRICES", "GRADUS_GRID"):
-        monkeypatch.delenv(name, raising=False)

@@ -435,7 +435,7 @@ def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "gradus[track]" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")
+    assert "of the extra track: pip install" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=x")
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0
 
 

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -159,10 +160,27 @@ def tell_error(text: str) -> None:
     sys.stderr.flush()
 
 
+def requirements(*extras: str) -> list[str]:
+    """What these extras need, as pip names it ("": the core); none where gradus runs without having been installed."""
+    import importlib.metadata
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        lines = [line.partition(";") for line in importlib.metadata.requires("gradus-ml") or ()]
+        markers = [f'extra == "{extra}"' if extra else "" for extra in extras]
+        return list(dict.fromkeys(name.strip() for name, _, marker in lines if marker.strip() in markers))
+    return []
+
+
+def how_to_install(extra: str) -> str:
+    """Right for a wheel and for a checkout, and whatever index pip asks: it names the packages, not gradus."""
+    packages = requirements(extra)
+    return f"pip install {shlex.join(packages)}" if packages else f"pip install -e '.[{extra}]' in the checkout"
+
+
 def need(package: str, extra: str, what: str, error: type[UserError] = UserError):
     """Import an optional package. Raises `error`, which says what extra brings it, where it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as e:
-        how = f"pip install 'gradus[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
-        raise error(f"{what} needs the package {package.split('.')[0]} ({e}). Install it: {how}") from None
+        why = f"{what} needs the package {package.split('.')[0]} ({e})"
+        raise error(f"{why}, of the extra {extra}: {how_to_install(extra)}") from None

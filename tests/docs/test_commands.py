@@ -286,7 +286,8 @@ def run(workplace, monkeypatch, capfd):
         return code, *capfd.readouterr()
 
     monkeypatch.chdir(workplace)
-    monkeypatch.setenv("HOME", str(workplace))  # where gradus calibrate writes
+    monkeypatch.setenv("HOME", str(workplace))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / ".config"))  # where gradus calibrate writes
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
         monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each

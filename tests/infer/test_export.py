@@ -49,7 +49,7 @@ def exported(family: str, folder: Path, *words: str, **more) -> tuple[torch.nn.M
 
 def needs_onnx():
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason="pip install 'gradus[onnx]'")
+        pytest.importorskip(package, reason="the extra onnx brings it")
 
 
 slow = pytest.mark.slow

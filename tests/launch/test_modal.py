@@ -26,7 +26,7 @@ def write(tmp_path: Path, *words: str) -> str:
 
 def load(file: Path):
     """The app as Modal imports it."""
-    pytest.importorskip("modal", reason="no modal here: pip install 'gradus[cloud]'")
+    pytest.importorskip("modal", reason="no modal here: the extra cloud brings it")
     spec = importlib.util.spec_from_file_location("app", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

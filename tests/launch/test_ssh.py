@@ -105,7 +105,16 @@ def test_the_commands_are_printed(tmp_path, monkeypatch, capsys):
     assert lines[-1] == "rsync -az -e 'ssh -p 22022' USER@HOST:gradus/runs/c runs/"
     script = (tmp_path / "runs" / "c" / "job.sh").read_text()
     assert "gradus train shakespeare-char-gpt 'data.path=inputs/data.path/a text.txt' log.dir=runs/c --auto-resume --processes 2 2>&1 | tee -a runs/c/log.txt" in script
-    assert "-m pip install --quiet" in lines[4] and "apt-get install -qq -y tmux" in lines[4]
+    assert "-m pip install --quiet" in lines[4] and "./source[hf,vision]" in lines[4] and "apt-get install -qq -y tmux" in lines[4]
+
+
+def test_from_a_wheel_someone_must_say_what_installs_gradus_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gradus.launch.ssh.checkout", lambda: None)
+    assert main(["launch", "ssh", "copy-task"]) == 2
+    assert "Run it from a checkout, or say with --setup LINE what installs it there." in capsys.readouterr().err
+    assert main(["launch", "ssh", "copy-task", "--setup", "pip install some.whl"]) == 0
+    assert "pip install some.whl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_what_cannot_be(monkeypatch, capsys, tmp_path):
     if importlib.util.find_spec("mpi4py"):
         assert "mpirun -n 4 gradus collectives --backend mpi" in told("--backend", "mpi")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert "gradus[mpi]" in told("--backend", "mpi")
+    assert "of the extra mpi: pip install" in told("--backend", "mpi")
 
 
 if __name__ == "__main__":

@@ -47,4 +47,4 @@ def test_page(folder):
 def test_without_matplotlib_a_note(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (said,) = page(folder)
-    assert said.startswith("note: no page: ") and "gradus[report]" in said and not (folder / "profile.html").exists()
+    assert said.startswith("note: no page: ") and "of the extra report: pip install" in said and not (folder / "profile.html").exists()

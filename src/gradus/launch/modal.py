@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import pprint
 import re
@@ -13,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gradus import files, limits
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, requirements
 from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
 GPUS = (
@@ -68,20 +67,12 @@ def _gpu(text: str) -> tuple[str | None, int]:
     return (None if name == "none" else text), int(number or 1)
 
 
-def packages() -> list[str]:
-    """What gradus needs, as pip names it, with the extras that read data."""
-    found = []
-    for requirement in importlib.metadata.requires("gradus") or ():
-        name, _, marker = requirement.partition(";")
-        if not marker or any(f'extra == "{extra}"' in marker for extra in EXTRAS):
-            found.append(name.strip())
-    return list(dict.fromkeys(found))
-
-
 def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     """The text of the app: its settings as Python constants, then a program that is always the same."""
     import gradus
 
+    if not (packages := requirements("", *EXTRAS)):
+        raise UserError("launch modal: gradus is not installed, only on the path. In its checkout: pip install -e .")
     added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
     run, words, model, name = "", [], args.model, "model"
     if args.recipe:
@@ -123,7 +114,7 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "SECRETS": [args.secret] if args.secret else [],
         "SECONDS": int(args.hours * 3600),
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "PACKAGES": packages(),
+        "PACKAGES": packages,
         "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
         "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
         "MODEL": model or run,

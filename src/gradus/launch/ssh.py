@@ -128,7 +128,8 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
     paths_there = " ".join(f"{args.folder}/{name}" for name in folders)
     settings, name, copies = {}, args.recipe, {}  # what → (paths here, the place there)
     if sources:
-        parts = (sources / part for part in ("pyproject.toml", "README.md", "constraints.txt", "src"))
+        built_from = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "constraints.txt", "src")
+        parts = (sources / part for part in built_from)
         copies["the program"] = ([part for part in parts if part.exists()], "source/")
     for key, paths in given.items():
         settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
@@ -145,11 +146,13 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         copies["the TrainingArguments"] = ([arguments], theirs)
     copies["the script"] = ([f"{run}/job.sh"], f"{run}/")
     extras = ",".join(EXTRAS)
-    what = f"./source[{extras}]" if sources else f"gradus[{extras}]=={__import__('gradus').__version__}"
+    if not sources and not args.setup:
+        why = "this gradus is an installed package, which that machine cannot be given"
+        raise UserError(f"launch ssh: {why}. Run it from a checkout, or say with --setup LINE what installs it there.")
     setup = args.setup or [
         # what a rented image brings (PyTorch for its GPUs) is used
         f"test -d .venv || {shlex.quote(args.python)} -m venv --system-site-packages .venv",
-        f".venv/bin/python -m pip install --quiet --disable-pip-version-check {shlex.quote(what)}",
+        f".venv/bin/python -m pip install --quiet --disable-pip-version-check {shlex.quote(f'./source[{extras}]')}",
         "command -v tmux >/dev/null || { apt-get update -qq && apt-get install -qq -y tmux; }",
     ]
     wait = f"tail -n +1 -F {run}/log.txt --pid=$(cat {run}/pid) 2>/dev/null; exit $(cat {run}/exit_code)"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradus import __version__, limits
+from gradus.errors import how_to_install
 from gradus.train.machine import cpu_flags, cpu_name, describe
 
 # key of describe() → (label, a word on it)
@@ -105,7 +106,7 @@ def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
         yield from [title] if figures else []
         yield from (f"  {label:18}  {value:{width}}  {word}" for label, value, word in figures)
     if found.get("torch_gpus") and "gpus" not in found and "nvml_error" not in found:
-        yield "\nFor the GPUs' figures: pip install 'gradus[gpu]'"
+        yield f"\nFor the GPUs' figures: {how_to_install('gpu')}"
 
 
 def _figures(words: dict[str, tuple[str, str]], found: dict[str, Any]) -> list[tuple[str, str, str]]:

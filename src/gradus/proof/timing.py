@@ -298,8 +298,8 @@ class Others:
 
 def _busy() -> int:
     """Ticks of all that the processors of this process have done: /proc/stat's user, nice, system, irq, softirq, steal."""
-    own = {f"cpu{n}" for n in os.sched_getaffinity(0)}
-    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu"))
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    own = {f"cpu{n}" for n in os.sched_getaffinity(0)}  # Linux, as the file is
     return sum(int(words[i]) for words in lines if words[0] in own for i in (1, 2, 3, 6, 7, 8))
 
 
