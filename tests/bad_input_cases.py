@@ -700,7 +700,7 @@ POSITIONAL = {
     "evaluate": "run-gpt", "predict": f"run-bert {TEXT}", "generate": "run-gpt line", "scale": "gpt.yaml",
     "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
     "report": "run-gpt", "new": "out.yaml", "ladder": "gpt.yaml", "slurm": "gpt.yaml --dry-run --to j",
-    "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml --to app.py",
+    "completion": "bash", "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml --to app.py",
 }  # fmt: skip
 REQUIRED = {"fetch": "--to x", "tokenizer": "--vocab-size 300 --to x", "scale": "--processes 1", "export": "--to x",
             "quantize": "--to x --as static", "generate": "--max-new 2", "report": "--to x", "new": "--data text.txt"}
@@ -735,6 +735,8 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
         named = "a name that is known there" if start[0] == "launch" else None
         if action is None:
             value = pick.choice(WORDS)
+            if (start[0], value) == ("demo", "--"):
+                continue  # no word: it would run
             argv = [*start, value] if option == "word" else [*start, *more, "--nothing"]
             yield Case(f"option/{' '.join(start[:2])} {option} {short(value)}", argv,
                        fine=list(filter(None, [word_fits(start[0], value)])))
@@ -980,6 +982,11 @@ launch slurm gpt.yaml --signal KILL --dry-run
 launch slurm gpt.yaml --directive nodes=3 --dry-run
 launch ssh gpt.yaml --host -oProxyCommand=x
 launch modal gpt.yaml --gpu zzz --to out.py
+demo copy-task
+completion
+completion tcsh
+completion bash zsh
+train gpt.yaml --resume log.dir=latest
 """  # each a command line that is refused, or taken for the reason after |
 
 

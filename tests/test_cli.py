@@ -39,11 +39,44 @@ def test_help_and_import_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_every_verb_has_help(capsys):
-    for verb in ("train", "show", "keys", "recipes", "models", "fetch", "tokenizer", "profile", "evaluate", "predict", "generate", "ladder"):
-        with pytest.raises(SystemExit) as e:
-            main([verb, "--help"])
-        assert e.value.code == 0 and "usage: gradus" in capsys.readouterr().out
+VERBS = {name: of for group in cli.JOURNEY.values() for name, of in group.items()}
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_first_screen(words, capsys):
+    """Short, and every verb once, in the groups of the journey."""
+    try:
+        code = main(words)
+    except SystemExit as e:
+        code = e.code
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert code == 0 and len(lines) <= 25 and max(map(len, lines)) <= 100
+    found, group = {}, ""
+    for line in shown.split("\n\n")[2].splitlines():
+        group = line[:9].strip() or group
+        found.setdefault(group, []).extend(filter(None, (line[9:22].strip(), line[55:68].strip())))
+    assert list(found.items()) == [(group, list(verbs)) for group, verbs in cli.JOURNEY.items()]
+    examples = [line.removeprefix("For example:").strip() for line in lines[-3:]]
+    assert {shlex.split(example)[1] for example in examples} == {cli.parse(shlex.split(example)[1:]).verb for example in examples} == {"demo", "plan", "train"}
+
+
+def test_the_journey_has_every_verb_once():
+    named = [name for group in cli.JOURNEY.values() for name in group]
+    assert sorted(named) == sorted(cli.parser()._subparsers._group_actions[0].choices)
+    assert list(cli.JOURNEY) == ["start", "plan", "train", "use", "measure", "move"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_opens_with_an_example_and_a_page(verb, capsys):
+    example, page = VERBS[verb]
+    program, *words = shlex.split(example)
+    assert program == "gradus" and cli.parse(words).verb == verb
+    assert (Path(__file__).parents[1] / page).is_file()
+    with pytest.raises(SystemExit) as e:
+        main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert e.value.code == 0 and shown.startswith(f"example: {example}\nmore:    {page}\n\nusage: gradus {verb} ")
 
 
 @pytest.mark.parametrize(

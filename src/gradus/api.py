@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import UserError
 
 if TYPE_CHECKING:  # `import gradus.api` loads no torch
@@ -92,12 +92,12 @@ def _optional(read: Any, name: str, value: Any, *more: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run folder. `Run("runs/mine/20260101-120000")` opens one that is there already."""
+    """A run folder. `Run("runs/mine/latest")` opens one that is there already."""
 
     folder: Path
 
     def __post_init__(self):
-        object.__setattr__(self, "folder", Path(_path("run", self.folder, "a run folder")))
+        object.__setattr__(self, "folder", Path(files.run_of(_path("run", self.folder, "a run folder"))))
         if not (self.folder / "recipe.yaml").is_file():
             raise UserError(f"{self.folder}: not a run folder (it has no recipe.yaml). Give a run folder.")
 

@@ -18,9 +18,86 @@ from gradus import __version__, errors, files, limits
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
+# group → verb → (a command that runs, the page that says more), in the order of the journey
+JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
+    "start": {
+        "demo": ("gradus demo", "docs/start.md"),
+        "new": ("gradus new mine.yaml --data reviews.csv", "docs/your-data.md"),
+        "recipes": ("gradus recipes", "docs/results.md"),
+        "show": ("gradus show copy-task train.steps=100", "docs/layouts.md"),
+        "keys": ("gradus keys layout", "docs/layouts.md"),
+        "completion": ("gradus completion bash", "docs/start.md"),
+    },
+    "plan": {
+        "plan": ("gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB", "docs/plan.md"),
+        "models": ("gradus models gpt2-small", "docs/plan.md"),
+        "hardware": ("gradus hardware H100", "docs/plan.md"),
+        "env": ("gradus env", "docs/accuracy.md"),
+        "calibrate": ("gradus calibrate", "docs/plan.md"),
+        "fit": ("gradus fit copy-task", "docs/plan.md"),
+    },
+    "train": {
+        "train": ("gradus train copy-task train.steps=20", "docs/start.md"),
+        "check": ("gradus check copy-task", "docs/your-data.md"),
+        "tokenizer": ("gradus tokenizer train corpus.txt --vocab-size 8000 --to bpe", "docs/your-data.md"),
+    },
+    "use": {
+        "predict": ('gradus predict RUN "a fine film"', "docs/inference.md"),
+        "generate": ('gradus generate RUN "Once upon a time" --temperature 0.8', "docs/inference.md"),
+        "evaluate": ("gradus evaluate runs/copy-task/latest", "docs/inference.md"),
+        "quantize": ("gradus quantize RUN --to DIR --as int8", "docs/inference.md"),
+    },
+    "measure": {
+        "prove": ("gradus prove runs/copy-task/latest", "docs/plan.md"),
+        "report": ("gradus report runs/copy-task/latest --to report", "docs/report.md"),
+        "profile": ("gradus profile copy-task", "docs/report.md"),
+        "bench": ("gradus bench RUN", "docs/inference.md"),
+        "ladder": ("gradus ladder copy-task", "docs/ladder.md"),
+        "scale": ("gradus scale copy-task --processes 1,2", "docs/layouts.md"),
+        "study": ("gradus study FILE.yaml", "docs/studies.md"),
+        "collectives": ("gradus collectives --processes 2", "docs/collectives.md"),
+    },
+    "move": {
+        "launch": ("gradus launch slurm copy-task --nodes 2 --gpus 4 --dry-run", "docs/launch.md"),
+        "export": ("gradus export runs/copy-task/latest --to exported", "docs/export.md"),
+        "fetch": ("gradus fetch copy-task --to staged", "docs/launch.md"),
+    },
+}
+HELP = """\
+Plan it, train it, prove it: what a transformer will cost, its training, and what it did cost.
+
+gradus COMMAND ...    gradus COMMAND --help opens with an example; gradus --version
+
+start    demo         all of it, in two minutes        new          a recipe for your own data
+         recipes      the packaged recipes             show         a recipe with all it leads to
+         keys         every key of a recipe            completion   for bash, zsh and fish
+plan     plan         memory, time, money, energy      models       presets, parameters counted
+         hardware     devices and links it knows       env          this machine as detected
+         calibrate    measure this machine             fit          the largest micro-batch
+train    train        a recipe, into a run folder      check        look before you train
+         tokenizer    train one from text
+use      predict      label, gap, translation          generate     continue a text
+         evaluate     metrics over a whole split       quantize     int8 or int4, if worth it
+measure  prove        planned beside measured          report       runs as HTML and PDF
+         profile      where time and memory go         bench        engines and precisions
+         ladder       faster or smaller by steps       scale        1, 2, 4, ... processes
+         study        any settings side by side        collectives  all-reduce and the others
+move     launch       on Slurm, over ssh, on Modal     export       for Hugging Face, ONNX, ...
+         fetch        for a machine without internet
+
+For example: gradus demo
+             gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB
+             gradus train copy-task train.steps=20
+"""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors in the house's form: one line, exit code 2."""
+
+    opening = ""  # of the help
+
+    def format_help(self) -> str:
+        return self.opening + super().format_help()
 
     def error(self, message: str):
         own = re.fullmatch(r"argument (?:\S+/)?(--[\w-]+): (=.*)", message, re.S)  # of limits.whole and limits.real
@@ -49,14 +126,16 @@ Verb = Callable[..., argparse.ArgumentParser]  # (name, function, text, words)
 
 
 def parser() -> Parser:
-    text = "Plan it, train it, prove it: six transformer families, one recipe grammar, one exact trainer."
-    top = Parser(prog="gradus", description=text)
+    top = Parser(prog="gradus")
+    top.format_help = lambda: HELP
     top.add_argument("--version", action="version", version=f"gradus {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="COMMAND", parser_class=Parser)
+    pages = {name: of for group in JOURNEY.values() for name, of in group.items()}
 
     def verb(name: str, function, text: str, words: str | None = None) -> argparse.ArgumentParser:
         # words: the argument that takes words wherever they stand ("": none); None: the verb takes a recipe
         p = verbs.add_parser(name, help=text, description=text)
+        p.opening = "example: {}\nmore:    {}\n\n".format(*pages[name])
         p.set_defaults(function=function, words="overrides" if words is None else words)
         if words is None:
             what = "a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder"
@@ -64,7 +143,9 @@ def parser() -> Parser:
             _overrides(p, "train.steps=100 optimizer.lr=1e-3")
         return p
 
-    for group in (_running, _planning, _looking, _preparing, _using, _measuring, _machine, _elsewhere, _quantizing):
+    for group in (
+        _starting, _running, _planning, _looking, _preparing, _using, _measuring, _machine, _elsewhere, _quantizing,
+    ):  # fmt: skip
         group(verb)
     return top
 
@@ -80,6 +161,14 @@ FLAG: dict = {"action": "store_true"}
 def whole(most: int, least: int = 1, name: str = "N") -> dict:
     """Of an option: a whole number."""
     return {"type": limits.whole(least, most), "metavar": name}
+
+
+def _starting(verb: Verb) -> None:
+    text = "plan, check, train, prove and report the copy task, in about two minutes: each command before it runs"
+    verb("demo", lambda a: room("demo").demo(run), text, "")
+    text = 'a script that completes verbs, options, recipes and keys: eval "$(gradus completion bash)" in ~/.bashrc'
+    p = verb("completion", lambda a: [room("completion").script(a.shell, parser())], text, "")
+    p.add_argument("shell", choices=["bash", "zsh", "fish"], help="fish: in ~/.config/fish/completions/gradus.fish")
 
 
 def _running(verb: Verb) -> None:
@@ -537,7 +626,11 @@ def scale(args) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Words may stand before, between and after options, which argparse does not allow below a verb."""
-    limits.words(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    limits.words(argv)
+    runs = [files.run_of(word) for word in argv]
+    given = {word.rstrip("/") for word in argv}  # a link beside its run, as in runs/copy-task/*, is one run
+    argv = [run for word, run in zip(argv, runs) if run == word or run not in given]
     top = parser()
     args, rest = top.parse_known_args(argv)
     for word in rest:

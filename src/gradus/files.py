@@ -108,11 +108,39 @@ def remove(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+LATEST = "latest"  # in runs/<recipe>: the link to the newest run folder there
+
+
+def link_latest(folder: Path, runs: Path) -> None:
+    """From now on `latest` in `runs` (runs/<recipe>) links to a new run folder that lies there, also one that log.dir
+    names. The link is relative and replaced as a whole: of two runs that start at once, one stays. Nothing happens
+    where the file system has no links, where `latest` is no link but somebody's file or folder, or for a run folder
+    that lies elsewhere. A run that is resumed stays as old as it is: the link does not move.
+    """
+    latest = runs / LATEST
+    if folder.absolute().parent != runs.absolute() or (latest.exists() and not latest.is_symlink()):
+        return
+    link = temporary(latest)
+    with contextlib.suppress(OSError):
+        link.symlink_to(folder.name)
+        os.replace(link, latest)
+    _delete(link)
+
+
+def run_of(word: str) -> str:
+    """The run folder that the link runs/<recipe>/latest means now: it may move while a verb reads or writes there. Any
+    other word as it is."""
+    path = word.rstrip("/")
+    linked = os.path.basename(path) == LATEST and os.path.islink(path)
+    run = os.path.join(os.path.dirname(path), os.readlink(path)) if linked else word
+    return run if os.path.isfile(os.path.join(run, "recipe.yaml")) else word
 
 
 def writable(path: Path) -> Path:

@@ -58,11 +58,12 @@ def train(
         place = f"process {world.rank} of {world.size}"
         raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
     given = resolve.Given(json_file, World(size=n, local_size=n), resume)
+    folder = resolve.run_to_resume(recipe, overrides, given) if resume else None
+    recipe = str(folder or recipe)  # of workers too, whose newest run may be another by then
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
-    folder = resolve.run_to_resume(recipe, overrides, given) if resume else None
-    config = resolve.load(str(folder) if folder else recipe, overrides, given)[0]
+    config = resolve.load(recipe, overrides, given)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
         raise UserError(f"--processes={n} with layout.transport=mpi: start it with mpirun -n {n} gradus train ...")

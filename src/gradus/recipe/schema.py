@@ -649,7 +649,7 @@ def _line(text: str | None) -> str | None:
 class Log(Section):
     """Where the run folder goes and what is written besides `metrics.jsonl`."""
 
-    dir: Annotated[str | None, AfterValidator(_folder)] = None  # None: runs/<recipe>/<time>
+    dir: Annotated[str | None, AfterValidator(_folder)] = None  # None: runs/<recipe>/<time>, the newest: latest
     every: Steps = 10  # steps between two rows and lines
     line: Annotated[str | None, AfterValidator(_line)] = None  # another line, e.g. "{step:6d} | {loss:.2f} | {lr:.1e}"
     tensorboard: bool = False  # also write rows for TensorBoard

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel import world
@@ -90,6 +91,7 @@ def started(name: str, overrides: list[str], given: Given) -> Path | None:
 
 def run_to_resume(name: str, overrides: list[str], given: Given | None = None) -> Path:
     """The run folder that `--resume` means: RECIPE itself, else log.dir, else the newest run of that recipe."""
+    name = files.run_of(name)
     if (Path(name) / "recipe.yaml").exists():
         folder = dict(o.split("=", 1) for o in overrides if "=" in o).get("log.dir")
         if folder is not None and Path(folder).resolve() != Path(name).resolve():
@@ -102,7 +104,8 @@ def run_to_resume(name: str, overrides: list[str], given: Given | None = None) -
             raise UserError(f"--resume: {folder} holds no run. Start it without --resume.")
         return folder
     base = Path("runs") / recipe.name
-    runs = sorted(p.parent for p in base.glob("*/recipe.yaml"))
+    runs = [p.parent for p in base.glob("*/recipe.yaml")]
     if not runs:
         raise UserError(f"--resume: no run of {name} in {base}. Give a run folder, or start it without --resume.")
-    return runs[-1]
+    newest = max(runs, key=lambda folder: (folder.name == files.LATEST, folder))  # what the link says, else by the time
+    return Path(files.run_of(str(newest)))

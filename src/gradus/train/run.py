@@ -185,6 +185,7 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         command = {"command": text} if (text := typed("train")) else {}
         write_json(folder / "environment.json", environment(session.device) | command)
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
+        files.link_latest(folder, Path("runs", session.recipe.name))
     elif extended:
         (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
         length = {key: getattr(session.recipe.train, key) for key in LENGTH}
