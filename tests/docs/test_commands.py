@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "python.md")
 SHOWN = {file.read_text(encoding="utf-8") for file in (ROOT / "docs/programs").iterdir() if file.suffix in (".py", ".c")}  # test_collectives_page.py
-PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get")
+PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get", "rsync", "mkdir")
 
 TINY = {  # what makes a packaged recipe small
     "copy-task": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_train=64 data.n_valid=16 batch.samples=16 train.steps=4",
@@ -114,6 +114,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
+    (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
 ]
 FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
@@ -125,6 +126,7 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^make experiment |^gradus study experiments/": "tests/proof/test_experiments.py",
     r"^make |^pip |^apt-get ": ".ci/run",
     r"^pytest |^python tests/": ".ci/run",
+    r"^mkdir -p served|^python -m http.server": "tests/docs/test_site.py",
 }
 
 
@@ -157,16 +159,18 @@ def kind_of(page: Path, language: str, text: str) -> str | None:
     return language if language in ("python", "yaml") else None
 
 
-def commands(page: Path) -> list[str]:
-    """What the page shows to be typed and not what it prints, in its order, each once."""
-    found: list[str] = []
-    for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines():
-        spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", line) if len(span.split()) > 2 or span.startswith("python ")]
-        found += [part for span in spans for part in span.split("; ")] + ([line] if line.startswith("    ") else [])
-    for language, text in blocks(page):
-        if kind_of(page, language, text) == "commands":
-            found += [part for line in text.splitlines() for part in re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line))]
-    return list(dict.fromkeys(command.strip() for command in found if is_command(command)))
+def commands(page: Path) -> dict[str, bool]:
+    """What the page shows to be typed: whether it is in a block (alone, without what it prints), or among the words."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for block in blocks(page) if kind_of(page, *block) == "commands" for line in block[1].splitlines()]
+    lines += [line for line in FENCE.sub("", text).splitlines() if line.startswith("    ")]
+    shown = [part for line in lines for part in re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line))]
+    spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCE.sub("", text)) if len(span.split()) > 2 or span.startswith("python ")]
+    named = [" ".join(part.split()) for span in spans for part in span.split("; ")]
+    if page.parent.name in ("experiments", "reference"):  # they say what was run elsewhere, and for hours
+        named = []
+    found = {part.strip(): place == "block" for place, parts in (("words", named), ("block", shown)) for part in parts}
+    return {command: block for command, block in found.items() if is_command(command)}
 
 
 def small(command: str) -> str:
@@ -180,11 +184,12 @@ def small(command: str) -> str:
 
 
 def cases() -> list:
-    """Each page's commands; what is the same command at a small size is run once."""
+    """Each page's commands; what is the same command at a small size is run once. Those of blocks are run by `make docs`, the others by
+    `make test-all`."""
     each: dict[str, object] = {}
-    for page in PAGES:
-        for command in commands(page) if page.name not in RUN_BY_THEIR_OWN_TESTS else ():
-            each.setdefault(small(command), pytest.param(command, id=f"{page.stem}: {command}"))
+    every = [(page, command, block) for page in PAGES if page.name not in RUN_BY_THEIR_OWN_TESTS for command, block in commands(page).items()]
+    for page, command, block in sorted(every, key=lambda one: not one[2]):
+        each.setdefault(small(command), pytest.param(command, id=f"{page.stem}: {command}", marks=pytest.mark.docs if block else pytest.mark.slow))
     return list(each.values())
 
 
@@ -268,7 +273,7 @@ def run(workplace, monkeypatch, capfd):
         if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
             pytest.skip("no ../shared/groundtruth beside the checkout")
         launcher = "mpirun" if "--backend mpi" in command else words[0]
-        if launcher in ("mpirun", "mpiexec") and shutil.which(launcher) is None:
+        if launcher in ("mpirun", "mpiexec", "rsync") and shutil.which(launcher) is None:
             pytest.skip(f"no {launcher} on PATH")
         if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
             assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
@@ -297,7 +302,6 @@ def run(workplace, monkeypatch, capfd):
     return run
 
 
-@pytest.mark.docs
 @pytest.mark.parametrize("command", cases())
 def test_the_command_works(command, run, record_property):
     record_property("commands run", 1)
@@ -372,10 +376,12 @@ def test_yaml_is_a_study_or_a_recipe(text, tmp_path, record_property):
 
 
 def test_every_block_is_of_a_kind_that_is_checked():
+    each = [(page, *block) for page in PAGES for block in blocks(page)]
+    nothing = [f"{page.name}:\n```{language}\n{text}```" for page, language, text in each if kind_of(page, language, text) is None]
+    assert not nothing, "nothing checks these blocks:\n" + "\n".join(nothing)
     for page in PAGES:
-        for language, text in blocks(page):
-            assert kind_of(page, language, text), f"{page.name}: nothing checks this block:\n```{language}\n{text}"
-        assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page)), f"{page.name}: a fence that is not closed, or not at its line's end"
+        fences = len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE))
+        assert fences == 2 * len(blocks(page)), f"{page.name}: a fence that is not closed, or has more than a language"
 
 
 def test_every_benchmark_is_on_a_page():
