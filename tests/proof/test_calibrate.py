@@ -287,6 +287,17 @@ def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
 
 
+def test_a_calibration_that_takes_too_long_is_given_up_in_plain_words(newcomer, monkeypatch, capsys):
+    session, _ = newcomer
+
+    def slow(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(calibrate.subprocess, "run", slow)
+    calibrate.once(session)
+    assert capsys.readouterr().out.endswith("0 s; given up: other programs used the processors. gradus calibrate when they do not\n")
+
+
 def test_a_machine_that_others_use_is_said(newcomer, monkeypatch, capsys):
     session, _ = newcomer
     monkeypatch.setattr(calibrate.Others, "share", lambda self: 0.5)

@@ -559,7 +559,9 @@ def once(session: Session) -> None:
     try:
         done = subprocess.run(command, env=mine, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=4 * FIRST)
         why = "" if done.returncode == 0 else f"; failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
-    except (OSError, subprocess.TimeoutExpired) as e:
+    except subprocess.TimeoutExpired:
+        why = "; given up: other programs used the processors. gradus calibrate when they do not"
+    except OSError as e:
         why = f"; failed: {e}"
     if not why and (others.share() or 0) > OTHERS:
         why = "; other programs used the processors: gradus calibrate when they do not"
