@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 import textwrap
@@ -45,7 +46,7 @@ TINY = {  # what makes a packaged recipe small
     "digits-vit": "model.n_layers=1 train.epochs=null train.steps=2 schedule.warmup_steps=1",
     "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 batch.samples=12 train.steps=4 "
     "schedule.warmup_steps=1 evaluate.every=2 evaluate.max_new=null",
-    "sst2-bert": "model.init=bert data.path=sst2 train.epochs=null train.steps=2 schedule.warmup_steps=1 batch.samples=4",
+    "sst2-bert": "model.init=bert data.path=sst2 train.epochs=null train.steps=3 schedule.warmup_steps=1 batch.samples=4",
     "imdb-bert": "model.init=bert data.path=imdb data.max_len=32 train.epochs=null train.steps=2 batch.samples=8",
     "wikitext2-gpt": "data.path=wikitext-2 model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 tokenizer.vocab_size=300 batch.samples=4 "
     "train.epochs=null train.steps=2 schedule.warmup_steps=1",
@@ -57,8 +58,7 @@ TINY = {  # what makes a packaged recipe small
 RECIPE = f"copy-task {TINY['copy-task']}"
 STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus predict RUN\b", "gradus predict runs/classes"),
-    (r"^gradus bench RUN$", "gradus bench runs/words --engines torch --precisions fp32 --batch 1 --runs 2 --seconds 0.01 --rounds 1 --to out"),
-    (r"^gradus quantize RUN --to DIR", "gradus quantize runs/classes --to quantized --force"),
+    (r"^gradus quantize RUN --to DIR", "gradus quantize runs/classes --to quantized"),
     (r"^gradus generate RUN\b", "gradus generate runs/words --max-new 4"),
     (r"^gradus report runs/one runs/bf16 runs/two --to report --notes notes.md", "gradus report runs/copy runs/stopped --to out --notes notes.md"),
     (r"^gradus study precision.yaml", "gradus study precision.yaml --to studies/new --rounds 1 --steps 2"),
@@ -66,6 +66,14 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
     (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
     (r"^gradus report studies/NAME", "gradus report runs/copy"),
+    (r"\bstudies/mini-gpt-on-wikitext2/runs/\S+|\bruns/\S*(gpt|llama|book)\S*/latest\b", "runs/words"),
+    (r"\bruns/\S*(bert|reviews)\S*/latest\b", "runs/classes"),
+    (r"\bruns/\S+/latest\b", "runs/copy"),
+    (r"^gradus bench (RUN$|runs/words .*)", "gradus bench runs/words --engines torch --precisions fp32 --batch 1 --runs 2 --seconds 0.01 --rounds 1 --to out"),
+    (r"--max-new \d+", "--max-new 4"),
+    (r"^(gradus quantize (?!.*--force).*)", r"\1 --force"),
+    (r"\bconfig_mp.json", "config.json"),
+    (r"(--json_file .*) --gpus 4", r"\1 --gpus 2"),
     (r"\b(RUN)\.\.\.", "runs/copy runs/again"),
     (r"log\.dir=RUN\b", "log.dir=runs/new"),
     (r"\bRUN\b", "runs/copy"),
@@ -119,6 +127,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
 FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
+    r"^gradus demo": "tests/test_demo.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
@@ -163,7 +172,6 @@ def commands(page: Path) -> dict[str, bool]:
     """What the page shows to be typed: whether it is in a block (alone, without what it prints), or among the words."""
     text = page.read_text(encoding="utf-8")
     lines = [line for block in blocks(page) if kind_of(page, *block) == "commands" for line in block[1].splitlines()]
-    lines += [line for line in FENCE.sub("", text).splitlines() if line.startswith("    ")]
     shown = [part for line in lines for part in re.split(r"(?<=\S)\s*; ", re.sub(r"(^|\s)#.*", "", line))]
     spans = [span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCE.sub("", text)) if len(span.split()) > 2 or span.startswith("python ")]
     named = [" ".join(part.split()) for span in spans for part in span.split("; ")]
@@ -198,7 +206,7 @@ def workplace(tmp_path_factory) -> Path:
     """A folder with all that the commands name: data, a Hugging Face folder, runs, a file of published points."""
     folder = tmp_path_factory.mktemp("commands")
     words = ["Once upon a time the old king rode home", "a fine film about a small dog", "rain fell on the quiet town", "nobody knew the answer"]
-    text = "\n".join(f"{words[i % 4]} and {words[(i * 7 + 1) % 4]} {i} times." + "\n" * (i % 10 == 9) for i in range(400))
+    text = f"{string.printable.strip()}\n" + "\n".join(f"{words[i % 4]} and {words[(i * 7 + 1) % 4]} {i} times." + "\n" * (i % 10 == 9) for i in range(400))
     (folder / "lines.txt").write_text("a fine film\na slow one\n")
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/studies.md").read_text(encoding="utf-8"), re.DOTALL)
     (folder / "some.yaml").write_text(example[1])
@@ -217,7 +225,7 @@ def workplace(tmp_path_factory) -> Path:
     for name, files in {"imdb": ("train", "test"), "sst2": ("train", "dev", "test")}.items():
         (folder / name).mkdir()
         for file in files:
-            rows = [{"text": words[i % 4], "label": i % 2} for i in range(24)]
+            rows = [{"text": " ".join([words[i % 4]] * (1 + i % 5)), "label": i % 2} for i in range(24)]  # of unequal length
             if name == "imdb":
                 (folder / name / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             else:

@@ -79,8 +79,8 @@ def keys_page(title: str, sections: list[str]) -> Iterator[str]:
     top = [("name", "the one key outside the sections", list(entries("", Recipe, {"name"})))]
     for head, what, listed in [*(top if "train" in sections else []), *(group for section in sections for group in groups(section))]:
         parts = ((key, default, *rest.partition(": ")[::2]) for key, default, rest in listed)
-        rows = [[f"`{key}`", kind, default if default == "required" else f"`{default}`", meaning] for key, default, kind, meaning in parts]
-        yield from ("", f"## {head}", "", sentence(what), *table(["key", "type", "default", "meaning"], rows))
+        rows = [[f"`{key}`", meaning, default if default == "required" else f"`{default}`", kind] for key, default, kind, meaning in parts]
+        yield from ("", f"## {head}", "", sentence(what), *table(["key", "meaning", "default", "what it takes"], rows))
 
 
 def signature(name: str, of: object) -> str:
