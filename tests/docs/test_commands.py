@@ -44,7 +44,7 @@ TINY = {  # what makes a packaged recipe small
     "copy-task": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_train=64 data.n_valid=16 batch.samples=16 train.steps=4",
     "copy-task-s1": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 train.steps=2",
     "digits-vit": "model.n_layers=1 train.epochs=null train.steps=2 schedule.warmup_steps=1",
-    "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 batch.samples=12 train.steps=4 "
+    "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=48 batch.samples=12 train.steps=4 "
     "schedule.warmup_steps=1 evaluate.every=2 evaluate.max_new=null",
     "sst2-bert": "model.init=bert data.path=sst2 train.epochs=null train.steps=3 schedule.warmup_steps=1 batch.samples=4",
     "imdb-bert": "model.init=bert data.path=imdb data.max_len=32 train.epochs=null train.steps=2 batch.samples=8",
@@ -134,7 +134,6 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
     r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",
-    r"^make experiment |^gradus study experiments/": "tests/proof/test_experiments.py",
     r"^make |^pip |^apt-get |^python3 -m venv ": ".ci/run",
     r"^source ": "tests/test_completion.py",
     r"^pytest |^python tests/": ".ci/run",
