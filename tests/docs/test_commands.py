@@ -36,15 +36,15 @@ from gradus.recipe.schema import BertConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "python.md")
+RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "train.md", "python.md")
 SHOWN = {file.read_text(encoding="utf-8") for file in (ROOT / "docs/programs").iterdir() if file.suffix in (".py", ".c")}  # test_collectives_page.py
-PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get", "rsync", "mkdir")
+PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get", "rsync", "mkdir", "python3", "source")
 
 TINY = {  # what makes a packaged recipe small
     "copy-task": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 data.n_train=64 data.n_valid=16 batch.samples=16 train.steps=4",
     "copy-task-s1": "model.n_layers=1 model.d_model=16 model.n_heads=2 model.d_ff=32 train.steps=2",
     "digits-vit": "model.n_layers=1 train.epochs=null train.steps=2 schedule.warmup_steps=1",
-    "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=16 batch.samples=12 train.steps=4 "
+    "shakespeare-char-gpt": "model.n_layers=1 model.d_model=32 model.n_heads=2 model.seq_len=48 batch.samples=12 train.steps=4 "
     "schedule.warmup_steps=1 evaluate.every=2 evaluate.max_new=null",
     "sst2-bert": "model.init=bert data.path=sst2 train.epochs=null train.steps=3 schedule.warmup_steps=1 batch.samples=4",
     "imdb-bert": "model.init=bert data.path=imdb data.max_len=32 train.epochs=null train.steps=2 batch.samples=8",
@@ -66,6 +66,8 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus train runs/\S+ --resume", "gradus train runs/stopped --resume"),
     (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
     (r"^gradus report studies/NAME", "gradus report runs/copy"),
+    (r"^gradus report runs/copy-task/latest .*", "gradus report runs/copy --to out"),
+    (r"^(gradus train .*) log\.dir=\S+", r"\1"),
     (r"\bstudies/mini-gpt-on-wikitext2/runs/\S+|\bruns/\S*(gpt|llama|book)\S*/latest\b", "runs/words"),
     (r"\bruns/\S*(bert|reviews)\S*/latest\b", "runs/classes"),
     (r"\bruns/\S+/latest\b", "runs/copy"),
@@ -132,8 +134,8 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
     r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",
-    r"^make experiment |^gradus study experiments/": "tests/proof/test_experiments.py",
-    r"^make |^pip |^apt-get ": ".ci/run",
+    r"^make |^pip |^apt-get |^python3 -m venv ": ".ci/run",
+    r"^source ": "tests/test_completion.py",
     r"^pytest |^python tests/": ".ci/run",
     r"^mkdir -p served|^python -m http.server": "tests/docs/test_site.py",
 }
@@ -148,6 +150,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(page.read_text(encoding="utf-8"))]
 
 
+def own(page: Path) -> bool:
+    return page.parent.name == "docs" and page.name in RUN_BY_THEIR_OWN_TESTS
+
+
 def is_command(line: str) -> bool:
     return line.split()[:1] != [] and line.split()[0] in PROGRAMS
 
@@ -155,7 +161,7 @@ def is_command(line: str) -> bool:
 def kind_of(page: Path, language: str, text: str) -> str | None:
     """What a block is, and so how it is checked here; None: by nothing."""
     lines, programs = text.splitlines(), [block for _, block in blocks(page) if block in SHOWN]
-    if page.name in RUN_BY_THEIR_OWN_TESTS or text in SHOWN:
+    if own(page) or text in SHOWN:
         return "its own test"
     if language in ("", "console", "text") and re.match(r"\$ gradus\b", text):
         return "console"
@@ -195,7 +201,7 @@ def cases() -> list:
     """Each page's commands; what is the same command at a small size is run once. Those of blocks are run by `make docs`, the others by
     `make test-all`."""
     each: dict[str, object] = {}
-    every = [(page, command, block) for page in PAGES if page.name not in RUN_BY_THEIR_OWN_TESTS for command, block in commands(page).items()]
+    every = [(page, command, block) for page in PAGES if not own(page) for command, block in commands(page).items()]
     for page, command, block in sorted(every, key=lambda one: not one[2]):
         each.setdefault(small(command), pytest.param(command, id=f"{page.stem}: {command}", marks=pytest.mark.docs if block else pytest.mark.slow))
     return list(each.values())
@@ -307,6 +313,7 @@ def run(workplace, monkeypatch, capfd):
     monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command
+    run.workplace = workplace
     return run
 
 
@@ -349,6 +356,8 @@ def test_a_command_prints_what_the_page_says(text, run, record_property):
         typed = re.match(r"(?:.*\\\n)*.*\n", part)[0]
         command, said = re.sub(r"\\\n|\s+#.*", "", typed).strip(), part.removeprefix(typed)
         literal = re.search(LITERAL, command)
+        if not literal and not (run.workplace / ".config").exists():  # so that times are predicted
+            assert run("gradus calibrate --seconds 10 --threads 1")[0] == 0
         code, out, err = run(command if literal else small(command))
         out = out if code == 0 else out + err
         assert code == (2 if "error: " in said else 0), f"{command}\n{out}\n{err}"

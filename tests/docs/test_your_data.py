@@ -1,4 +1,4 @@
-"""docs/your-data.md: the page runs from top to bottom in an empty folder, its trainings cut short."""
+"""docs/your-data.md and docs/train.md: the pages run from top to bottom in an empty folder, their trainings cut short."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from gradus.cli import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-data.md"
-SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:-1]  # the last has no commands
+DOCS = Path(__file__).parents[2] / "docs"
+SECTIONS = re.split(r"^## ", (DOCS / "your-data.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:-1]  # the last has no commands
+DOOR = (DOCS / "train.md").read_text(encoding="utf-8")
 
 
 def commands(section: str) -> str:
@@ -35,7 +36,7 @@ def test_every_section_goes_from_nothing_to_an_answer():
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.partition("\n")[0])
+@pytest.mark.parametrize("section", [*SECTIONS, DOOR], ids=lambda s: s.partition("\n")[0])
 def test_the_page_runs(tmp_path, monkeypatch, capsys, section):
     """Lines that call gradus in this process, all else by a shell."""
     if "transformers" in section:
@@ -53,7 +54,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, section):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("gradus.proof.check.WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the page
     # a page's own training takes minutes
-    short = re.sub(r"^(gradus train \S+)( train\.steps=\d+)?", r"\1 train.steps=4", commands(section), flags=re.MULTILINE)
+    short = re.sub(r"^(gradus train \S+)(.*?)( train\.steps=\d+|$)", r"\1 train.steps=4\2", commands(section), flags=re.MULTILINE)
     for part in re.split(r"^(gradus .*)$", short, flags=re.MULTILINE):
         if part.startswith("gradus "):
             assert main(shlex.split(part)[1:]) == 0, part
