@@ -12,9 +12,9 @@ from gradus.errors import UserError, need
 RUN = "runs/copy-task/latest"
 NEXT = """
 Everything is in {run}; its report/report.html opens in a browser. What next?
-  gradus train copy-task --processes 2                          the same samples, the same losses, on two processes
-  gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB          what it would cost on hardware that is not here
-  gradus new mine.yaml --data reviews.csv                       a recipe for your own table, text or images"""
+  gradus train copy-task --processes 2                    on two processes: the same samples, the same loss
+  gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB    the cost of a run on hardware that is not here
+  gradus new mine.yaml --data reviews.csv                 a recipe for your own table, text or images"""
 
 
 def demo(gradus: Callable[[list[str]], int], settings: Sequence[str] = ("train.steps=300",)) -> int:
