@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import itertools
 import json
@@ -101,7 +102,8 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
     (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 10 --threads 1"),
-    (r"^gradus collectives (.*)", r"gradus collectives \1 --sizes 1KiB"),
+    (r"^gradus collectives (?!.*--sizes)(.*)", r"gradus collectives \1 --sizes 1KiB"),
+    (r"--sizes \S+,\S+", "--sizes 1KiB,4KiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
     (r"--vocab-size 8000", "--vocab-size 300"),
     (r"^gradus launch slurm (?!--status)(.*?)(?: --dry-run)?$", r"gradus launch slurm \1 --dry-run"),
@@ -337,7 +339,7 @@ def pattern(text: str) -> str:
 
 def without_numbers(text: str) -> str:
     """The words and the layout: numbers are 0 and units are left out, equal lines come once."""
-    number = r"(?<![\w.])v?[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?[kMG]?(\s?(ms|µs|s|min|h|days|[kMGT]?i?B(/s)?|[kMG]?Wh|g|%)(?![\w/]))?"
+    number = r"(?<![\w.])v?[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?[kMG]?(\s?(ms|µs|s|min|h|days|[kKMGT]?i?B(/s)?|[kMG]?Wh|g|%)(?![\w/]))?"
     lines = [re.sub(r"(?<= )-(?= |$)|\bnan\b", "0", re.sub(number, "0", line)) for line in text.splitlines()]
     lines = [re.sub(r"(?<!\S)0( 0)+(?!\S)", "0", re.sub(r"\s+", " ", line)).strip() for line in lines]
     return "".join(f"{line}\n" for line, _ in itertools.groupby(lines))
@@ -364,7 +366,8 @@ def test_a_command_prints_what_the_page_says(text, run, record_property):
         said, out = ("".join(f"{line.rstrip()}\n" for line in t.strip("\n").splitlines()) for t in (said, out))
         if not literal:
             said, out = without_numbers(said), without_numbers(out)
-        assert re.fullmatch(pattern(said), out), f"{command} prints\n{out}\nand the page says\n{said}"
+        difference = "\n".join(difflib.unified_diff(said.splitlines(), out.splitlines(), "the page says", "the command prints", n=1, lineterm=""))
+        assert re.fullmatch(pattern(said), out), f"{command}\n{difference}"
     record_property("outputs compared", 1)
 
 
