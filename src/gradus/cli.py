@@ -34,7 +34,7 @@ JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
         "hardware": ("gradus hardware H100", "docs/plan.md"),
         "env": ("gradus env", "docs/recipes.md"),
         "calibrate": ("gradus calibrate", "docs/proof.md"),
-        "fit": ("gradus fit copy-task --memory 2GiB", "docs/proof.md"),
+        "fit": ("gradus fit copy-task --memory 1GiB", "docs/proof.md"),
     },
     "train": {
         "train": ("gradus train copy-task train.steps=20", "docs/start.md"),
