@@ -70,7 +70,6 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus report runs/copy-task/latest .*", "gradus report runs/copy --to out"),
     (r"^(gradus train .*) log\.dir=\S+", r"\1"),
     (r"\bstudies/mini-gpt-on-wikitext2/runs/\S+|\bruns/\S*(gpt|llama|book)\S*/latest\b", "runs/words"),
-    (r"\bruns/\S*(bert|reviews)\S*/latest\b", "runs/classes"),
     (r"\bruns/\S+/latest\b", "runs/copy"),
     (r"^gradus bench (RUN$|runs/words .*)", "gradus bench runs/words --engines torch --precisions fp32 --batch 1 --runs 2 --seconds 0.01 --rounds 1 --to out"),
     (r"^gradus quantize runs/words --to \S+", "gradus quantize runs/classes --to quantized"),
@@ -110,7 +109,6 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--vocab-size 8000", "--vocab-size 300"),
     (r"^gradus launch slurm (?!--status)(.*?)(?: --dry-run)?$", r"gradus launch slurm \1 --dry-run"),
     (r"^(gradus launch ssh .*) --host \S+ -p \d+( --follow)?$", r"\1"),  # without a host it prints what it would run
-    (r"^(gradus launch ssh .*) --host \S+$", r"\1"),
     (r"--model meta-llama/Llama-2-7b-hf", "--model bert"),
     (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
     (r"^(mpirun|mpiexec) -n 4", r"\1 -n 2"),
@@ -140,7 +138,6 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^modal |^gradus train .* app\.py": "tests/launch/test_modal.py",
     r"^make |^pip |^apt-get |^python3 -m venv ": ".ci/run",
     r"^source ": "tests/test_completion.py",
-    r"^pytest |^python tests/": ".ci/run",
     r"^mkdir -p served|^python -m http.server": "tests/docs/test_site.py",
 }
 
