@@ -95,6 +95,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"\bPOINTS\.json\b", "points.json"),
     (r"\bstdlib-gpt\b", "shakespeare-char-gpt data.path=input.txt"),
     (r"\bRECIPE\b", RECIPE),
+    (r"^gradus plan llama2-7b .*--search", f"gradus plan {RECIPE} --on 8xH100 --search"),
     (r"gpt3-175b", "gpt2-small"),  # large sizes
     (r"llama2-7b(?! --optimal)", "gpt2-small"),
     (r"--tokens 300e9", "--tokens 300e6"),
